@@ -1,0 +1,213 @@
+"""What can be set: typed groups, a sentence under each field. Checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+GATES = ("model", "renormalized", "double_softmax")
+GRID_AXES = ("model", "criterion", "calibration", "allocation", "ratio", "gate", "seed")
+
+
+@dataclass
+class ModelConfig:
+    """A causal language model with routed experts."""
+
+    name: str = MISSING
+    """The word used for the model in tables, file names and the report."""
+    path: str = MISSING
+    """A folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a model shipped with moe_lab."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; part of the identity of every step."""
+    dtype: str = "auto"
+    """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16."""
+    device: str = "auto"
+    """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
+    threads: int | None = None
+    """CPU threads of one process; null leaves it to torch. The shipped models are fastest with 1."""
+    allow_pickle: bool = False
+    """Load .bin checkpoints, which run code when unpickled. Off unless you trust the author."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
+
+
+@dataclass
+class CriterionConfig:
+    """How experts are scored; higher always means keep."""
+
+    name: str = MISSING
+    """Name in the criteria registry, as the papers call it."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the criterion function, such as b, alpha and beta of s_family."""
+
+
+@dataclass
+class CalibrationConfig:
+    """The text a model reads while statistics are gathered."""
+
+    name: str = MISSING
+    """The word used for the calibration set in tables and file names."""
+    path: str = MISSING
+    """A text file, JSON lines with a text field or chat messages, a hub id, or `pocket:calibration/NAME.jsonl`."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set."""
+    field: str | None = None
+    """Field of a JSON line to read; null takes text, messages, or instruction and output, whichever is there."""
+    packing: str = "reap"
+    """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream cut in rows), none (one a row)."""
+    length: int = 2048
+    """Tokens in a row."""
+    tokens: int = 524288
+    """Tokens to read, padding and gaps included; tokens / length is the number of rows."""
+    batch_size: int = 4
+    """Rows in one forward pass; changes speed and memory, never the sums beyond rounding."""
+    order: str = "random"
+    """Which documents come first: random (without replacement, by seed) or first (as in the file)."""
+    seed: int = 42
+    """Seed of the document order."""
+    gap: str = "none"
+    """What stands between packed documents: none, eos, or zero (token id 0, as the REAP and EvoESAP code)."""
+    special_tokens: bool = True
+    """Let the tokenizer add its special tokens; never after a chat template, which has its own."""
+
+
+@dataclass
+class AllocationConfig:
+    """How many experts each layer loses."""
+
+    name: str = "uniform"
+    """Name in the allocation registry."""
+    multiple_of: int = 1
+    """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the allocation."""
+
+
+@dataclass
+class BenchmarkConfig:
+    """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
+
+    name: str = MISSING
+    """The word used for this run in file names."""
+    harness: str = MISSING
+    """Who asks and grades: lm_eval, evalplus, stories or perplexity."""
+    task: str = MISSING
+    """The harness's task: a task file, a data file, or `pocket:benchmarks/FILE`."""
+    reports: dict[str, str] = field(default_factory=dict)
+    """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
+    expected: int | None = None
+    """Number of items the benchmark has; another number is an error unless `limit` is set."""
+    max_new_tokens: int = 0
+    """Generation limit; 0 for benchmarks that generate nothing."""
+    batch_size: int = 64
+    """Sequences in one forward pass."""
+    executes_code: bool = False
+    """Whether grading runs what the model wrote; needs allow_code_execution=true."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Anything else the harness takes."""
+
+
+@dataclass
+class SuiteConfig:
+    """A list of benchmarks."""
+
+    name: str = MISSING
+    """The word used for the suite."""
+    benchmarks: list[str] = field(default_factory=list)
+    """Names of files in conf/benchmark."""
+    path: str | None = None
+    """The text file of suite=perplexity."""
+    limit: int | None = None
+    """Evaluate only the first N items of each benchmark; the report says so."""
+
+
+@dataclass
+class LauncherConfig:
+    """Where the steps of a study run."""
+
+    name: str = "local"
+    """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
+    processes: int | None = None
+    """Processes of launcher=local; null takes one per GPU, or one per CPU core at most."""
+
+
+@dataclass
+class TrackerConfig:
+    """Who else is told about results; the store always is."""
+
+    name: str = "none"
+    """none or wandb."""
+    project: str = "moe_lab"
+    """Project of the tracker."""
+    mode: str | None = None
+    """online or offline; null is online when a key is configured, offline otherwise."""
+
+
+@dataclass
+class GridConfig:
+    """A list per axis; cells are their product. An axis left empty takes the group's own choice."""
+
+    model: list[str] = field(default_factory=list)
+    """Names of files in conf/model."""
+    criterion: list[str] = field(default_factory=list)
+    """Names of files in conf/criterion; glob(*) takes all."""
+    calibration: list[str] = field(default_factory=list)
+    """Names of files in conf/calibration."""
+    allocation: list[str] = field(default_factory=list)
+    """Names of files in conf/allocation."""
+    ratio: list[float] = field(default_factory=list)
+    """Ratios of experts to remove."""
+    gate: list[str] = field(default_factory=list)
+    """Gates to weigh expert outputs with."""
+    seed: list[int] = field(default_factory=list)
+    """Seeds."""
+
+
+@dataclass
+class Config:
+    """One study: the default cell, the grid around it, and how it runs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    criterion: CriterionConfig = field(default_factory=CriterionConfig)
+    """How experts are scored."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """What the model reads while it is scored."""
+    allocation: AllocationConfig = field(default_factory=AllocationConfig)
+    """How many experts each layer loses."""
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    """What pruned models are evaluated on."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """Where steps run."""
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    """Who else is told."""
+    grid: GridConfig = field(default_factory=GridConfig)
+    """Lists per axis; cells are their product."""
+    ratio: float = 0.25
+    """Share of the routed experts of each layer to remove, in [0, 1)."""
+    seed: int = 42
+    """Seed of the calibration order and of random choices."""
+    gate: str = "model"
+    """What multiplies an expert's output: model (as in its forward pass), renormalized (the papers' equation), double_softmax."""
+    experiment: str = "study"
+    """Name of the study: its list of cells and its report are stored under it."""
+    store: str = "store"
+    """Folder of all steps and results."""
+    overlap: bool = False
+    """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
+    report: bool = True
+    """Write tables, figures and the HTML report at the end."""
+    dry_run: bool = False
+    """Print the graph of steps and stop."""
+    export: bool = False
+    """Also write each pruned model as a checkpoint."""
+    allow_code_execution: bool = False
+    """Let benchmarks run programs the model wrote, in a sandbox."""
+    sandbox: str = "auto"
+    """auto (namespaces, or the limited subprocess for the shipped model's own snippets), namespaces, or none (said aloud)."""
+    retry: str | None = None
+    """failed: run steps again that ended with an error; null leaves their error standing."""

@@ -1,0 +1,24 @@
+"""What a user's mistake gets: one sentence, and no stack trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest valid choice."""
+
+
+def nearest(value: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `value`, or None when nothing is close."""
+    found = get_close_matches(str(value), list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
+    """The error for a name nobody knows: says the nearest one, and all of them."""
+    names = sorted(known)
+    close = nearest(value, names)
+    hint = f"did you mean {close}? " if close else ""
+    return UserError(f"{field}={value} is unknown: {hint}(known: {', '.join(names) or 'none'})")
