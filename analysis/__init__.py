@@ -1,0 +1,1 @@
+"""Tables, maps and the report made from a store of results: pandas only, never torch."""

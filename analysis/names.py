@@ -1,0 +1,130 @@
+"""How things are spelled for people, in which order they appear, and which benchmarks make up a displayed column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+CRITERIA = {
+    "none": "Unpruned",
+    "frequency": "Frequency",
+    "seer": "SEER",
+    "ean": "EAN",
+    "reap": "REAP",
+    "mone": "MoNE",
+    "mone_freq": "MoNE-freq",
+    "man": "MAN",
+    "msan": "MSAN",
+    "gate_ean": "Gate-EAN",
+    "gate_energy": "Gate energy",
+    "exact_damage": "Exact damage",
+    "aimer": "AIMER",
+    "magnitude": "Magnitude",
+    "random": "Random",
+}
+"""Registry name -> spelling of the papers, in the order of every table."""
+
+BASELINES = ("frequency", "seer", "ean", "reap", "mone")
+"""The five criteria of the published winner map (000 Fig. 2)."""
+
+RANKED = ("frequency", "seer", "ean", "reap", "mone", "man", "msan")
+"""The seven criteria of 000 Table 1."""
+
+TASK_SPECIFIC = (*RANKED, "gate_ean", "gate_energy")
+"""The nine criteria of 000 Table 2."""
+
+BENCHMARKS = {
+    "humaneval": "HumanEval",
+    "humaneval_plus": "HumanEval+",
+    "mbpp": "MBPP",
+    "mbpp_plus": "MBPP+",
+    "livecodebench": "LiveCodeBench",
+    "wildbench": "WildBench",
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+    "arc_challenge": "ARC-C",
+    "arc_easy": "ARC-E",
+    "boolq": "BoolQ",
+    "hellaswag": "HellaSwag",
+    "mmlu": "MMLU",
+    "openbookqa": "OBQA",
+    "rte": "RTE",
+    "winogrande": "WinoGrande",
+}
+"""Result name -> spelling of the papers."""
+
+COLUMNS = {
+    "Eval+": ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"),
+    "LiveCode": ("livecodebench",),
+    "WildBench": ("wildbench",),
+    "GSM8K": ("gsm8k",),
+    "MATH-500": ("math500",),
+    "MC Avg": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande"),
+}
+"""The six displayed columns of the papers, each the unweighted mean of its benchmarks."""
+
+CODE_COLUMNS = ("Eval+", "LiveCode")
+MATH_COLUMNS = ("GSM8K", "MATH-500")
+
+SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
+"""Benchmarks that grade the same answers again: their items are resampled together."""
+
+LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
+"""Endings of metric names where less is better."""
+
+_FAMILY = re.compile(r"s_family\(\s*(?:b=)?(\d+)\s*,\s*(?:alpha=)?([\d.]+)\s*,\s*(?:beta=)?([\d.]+)\s*\)")
+_DOMAINS = ("code", "math", "general")
+
+
+def criterion(name: str) -> str:
+    """The papers' spelling of a criterion; members of the S family without a name become S(b,α,β)."""
+    member = _FAMILY.fullmatch(name)
+    return f"S({member[1]},{member[2]},{member[3]})" if member else CRITERIA.get(name, name)
+
+
+def benchmark(name: str) -> str:
+    """The papers' spelling of a benchmark or displayed column."""
+    return BENCHMARKS.get(name, name)
+
+
+def calibration(name: str) -> str:
+    """A calibration set in a word: pocket_code becomes Code, none becomes no data."""
+    if name == "none":
+        return "no data"
+    short = name.removeprefix("pocket_")
+    return short.capitalize() if short in _DOMAINS else name
+
+
+def domain(calibration_set: str) -> str | None:
+    """What a calibration set is about (code, math or general), read from its name; None when the name does not say."""
+    lowered = calibration_set.lower()
+    if "code" in lowered:
+        return "code"
+    if "math" in lowered:
+        return "math"
+    return "general" if any(word in lowered for word in ("general", "c4")) else None
+
+
+def ratio(value: float) -> str:
+    """A ratio as per cent: 0.25 becomes 25 %."""
+    return f"{value * 100:g} %"
+
+
+def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
+    """`values` without repetition, those of `order` first and in that order, the rest by alphabet."""
+    rank = {name: position for position, name in enumerate(order)}
+    return sorted(set(values), key=lambda value: (rank.get(value, len(rank)), value))
+
+
+def calibrations_in_order(values: Iterable[str]) -> list[str]:
+    """Calibration sets as the papers list them: general, code, math, then the rest."""
+    rank = {"general": 0, "code": 1, "math": 2, None: 3}
+    return sorted(set(values), key=lambda value: (rank[domain(value)], value))
+
+
+def listing(words: Iterable[str], conjunction: str = "and") -> str:
+    """`a, b and c`."""
+    items = list(words)
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {conjunction} {items[-1]}"

@@ -1,0 +1,73 @@
+"""The papers' averages: displayed columns from benchmarks, their mean, and the average rank.
+
+000 Table 1 is reproduced exactly by: Avg = mean of the six displayed columns; Avg Rank = the pruned criteria ranked in
+each column (1 = best) on values rounded to three decimals, ties sharing the mean of their ranks, then the mean of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.stats import rankdata
+
+from analysis.names import COLUMNS
+
+PRINTED_DECIMALS = 3
+"""Published scores have three decimals, and are ranked as printed."""
+
+
+def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Displayed column -> its benchmarks among `available`; benchmarks of no known column get a column of their own.
+
+    A column whose benchmarks were partly not run is the mean of those that were: `partial` says which columns those are.
+    """
+    known = {column: tuple(name for name in parts if name in available) for column, parts in COLUMNS.items()}
+    columns = {column: parts for column, parts in known.items() if parts}
+    placed = {name for parts in COLUMNS.values() for name in parts}
+    return columns | {name: (name,) for name in available if name not in placed}
+
+
+def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Displayed columns that lack benchmarks of the published definition -> how many they lack."""
+    lacking = {name: len(COLUMNS[name]) - len(parts) for name, parts in columns.items() if name in COLUMNS}
+    return {name: count for name, count in lacking.items() if count}
+
+
+def component_columns(scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None) -> pd.DataFrame:
+    """Displayed columns (rows as in `scores`, one column each) from a frame with one column per benchmark.
+
+    A row that lacks one benchmark of a column has NaN there, never a mean over the others.
+    """
+    chosen = displayed([str(name) for name in scores.columns]) if columns is None else columns
+    means = {name: scores[list(parts)].mean(axis=1, skipna=False) for name, parts in chosen.items()}
+    return pd.DataFrame(means, index=scores.index)
+
+
+def average(columns: pd.DataFrame) -> pd.Series:
+    """Avg: the unweighted mean of the displayed columns; NaN where one is missing."""
+    return columns.mean(axis=1, skipna=False).rename("Avg")
+
+
+def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
+    """Rank of each row in each column, 1 = best, ties sharing the mean of their ranks; NaN is not ranked."""
+    signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
+    values = columns.to_numpy(float)
+    return pd.DataFrame(_ranks(values, signs), index=columns.index, columns=columns.columns)
+
+
+def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
+    """Avg Rank by the papers' rule; rows are the pruned criteria only, the unpruned model is left out by the caller."""
+    ranks = column_ranks(columns, lower_is_better=lower_is_better)
+    return ranks.mean(axis=1, skipna=False).rename("Avg Rank")
+
+
+def average_rank_draws(draws: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Average ranks (replicates, rows) of bootstrap replicates (replicates, rows, columns); `signs` -1 = higher is better."""
+    return np.asarray(_ranks(draws, signs, axis=1).mean(axis=2))
+
+
+def _ranks(values: np.ndarray, signs: np.ndarray, axis: int = 0) -> np.ndarray:
+    rounded = np.round(values.astype(float), PRINTED_DECIMALS)
+    return np.asarray(rankdata(rounded * signs, method="average", axis=axis, nan_policy="omit"))

@@ -1,0 +1,106 @@
+"""How sure a number is: intervals, paired tests and their correction.
+
+Scores are means over items, so everything here works on outcomes (plans, items), a row per plan on the same items.
+Well-kept libraries do the statistics where they can be called once for many; the resampling is matrix products.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from scipy.stats import binom
+
+CONFIDENCE = 0.95
+REPLICATES = 4000
+_CHUNK = 500
+
+
+def wilson(successes: np.ndarray, items: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson interval of a share of successes among items (arrays of one shape): lower and upper ends."""
+    from statsmodels.stats.proportion import proportion_confint
+
+    low, high = proportion_confint(np.asarray(successes), np.asarray(items), alpha=1 - confidence, method="wilson")
+    return np.asarray(low), np.asarray(high)
+
+
+def holm(p_values: np.ndarray) -> np.ndarray:
+    """Holm's step-down adjustment of p-values looked at together; NaN stays NaN and does not count."""
+    from statsmodels.stats.multitest import multipletests
+
+    p_values = np.asarray(p_values, float)
+    adjusted = np.full(p_values.shape, np.nan)
+    valid = ~np.isnan(p_values)
+    if valid.any():
+        adjusted[valid] = multipletests(p_values[valid], method="holm")[1]
+    return adjusted
+
+
+def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Exact two-sided McNemar p-values for 0/1 outcomes of two plans on the same items (..., items).
+
+    Equal to statsmodels' `mcnemar(table, exact=True)`, for many pairs at once: discordant items split like a fair coin.
+    """
+    only_first = ((first == 1) & (second == 0)).sum(axis=-1)
+    only_second = ((first == 0) & (second == 1)).sum(axis=-1)
+    tail = binom.cdf(np.minimum(only_first, only_second), only_first + only_second, 0.5)
+    return np.minimum(1.0, 2 * tail)
+
+
+def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES, seed: int = 0) -> np.ndarray:
+    """Two-sided p-values of paired differences (pairs, items): McNemar's test carried over to graded or averaged scores.
+
+    If two plans were equally good, each item's difference could as well have had the other sign; the p-value is the share
+    of random sign patterns whose total is at least as far from zero. Items that weigh differently keep their weight.
+    """
+    totals = np.abs(differences.sum(axis=-1))
+    tolerance = 1e-9 * np.abs(differences).sum(axis=-1)
+    rng = np.random.default_rng(seed)
+    reached = np.zeros(len(differences))
+    for rows in _chunks(replicates):
+        signs = rng.integers(0, 2, size=(rows, differences.shape[-1])) * 2.0 - 1.0
+        reached += (np.abs(signs @ differences.T) >= totals - tolerance).sum(axis=0)
+    return np.asarray((reached + 1) / (replicates + 1))
+
+
+def bootstrap(
+    strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Paired, stratified bootstrap: replicates of every column's score for every plan at once.
+
+    strata: stratum -> column -> contributions (plans, items of the stratum); a column's score is the sum of its
+    contributions over all strata. Items are drawn with replacement within their stratum, the same draw for all plans and
+    columns. Returns column -> replicates (replicates, plans), float32.
+    """
+    drawn: dict[str, np.ndarray] = {}
+    for stratum, columns in strata.items():
+        items = next(iter(columns.values())).shape[1]
+        rng = np.random.default_rng([seed, zlib.crc32(stratum.encode())])
+        start = 0
+        for rows in _chunks(replicates):
+            counts = _draw(rng, rows, items)
+            for column, contributions in columns.items():
+                target = drawn.setdefault(column, np.zeros((replicates, len(contributions)), np.float32))
+                target[start : start + rows] += counts @ contributions.T.astype(np.float32)
+            start += rows
+    return drawn
+
+
+def percentiles(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.ndarray, np.ndarray]:
+    """Percentile interval over replicates (axis 0): lower and upper ends."""
+    tail = (1 - confidence) / 2
+    ordered = np.sort(draws, axis=0)
+    last = len(draws) - 1
+    return ordered[int(np.floor(tail * last))], ordered[int(np.ceil((1 - tail) * last))]
+
+
+def _draw(rng: np.random.Generator, rows: int, items: int) -> np.ndarray:
+    """How often each item is drawn in each of `rows` resamples: (rows, items) float32."""
+    indices = rng.integers(0, items, size=(rows, items)) + np.arange(rows)[:, None] * items
+    return np.bincount(indices.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float32)
+
+
+def _chunks(total: int) -> Iterator[int]:
+    for start in range(0, total, _CHUNK):
+        yield min(_CHUNK, total - start)
