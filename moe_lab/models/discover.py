@@ -1,0 +1,160 @@
+"""Find the MoE layers of a loaded model by what their modules look like, and say why when they cannot be handled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_lab.errors import UserError
+from moe_lab.models.families import COUNT_FIELDS, REGISTRY, ROUTERS, ROUTING_VECTORS, UNGROUPED_METHODS, UNSUPPORTED
+
+
+@dataclass(frozen=True)
+class RoutingTensor:
+    """A tensor that holds one row or entry per expert and decides, or helps to decide, where tokens go."""
+
+    module: nn.Module
+    """The module that owns the tensor: the router, a child of it, or the MoE block."""
+    name: str
+    """Attribute of `module`."""
+    axis: int
+    """The axis of the experts."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it is now."""
+        value = getattr(self.module, self.name)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One decoder layer with routed experts."""
+
+    name: str
+    """Module path of the experts, such as model.layers.3.mlp.experts."""
+    index: int
+    """Number of the decoder layer."""
+    experts: nn.Module
+    router: nn.Module
+    block: nn.Module
+    n_experts: int
+    top_k: int
+    hidden: int
+    width: int
+    """Channels per expert."""
+    n_group: int
+    """Groups a group-limited router divides its experts into; 1 if it does not."""
+    topk_group: int
+    """Groups a token may reach; 1 if there are no groups."""
+    routing: tuple[RoutingTensor, ...]
+    """Everything pruning has to slice besides the experts' own weights."""
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """All layers of `model` with routed experts, in the order of the decoder.
+
+    Works on the meta device, so that a model can be judged before its weights are read. Raises UserError naming the reason
+    when the model has no routed experts, or has experts or routers of a kind that moe_lab does not handle.
+    """
+    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    if kind in UNSUPPORTED:
+        raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
+    names = [name for name, module in model.named_modules() if is_experts(module)]
+    if not names:
+        reason = REGISTRY if counts_experts(model) else "has no routed experts"
+        raise UserError(f"model_type={kind} is not supported: it {reason}")
+    layers = [_layer(model, name, kind) for name in names]
+    indices = [layer.index for layer in layers]
+    if len(set(indices)) != len(indices):
+        raise UserError(f"model_type={kind} is not supported: it has several experts modules in one decoder layer")
+    return sorted(layers, key=lambda layer: layer.index)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module dispatches through transformers' experts registry: its decorator leaves these three marks."""
+    return all(hasattr(module, mark) for mark in ("is_concatenated", "is_transposed", "has_gate"))
+
+
+def counts_experts(model: nn.Module) -> bool:
+    """Whether the configuration of a model speaks of more than one expert."""
+    config: Any = getattr(model, "config", None)
+    return any(isinstance(count := getattr(config, field, None), int) and count > 1 for field in COUNT_FIELDS)
+
+
+def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
+    experts = model.get_submodule(name)
+    block = model.get_submodule(name.rpartition(".")[0])
+
+    def refuse(reason: str) -> UserError:
+        return UserError(f"model_type={kind} is not supported: {name} {reason}")
+
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    down = getattr(experts, "down_proj", None)
+    if len(numbers) != 1 or not isinstance(down, torch.Tensor) or down.dim() != 3:
+        raise refuse("is not a stack of experts (experts, rows, columns) in a numbered decoder layer")
+    n_experts = down.shape[0]
+    for part, tensor in experts.named_parameters():
+        if tensor.dim() < 2 or tensor.shape[0] != n_experts:
+            raise refuse(f"holds {part} {tuple(tensor.shape)}, which has no first axis of {n_experts} experts")
+    routers = [child for child in (getattr(block, word, None) for word in ROUTERS) if isinstance(child, nn.Module)]
+    if len(routers) != 1:
+        raise refuse(f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}")
+    router = routers[0]
+    top_k = getattr(router, "top_k", None)
+    if not isinstance(top_k, int):
+        raise refuse("has a router that does not say how many experts a token gets")
+    width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
+    n_group, topk_group = _groups(router)
+    routing = _routing_tensors(router, block, n_experts, refuse)
+    return MoELayer(
+        name=name,
+        index=int(numbers[0]),
+        experts=experts,
+        router=router,
+        block=block,
+        n_experts=n_experts,
+        top_k=top_k,
+        hidden=hidden,
+        width=width,
+        n_group=n_group,
+        topk_group=topk_group,
+        routing=routing,
+    )
+
+
+def _groups(router: nn.Module) -> tuple[int, int]:
+    """Groups of a router and how many of them a token reaches."""
+    n_group: Any = getattr(router, "num_group", None) or 1
+    topk_group: Any = getattr(router, "topk_group", None) or 1
+    if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
+        return 1, 1
+    return int(n_group), int(topk_group)
+
+
+def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse: Any) -> tuple[RoutingTensor, ...]:
+    """Tensors of the router and of the block itself that have an expert axis; any other one is refused.
+
+    The axis is told by name, not by size: the number of experts may equal the hidden size.
+    """
+    found: list[RoutingTensor] = []
+    weights = 0
+    owners = [*router.modules(), block]
+    for owner in owners:
+        own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
+        for name, tensor in own:
+            shape = tuple(tensor.shape)
+            if name == "weight" and owner is not block and len(shape) == 2 and shape[0] == n_experts:
+                weights += 1
+                found.append(RoutingTensor(owner, name, 0))
+            elif name in ROUTING_VECTORS and shape in ((n_experts,), (1, n_experts)):
+                found.append(RoutingTensor(owner, name, len(shape) - 1))
+            else:
+                raise refuse(f"is routed by {name} {shape}, a tensor moe_lab does not know")
+    if weights != 1:
+        raise refuse(f"has a router with {weights} weights of one row per expert instead of one")
+    return tuple(found)

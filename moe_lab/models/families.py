@@ -1,0 +1,79 @@
+"""The exceptions: everything moe_lab has to know about a model family by name. No torch.
+
+What a family shares with the others is found by looking at the model, not listed here. Model names appear in this file and in
+conf/model, nowhere else.
+"""
+
+from __future__ import annotations
+
+REGISTRY = "does not hand its experts to transformers' experts registry, so moe_lab cannot observe or prune them"
+CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
+
+UNSUPPORTED = {
+    "bamba": "has no routed experts",
+    "dbrx": REGISTRY,
+    "deepseek_v4": "routes tokens by a hash table in its first layers",
+    "doge": "retrieves its experts by product keys instead of routing to them",
+    "gemma4": "keeps its experts beside a dense block in one layer",
+    "gemma4_text": "keeps its experts beside a dense block in one layer",
+    "inkling": "has a router without one row per expert",
+    "inkling_text": "has a router without one row per expert",
+    "jetmoe": REGISTRY,
+    "llama4": REGISTRY,
+    "llama4_text": REGISTRY,
+    "longcat_flash": "routes to identity experts, which have no weights; " + REGISTRY,
+    "nllb-moe": CROSS,
+    "step3p7": REGISTRY,
+    "switch_transformers": CROSS,
+    "zaya": "has a router with one class more than experts",
+}
+"""model_type -> why it is refused. A family missing here is judged by what its modules look like."""
+
+COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
+"""Configuration fields that hold the number of routed experts; which one is canonical differs by family."""
+
+ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
+"""Count fields that readers of config.json look up besides the one that is there: transformers 5 writes num_local_experts,
+transformers 4 and servers read num_experts and would take its default."""
+
+UNGROUPED_METHODS = ("greedy",)
+"""Values of a router's topk_method that ignore its groups."""
+
+ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
+"""Names of routing tensors with one entry per expert, in memory and on disk, beside the router's weight."""
+
+ROUTERS = ("gate", "router")
+"""Names a MoE block gives its router."""
+
+DISK_ROUTER_WEIGHTS = (
+    "gate.weight",
+    "router.weight",
+    "router.layer.weight",
+    "router.gate.weight",
+    "gate.wg.weight",
+)
+"""Names of router weights in checkpoints, relative to the MoE block."""
+
+DISK_ROUTING_VECTORS = (
+    "router.bias",
+    "gate.e_score_correction_bias",
+    "router.e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+    "gate.moe_statics.e_score_correction_bias",
+    "e_score_correction_bias",
+    "expert_bias",
+)
+"""Names of routing vectors in checkpoints, relative to the MoE block."""
+
+DISK_FUSED_EXPERTS = tuple(
+    f"experts.{name}{suffix}"
+    for name in ("gate_up_proj", "up_proj", "down_proj")
+    for suffix in ("", "_bias", "_blocks", "_scales")
+) + ("input_linear.weight", "output_linear.weight")
+"""Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
+
+DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
+"""How tensors of a MoE block start that pruning leaves alone."""
+
+EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Configuration fields that count layers for predicting several tokens, which transformers does not load."""

@@ -1,0 +1,142 @@
+"""Tiny models with random weights, one of every architecture the tests cover.
+
+`ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager experts, `tokens()` something
+to feed it. Weights are random but not degenerate: the initialisation of transformers leaves routers near zero and correction
+biases at zero, so that every expert would be as good as any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+VOCABULARY = 96
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NARROW = {"moe_intermediate_size": 24, "intermediate_size": 40}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+DENSE_FIRST = {**NARROW, "first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+FOUR_GROUPS = {"n_group": 4, "topk_group": 2}
+NAMED = {"num_experts": 16, "num_experts_per_tok": 4}
+LOCAL = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 24}
+ATTENTION = {"layer_types": ["full_attention"] * 3}
+V2 = {**DENSE_FIRST, **LATENT, "q_lora_rank": None, "n_shared_experts": 2}
+V3 = {**DENSE_FIRST, **LATENT, "q_lora_rank": 16, "n_shared_experts": 1, "norm_topk_prob": True}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "olmoe": {**NAMED, "intermediate_size": 24},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen2_moe": {**NAMED, **NARROW, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**NAMED, **NARROW, "norm_topk_prob": True, "head_dim": 8},
+    "qwen3_next": {
+        **NAMED,
+        **NARROW,
+        "shared_expert_intermediate_size": 40,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "deepseek_v2": {**V2, **ONE_GROUP, "topk_method": "greedy"},
+    "deepseek_v2:grouped": {
+        **V2,
+        **FOUR_GROUPS,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek_v3": {**V3, **ONE_GROUP, "routed_scaling_factor": 2.5},
+    "deepseek_v3:grouped": {**V3, **FOUR_GROUPS, "routed_scaling_factor": 2.5},
+    "ernie4_5_moe": {
+        **NARROW,
+        "moe_num_experts": 16,
+        "moe_k": 4,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
+    "gpt_oss": {**LOCAL, **ATTENTION, "head_dim": 8},
+    "granitemoe": LOCAL,
+    "minimax": {
+        **ATTENTION,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "head_dim": 8,
+    },
+    "minimax_m2": {**LOCAL, "head_dim": 8},
+    "hunyuan_v1_moe": {
+        "num_experts": 16,
+        "moe_topk": 4,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "phimoe": {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "jamba": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "use_mamba_kernels": False,
+        "attn_layer_period": 1,
+        "attn_layer_offset": 0,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+    },
+    "dots1": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
+    "lfm2_moe": {**NAMED, **NARROW, **ATTENTION, "num_dense_layers": 1},
+    "afmoe": {**NAMED, **NARROW, **ATTENTION, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 8},
+}
+
+
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of one architecture; `changes` go over the fields listed above."""
+    return AutoConfig.for_model(name.partition(":")[0], **{**COMMON, **ARCHITECTURES[name], **changes})
+
+
+def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model of one architecture in eval mode, eager experts, frozen random weights that depend on `seed` alone."""
+    model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=dtype, experts_implementation="eager")
+    randomize(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def randomize(model: PreTrainedModel, seed: int = 0) -> None:
+    """Fill all weights and correction biases, in place, with random numbers that keep activations of order one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * noise(parameter))
+            else:
+                parameter.copy_(0.2 * noise(parameter))
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name or "expert_bias" in name:
+                buffer.copy_(0.2 * noise(buffer))
+
+
+def tokens(rows: int = 4, length: int = 24, seed: int = 1) -> torch.Tensor:
+    """Random token ids (rows, length) without the special ones."""
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
