@@ -1,0 +1,120 @@
+"""Criteria from what routed experts did on calibration tokens.
+
+N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's output before the gate, ||.||
+the Euclidean norm over the hidden dimension. An expert that saw no token scores 0, which is the lowest possible score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+import torch
+
+from moe_lab.criteria.layer import Layer
+from moe_lab.criteria.registry import criterion, score
+from moe_lab.errors import UserError
+
+UNIFIED = "A unified view of one-shot expert pruning, arXiv 2606.15716"
+EXPONENTS = (0, 1, 2)
+
+
+@criterion("frequency", needs="statistics", reference=UNIFIED)
+def frequency(layer: Layer) -> torch.Tensor:
+    """S(0,0,0) = N."""
+    return layer.tokens
+
+
+@criterion("seer", needs="statistics", reference="SEER-MoE, arXiv 2404.05089")
+def seer(layer: Layer) -> torch.Tensor:
+    """S(0,1,0) = sum_t g: the soft count."""
+    return layer.sum(1, 0)
+
+
+@criterion("ean", needs="statistics", reference="Expert activation norm, arXiv 2501.13947")
+def ean(layer: Layer) -> torch.Tensor:
+    """S(0,0,1) = sum_t ||f||."""
+    return layer.sum(0, 1)
+
+
+@criterion("reap", needs="statistics", reference="REAP, arXiv 2510.13999")
+def reap(layer: Layer) -> torch.Tensor:
+    """S(1,1,1) = 1/N sum_t g ||f||."""
+    return layer.per_token(layer.sum(1, 1))
+
+
+@criterion("man", needs="statistics", reference=UNIFIED)
+def man(layer: Layer) -> torch.Tensor:
+    """S(1,0,1) = 1/N sum_t ||f||: the mean activation norm."""
+    return layer.per_token(layer.sum(0, 1))
+
+
+@criterion("msan", needs="statistics", reference=UNIFIED)
+def msan(layer: Layer) -> torch.Tensor:
+    """S(1,0,2) = 1/N sum_t ||f||^2: the mean squared activation norm."""
+    return layer.per_token(layer.sum(0, 2))
+
+
+@criterion("gate_ean", needs="statistics", reference=UNIFIED)
+def gate_ean(layer: Layer) -> torch.Tensor:
+    """S(0,1,1) = sum_t g ||f||: the proxy of the damage done by removing one expert."""
+    return layer.sum(1, 1)
+
+
+@criterion("gate_energy", needs="statistics", reference=UNIFIED)
+def gate_energy(layer: Layer) -> torch.Tensor:
+    """S(0,2,2) = sum_t g^2 ||f||^2."""
+    return layer.sum(2, 2)
+
+
+@criterion("mone", needs="statistics", reference="MoNE, arXiv 2507.00390")
+def mone(layer: Layer) -> torch.Tensor:
+    """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1."""
+    return layer.per_token(layer.sum(1, 0)) * _spread(layer)
+
+
+@criterion("mone_freq", needs="statistics", reference="MoNE as printed by arXiv 2606.15716")
+def mone_freq(layer: Layer) -> torch.Tensor:
+    """(sum_t g) * V: MoNE with the routing frequency left in, which is what printed numbers look like."""
+    return layer.sum(1, 0) * _spread(layer)
+
+
+@criterion("s_family", needs="statistics", reference=UNIFIED)
+def s_family(layer: Layer, b: float, alpha: int, beta: int) -> torch.Tensor:
+    """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
+
+    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError.
+    """
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if value not in EXPONENTS:
+            raise UserError(f"criterion.parameters.{name}={value} of s_family: expected 0, 1 or 2")
+    if not (isinstance(b, (int, float)) and 0 <= b < float("inf")):
+        raise UserError(f"criterion.parameters.b={b} of s_family: expected a number >= 0, such as 0 or 1")
+    if (b, alpha, beta) == (1, 0, 0):
+        raise UserError("criterion.parameters b=1, alpha=0, beta=0 of s_family score every expert alike: choose others")
+    total = layer.sum(int(alpha), int(beta))
+    return torch.where(layer.tokens > 0, total / layer.tokens.clamp(min=1) ** b, torch.zeros_like(total))
+
+
+@criterion("exact_damage", needs="damage", reference=UNIFIED)
+def exact_damage(layer: Layer) -> torch.Tensor:
+    """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed and tokens are re-routed."""
+    return layer["damage"]
+
+
+def family(
+    statistics: Mapping[int, Mapping[str, torch.Tensor]], gate: str
+) -> dict[tuple[int, int, int], dict[int, torch.Tensor]]:
+    """Every usable S(b, alpha, beta) at once: (b, alpha, beta) -> layer -> scores (E,), 17 of them in ascending order."""
+    usable = [key for key in product((0, 1), EXPONENTS, EXPONENTS) if key != (1, 0, 0)]
+    return {
+        (b, alpha, beta): score("s_family", statistics, gate=gate, seed=0, b=b, alpha=alpha, beta=beta)
+        for b, alpha, beta in usable
+    }
+
+
+def _spread(layer: Layer) -> torch.Tensor:
+    """V of MoNE in its trace form, sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)); 0 for N <= 1."""
+    tokens = layer.tokens
+    scatter = layer.sum(0, 2) - layer["output_sum"].square().sum(-1) / tokens.clamp(min=1)
+    return torch.where(tokens > 1, scatter.clamp(min=0) / (tokens - 1).clamp(min=1), torch.zeros_like(scatter)).sqrt()

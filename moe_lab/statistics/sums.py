@@ -1,0 +1,168 @@
+"""Sums over tokens, a set of tensors per MoE layer: kept, saved, loaded, merged.
+
+Names and shapes for a layer of E experts, hidden size H and I channels per expert; t runs over the valid tokens that the
+router sent to expert j, f is the expert's output before the gate, g the gate, phi the input of down_proj:
+
+    tokens               (E,)      N_j, the number of such tokens
+    sums_model           (E, 3, 3) sum_t g^alpha * ||f||^beta at [j, alpha, beta], g as the model multiplies with it
+    sums_renormalized    (E, 3, 3) the same with g divided by its sum over the token's top-k
+    sums_double_softmax  (E, 3, 3) the same with g = softmax over all experts of the router's probabilities (softmax routers)
+    output_sum           (E, H)    sum_t f
+    ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output of the token, y its residual stream
+    ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)
+    layer_loss           ()        sum over all valid tokens of ||m||^2 / (||y||^2 + eps)
+    channel_square       (E, I)    sum_t phi^2
+    channel_max          (E, I)    max_t |phi|
+    gate_channel_square  (E, I)    sum_t (g phi)^2
+    gate_channel_max     (E, I)    max_t |g phi|
+    damage               (E,)      sum_t ||y - y without j||                          (a pass of its own, damage.py)
+    abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights  (no pass, weights.py)
+    count                ()        number of those weights per expert
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from moe_lab.errors import UserError
+
+SCHEMA = 1
+Layers = dict[int, dict[str, torch.Tensor]]
+
+
+@dataclass
+class Statistics:
+    """Sums per MoE layer, and what they are sums of.
+
+    `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `fingerprint` (model,
+    data and settings: only equal ones can be merged) and `batches` (ranges [start, stop) of the batches that were summed).
+    """
+
+    layers: Layers
+    header: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path | str) -> None:
+        """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
+        path = Path(path)
+        tensors = {
+            f"{layer}/{name}": tensor.contiguous() for layer, named in self.layers.items() for name, tensor in named.items()
+        }
+        metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
+        beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, beside, metadata=metadata)
+            _flush(beside)
+            beside.replace(path)
+        except (OSError, SafetensorError) as error:
+            beside.unlink(missing_ok=True)
+            raise UserError(f"statistics={path} cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path | str) -> Statistics:
+        """Read what `save` wrote. UserError when the file is missing, damaged, foreign, or written by a newer moe_lab."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("moe_lab", "{}"))
+                schema = header.pop("schema", None)
+                if schema is None or schema > SCHEMA:
+                    raise UserError(f"statistics={path} has schema {schema}, expected at most {SCHEMA}: update moe_lab")
+                layers: Layers = {}
+                for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+                    layer, name = key.split("/")
+                    layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"statistics={path} cannot be read: {error}") from error
+        return cls(dict(sorted(layers.items())), header)
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Sums of both: added, names ending in _max by maximum. UserError when they are not parts of one whole."""
+        for key in ("fingerprint", "kind"):
+            if self.header.get(key) != other.header.get(key):
+                raise UserError(f"statistics with different {key} cannot be merged: {_difference(self, other, key)}")
+        header = {**self.header, "batches": _union(self.header.get("batches", []), other.header.get("batches", []))}
+        return Statistics(merge_layers(self.layers, other.layers), header)
+
+
+def merge_layers(first: Mapping[int, Mapping[str, torch.Tensor]], second: Mapping[int, Mapping[str, torch.Tensor]]) -> Layers:
+    """Tensor by tensor: the sum, or the maximum where the name ends in _max."""
+    if first.keys() != second.keys():
+        raise UserError(f"statistics of layers {sorted(first)} and {sorted(second)} cannot be merged")
+    merged: Layers = {}
+    for layer in first:
+        if first[layer].keys() != second[layer].keys():
+            names = sorted(first[layer].keys() ^ second[layer].keys())
+            raise UserError(f"statistics cannot be merged: layer {layer} has {', '.join(names)} on one side only")
+        merged[layer] = {name: combine(name, a, second[layer][name]) for name, a in first[layer].items()}
+    return merged
+
+
+def combine(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Two parts of one statistic as one: maximum for maxima, sum for everything else."""
+    return torch.maximum(first, second) if name.endswith("_max") else first + second
+
+
+def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
+    """UserError naming layer and expert when a statistic is NaN or infinite; `where` says what was being read."""
+    for layer, named in layers.items():
+        for name, tensor in named.items():
+            if torch.isfinite(tensor).all():
+                continue
+            bad = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+            expert = f", expert {bad[0]}" if bad else ""
+            raise UserError(f"NaN or Inf in layer {layer}{expert}: {name} of {where} is not finite")
+
+
+def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
+    """Rows (layer, expert, tokens), ordered: how many valid tokens each expert was given."""
+    return [
+        (layer, expert, int(tokens))
+        for layer, named in statistics.layers.items()
+        for expert, tokens in enumerate(named["tokens"].tolist())
+    ]
+
+
+def unseen(statistics: Statistics) -> dict[int, list[int]]:
+    """Layer -> experts that saw no token; layers without any are left out."""
+    empty: dict[int, list[int]] = {}
+    for layer, expert, tokens in coverage(statistics):
+        if tokens == 0:
+            empty.setdefault(layer, []).append(expert)
+    return empty
+
+
+def _union(first: Iterable[Iterable[int]], second: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Ranges [start, stop) of both, joined where they touch; UserError where they overlap (tokens would count twice)."""
+    union: list[list[int]] = []
+    for start, stop in sorted([*map(list, first), *map(list, second)]):
+        if union and start < union[-1][1]:
+            raise UserError(f"statistics cannot be merged: batch {start} is in both, its tokens would count twice")
+        if union and start == union[-1][1]:
+            union[-1][1] = stop
+        else:
+            union.append([start, stop])
+    return union
+
+
+def _difference(first: Statistics, second: Statistics, key: str) -> str:
+    """The first entry in which two headers differ, both values shown."""
+    a, b = first.header.get(key), second.header.get(key)
+    if isinstance(a, dict) and isinstance(b, dict):
+        name = next(name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name))
+        return f"{name} is {a.get(name)!r} in one and {b.get(name)!r} in the other"
+    return f"{a!r} and {b!r}"
+
+
+def _flush(path: Path) -> None:
+    """Have the bytes on disk before the file gets its name."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
