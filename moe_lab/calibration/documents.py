@@ -1,0 +1,148 @@
+"""One record of a source -> a document -> token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_lab.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document that is read as it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation: messages with a role and a content each."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An instruction and its answer: a conversation of two messages, or plain text for a model without a template."""
+
+    instruction: str
+    output: str
+
+
+Document = Text | Chat | Pair
+
+
+def document(record: Any, field: str | None, where: str) -> Document:
+    """The document in one JSON record.
+
+    `field` names the field to read; None takes `text`, `messages`, or `instruction` and `output` (with the optional
+    `input` of instruction sets), whichever is there first. `where` is the record's place, for the error's sentence.
+    """
+    if not isinstance(record, Mapping):
+        raise UserError(f"{where}: expected an object with fields such as text, found {_kind(record)}")
+    if field is not None:
+        return _named(record, field, where)
+    for known in ("text", "messages"):
+        if known in record:
+            return _named(record, known, where)
+    if "instruction" in record and "output" in record:
+        parts = [_string(record, "instruction", where)]
+        if record.get("input"):
+            parts.append(_string(record, "input", where))
+        return Pair("\n\n".join(parts), _string(record, "output", where))
+    raise UserError(
+        f"{where}: none of the fields text, messages, or instruction and output is there (found: {_names(record)}); "
+        "name the one to read with calibration.field=NAME"
+    )
+
+
+def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
+    """The document in one field: a string, or a list of chat messages."""
+    if field not in record:
+        close = nearest(field, record)
+        hint = f"did you mean {close}? " if close else ""
+        raise UserError(f"{where}: calibration.field={field} is not there: {hint}(found: {_names(record)})")
+    if isinstance(record[field], list):
+        return Chat(tuple(_message(entry, f"{where}, field {field}") for entry in record[field]))
+    return Text(_string(record, field, where))
+
+
+def _message(entry: Any, where: str) -> Mapping[str, str]:
+    if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("role", "content")):
+        raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
+    return {"role": entry["role"], "content": entry["content"]}
+
+
+def _string(record: Mapping[str, Any], field: str, where: str) -> str:
+    value = record[field]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: field {field} holds {_kind(value)}, expected a string")
+    return value
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(map(str, record))) or "no field"
+
+
+def _kind(value: Any) -> str:
+    """A JSON value's type in words a person uses."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def is_empty(document: Document) -> bool:
+    """Whether there is nothing to read in it."""
+    if isinstance(document, Text):
+        return not document.text.strip()
+    if isinstance(document, Chat):
+        return not document.messages
+    return not (document.instruction + document.output).strip()
+
+
+def rendering(document: Document, tokenizer: Any) -> str:
+    """How `tokenize` will turn this document into text, in words for the report."""
+    if isinstance(document, Text):
+        return "as it stands"
+    return "chat template" if tokenizer.chat_template else "instruction, blank line, output"
+
+
+def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
+    """Token ids of one document.
+
+    Conversations go through the tokenizer's chat template, which writes its own special tokens: adding the
+    tokenizer's would double the first one, so `special_tokens` counts only for text read as it stands.
+    """
+    if isinstance(document, Text):
+        text, add = document.text, special_tokens
+    elif tokenizer.chat_template:
+        text, add = _rendered(document, tokenizer), False
+    elif isinstance(document, Pair):
+        text, add = f"{document.instruction}\n\n{document.output}", special_tokens
+    else:
+        raise UserError(
+            "calibration.path holds chat messages but the model's tokenizer has no chat template: "
+            "use a source of plain text, or of instruction and output pairs"
+        )
+    ids: list[int] = tokenizer(text, add_special_tokens=add, verbose=False)["input_ids"]
+    return ids
+
+
+def _rendered(document: Chat | Pair, tokenizer: Any) -> str:
+    """The conversation as the chat template writes it."""
+    from jinja2 import TemplateError
+
+    if isinstance(document, Pair):
+        messages: list[Mapping[str, str]] = [
+            {"role": "user", "content": document.instruction},
+            {"role": "assistant", "content": document.output},
+        ]
+    else:
+        messages = list(document.messages)
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"calibration.path: the chat template refuses messages with roles {roles}: {error}") from error
+    return text

@@ -1,0 +1,149 @@
+"""calibration.path -> documents: a text file, JSON lines or a JSON list (each also gzipped), or a set on the hub.
+
+Only data formats are read; nothing is unpickled. Nothing here needs torch or transformers.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.calibration import hub
+from moe_lab.calibration.documents import Document, Text, document, is_empty
+from moe_lab.config import CalibrationConfig
+from moe_lab.errors import UserError, nearest
+from moe_lab.paths import resolve
+
+TEXT_SUFFIXES = (".txt", ".md")
+JSON_SUFFIXES = (".jsonl", ".json")
+PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
+FOREIGN = (*PICKLES, ".arrow", ".parquet", ".csv", ".tsv", ".zip", ".zst", ".gz")
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def read(settings: CalibrationConfig) -> list[Document]:
+    """All documents of the source, in its order; empty ones are left out. UserError when none is left."""
+    file = locate(settings.path)
+    if file is None and not hub.is_file(settings.path):
+        records = hub.rows(settings)
+        found = [document(record, settings.field, f"{settings.path} row {row}") for row, record in records]
+    else:
+        found = _documents(file or hub.download(settings.path), settings.field)
+    kept = [one for one in found if not is_empty(one)]
+    if not kept:
+        raise UserError(f"calibration.path={settings.path} holds no document: expected text to calibrate on")
+    return kept
+
+
+def locate(path: str) -> Path | None:
+    """The local file that `path` names, or None when it names a data set, or a file of one, on the hub.
+
+    Raises UserError for a missing file (with the nearest name in its folder), a folder, an empty file, a format
+    that is not read.
+    """
+    if hub.is_file(path):
+        file_format(path, Path(path))
+        return None
+    file = Path(resolve(path)).expanduser()
+    if file.is_dir():
+        raise UserError(f"calibration.path={path} is a folder: expected a file such as {file.name}/train.jsonl")
+    if not file.exists():
+        if _may_be_hub_id(path):
+            return None
+        raise _missing(path, file)
+    file_format(path, file)
+    if file.stat().st_size == 0:
+        raise UserError(f"calibration.path={path} is empty: expected text to calibrate on")
+    return file
+
+
+def digest(file: Path) -> str:
+    """sha256 of the file's bytes, in hex. Remembered while its size and time of change stay the same."""
+    status = file.stat()
+    return _digest(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _digest(file: Path, size: int, changed: int) -> str:
+    total = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            total.update(block)
+    return total.hexdigest()
+
+
+def _may_be_hub_id(path: str) -> bool:
+    """Whether a path that is no file looks like NAME or OWNER/NAME rather than like a mistyped file."""
+    parent = Path(path).parent
+    is_in_folder = parent != Path(".") and parent.is_dir()
+    looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + FOREIGN
+    return HUB_ID.fullmatch(path) is not None and not looks_like_file and not is_in_folder
+
+
+def _missing(path: str, file: Path) -> UserError:
+    if not file.parent.is_dir():
+        return UserError(f"calibration.path={path} does not exist: there is no folder {file.parent}")
+    close = nearest(file.name, (neighbour.name for neighbour in file.parent.iterdir()))
+    hint = f"did you mean {file.parent / close}?" if close else "expected a text or JSON lines file, or a hub id"
+    return UserError(f"calibration.path={path} does not exist: {hint}")
+
+
+def file_format(path: str, file: Path) -> str:
+    """How a file is read, by its suffix (.gz apart): "text" or "json". UserError for anything else."""
+    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    if suffix in TEXT_SUFFIXES:
+        return "text"
+    if suffix in JSON_SUFFIXES:
+        return "json"
+    reason = "pickles run code when read, so they never are" if suffix in PICKLES else "this format is not read"
+    known = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
+    ending = "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
+    raise UserError(
+        f"calibration.path={path} ends in {ending or 'no suffix'}: {reason}; expected {known}, or one of them with .gz"
+    )
+
+
+def _documents(file: Path, field: str | None) -> list[Document]:
+    """The documents of a file whose format is known."""
+    text = _text(file)
+    if file_format(str(file), file) == "json":
+        return [document(record, field, where) for where, record in _records(text, file)]
+    return [Text(paragraph) for paragraph in re.split(r"\n[ \t]*\n", text)]
+
+
+def _text(file: Path) -> str:
+    """The file's text, UTF-8, line ends made equal."""
+    try:
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"calibration.path={file} is not UTF-8 text: byte {error.start} is damaged") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"calibration.path={file} is a damaged gz file: {error}") from error
+    except OSError as error:
+        raise UserError(f"calibration.path={file} cannot be read: {error.strerror}") from error
+
+
+def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:
+    """(place, record) for each record of a JSON list or of JSON lines."""
+    if text.lstrip().startswith("["):
+        try:
+            listed = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file} line {error.lineno} is damaged JSON: {error.msg}") from error
+        yield from ((f"{file} record {number}", record) for number, record in enumerate(listed, start=1))
+        return
+    # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may hold unescaped.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"{file} line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{file} line {number} is damaged JSON: {error.msg}") from error

@@ -1,0 +1,203 @@
+"""What is taken as a source, and the sentence for what is not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.calibration.documents import Chat, Pair, Text
+from moe_lab.calibration.sources import digest, locate, read
+from moe_lab.config import CalibrationConfig
+from moe_lab.errors import UserError
+
+Settings = Callable[..., CalibrationConfig]
+
+MESSAGES = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+
+
+def lines(*records: object) -> str:
+    return "\n".join(json.dumps(record) for record in records) + "\n"
+
+
+def written(path: Path, content: str) -> Path:
+    raw = content.encode()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz"])
+def test_blank_lines_part_the_documents_of_a_text(tmp_path: Path, settings: Settings, name: str) -> None:
+    file = written(tmp_path / name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n")
+    assert read(settings(file)) == [Text("one\nmore"), Text("two"), Text("three\n")]
+
+
+def test_a_text_without_blank_lines_is_one_document(tmp_path: Path, settings: Settings) -> None:
+    assert read(settings(written(tmp_path / "a.txt", "one\ntwo\nthree"))) == [Text("one\ntwo\nthree")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines({"text": "one"}, {"text": "two"})),
+        ("a.jsonl", "\n" + lines({"text": "one"}) + "\n\n" + lines({"text": "two"})),
+        ("a.jsonl.gz", lines({"text": "one", "url": 1}, {"text": "two"})),
+        ("a.json.gz", lines({"text": "one"}, {"text": "two"})),
+        ("a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=2)),
+    ],
+)
+def test_json_lines_and_lists(tmp_path: Path, settings: Settings, name: str, content: str) -> None:
+    assert read(settings(written(tmp_path / name, content))) == [Text("one"), Text("two")]
+
+
+def test_only_a_newline_ends_a_json_line(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", '{"text": "one\u2028still one\x85"}\n')
+    assert read(settings(file)) == [Text("one\u2028still one\x85")]
+
+
+def test_fields_that_are_known_without_being_named(tmp_path: Path, settings: Settings) -> None:
+    file = written(
+        tmp_path / "a.jsonl",
+        lines(
+            {"text": "one", "messages": MESSAGES},
+            {"messages": MESSAGES},
+            {"instruction": "say", "output": "said"},
+            {"instruction": "add", "input": "1 2", "output": "3"},
+        ),
+    )
+    assert read(settings(file)) == [Text("one"), Chat(tuple(MESSAGES)), Pair("say", "said"), Pair("add\n\n1 2", "3")]
+
+
+def test_a_named_field_may_hold_text_or_messages(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"text": "no", "story": "yes"}, {"text": "no", "story": MESSAGES}))
+    assert read(settings(file, field="story")) == [Text("yes"), Chat(tuple(MESSAGES))]
+
+
+def test_empty_documents_are_left_out(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"text": " "}, {"messages": []}, {"text": "one"}))
+    assert read(settings(file)) == [Text("one")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", "", "a.txt is empty"),
+        ("a.txt", " \n\n \n", "holds no document"),
+        ("a.json", "[]", "holds no document"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2 is damaged JSON"),
+        ("a.json", '[{"text": "one"},\n', "a.json line 2 is damaged JSON"),
+        (
+            "a.jsonl",
+            lines({"body": "one", "id": 1}),
+            r"line 1: none of the fields text.*found: body, id.*calibration.field",
+        ),
+        ("a.jsonl", lines({"text": "one"}, {"txet": "two"}), "line 2: none of the fields"),
+        ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object with fields such as text, found a number"),
+        ("a.jsonl", lines({"text": None}), "line 1: field text holds null, expected a string"),
+        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: expected messages with a role"),
+        ("a.pkl", "x", r"ends in \.pkl: pickles run code"),
+        ("a.arrow", "x", r"ends in \.arrow: this format is not read; expected \.txt"),
+        ("a.tar.gz", "x", r"ends in \.tar\.gz: this format is not read"),
+        ("notes", "x", "ends in no suffix: this format is not read"),
+    ],
+)
+def test_one_sentence_for_what_cannot_be_read(
+    tmp_path: Path, settings: Settings, name: str, content: str, sentence: str
+) -> None:
+    file = written(tmp_path / name, content)
+    with pytest.raises(UserError, match=sentence):
+        read(settings(file))
+
+
+def test_a_field_that_is_not_there_names_the_nearest(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"content": "one", "id": 1}))
+    with pytest.raises(UserError, match=r"calibration.field=contents is not there: did you mean content\?"):
+        read(settings(file, field="contents"))
+
+
+def test_damaged_files(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine \xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8 text: byte 5 is damaged"):
+        read(settings(tmp_path / "a.txt"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one two three" * 50)[:-12])
+    with pytest.raises(UserError, match="damaged gz file"):
+        read(settings(tmp_path / "b.txt.gz"))
+    (tmp_path / "c.txt.gz").write_bytes(b"not compressed")
+    with pytest.raises(UserError, match="damaged gz file"):
+        read(settings(tmp_path / "c.txt.gz"))
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    written(tmp_path / "general.jsonl", "x")
+    with pytest.raises(UserError, match=r"does not exist: did you mean .*general\.jsonl\?"):
+        locate(str(tmp_path / "genral.jsonl"))
+    with pytest.raises(UserError, match="there is no folder"):
+        locate(str(tmp_path / "nowhere" / "general.jsonl"))
+    with pytest.raises(UserError, match="is a folder"):
+        locate(str(tmp_path))
+    with pytest.raises(UserError, match=r"mydata\.pkl does not exist"):
+        locate("mydata.pkl")
+
+
+def test_what_is_no_file_may_be_a_set_on_the_hub() -> None:
+    assert locate("allenai/tulu-3-sft-personas-math") is None
+    assert locate("wikitext") is None
+    assert locate("hf://datasets/allenai/c4/en/c4-train.00000-of-01024.json.gz") is None
+    with pytest.raises(UserError, match=r"ends in \.parquet"):
+        locate("hf://datasets/allenai/c4/en/train.parquet")
+
+
+def test_a_split_on_the_hub(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(path: str, subset: str | None, split: str) -> Any:
+        asked.append((path, subset, split))
+        return datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read(settings("owner/set", subset="raw", split="test")) == [Text("one"), Text("two")]
+    assert asked == [("owner/set", "raw", "test")]
+
+
+def test_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings) -> None:
+    import huggingface_hub
+
+    file = written(tmp_path / "part.json.gz", lines({"text": "one"}))
+    asked: list[tuple[str, str]] = []
+
+    def download(repository: str, name: str, repo_type: str) -> str:
+        asked.append((repository, name))
+        return str(file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert read(settings("hf://datasets/allenai/c4/en/part.json.gz")) == [Text("one")]
+    assert asked == [("allenai/c4", "en/part.json.gz")]
+
+
+@pytest.mark.parametrize("path", ["owner/set", "hf://datasets/owner/set/a.jsonl"])
+def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, settings: Settings, path: str) -> None:
+    import datasets
+    import huggingface_hub
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'owner/set' on the Hub (OfflineModeIsEnabled)\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(UserError, match=r"is no file here and could not be had from the hub \(Couldn't reach") as error:
+        read(settings(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_changed_file_has_another_digest(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.txt", "one")
+    before = digest(file)
+    assert len(before) == 64
+    written(file, "three")
+    assert digest(file) != before
