@@ -67,8 +67,8 @@ class CalibrationConfig:
     """Rows in one forward pass; changes speed and memory, never the sums beyond rounding."""
     order: str = "random"
     """Which documents come first: random (without replacement, by seed) or first (as in the file)."""
-    seed: int = 42
-    """Seed of the document order."""
+    seed: int | None = None
+    """Seed of the document order; null takes the cell's."""
     gap: str = "none"
     """What stands between packed documents: none, eos, or zero (token id 0, as the REAP and EvoESAP code)."""
     special_tokens: bool = True
@@ -107,6 +107,8 @@ class BenchmarkConfig:
     """Sequences in one forward pass."""
     executes_code: bool = False
     """Whether grading runs what the model wrote; needs allow_code_execution=true."""
+    limit: int | None = None
+    """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Anything else the harness takes."""
 

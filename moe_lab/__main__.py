@@ -1,0 +1,66 @@
+"""`python -m moe_lab`: Hydra composes a configuration, a study executes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
+
+  python -m moe_lab +experiment=task_agnostic               every expert criterion on a small trained model, in minutes
+  python -m moe_lab +experiment=task_agnostic dry_run=true  what that would run
+  python -m moe_lab model=local model.path=DIR criterion=man calibration=text calibration.path=FILE \\
+                    suite=perplexity suite.path=FILE        your model, your text
+
+`python -m moe_lab --help` lists every choice."""
+
+
+def conf() -> Path:
+    """The folder of configuration groups: packed into the wheel, or at the top of a checkout."""
+    packed = Path(__file__).parent / "conf"
+    return packed if packed.is_dir() else Path(__file__).parents[1] / "conf"
+
+
+def give_up(sentence: str) -> NoReturn:
+    """Say what is wrong and end with exit code 2."""
+    print(f"moe_lab: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main() -> None:
+    """Compose the configuration the command line asks for, and run it. Exit code 2 for a user's mistake."""
+    if len(sys.argv) == 1:
+        print(START)
+        return
+    import hydra
+    from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    from moe_lab.compose import ask, explain, register
+    from moe_lab.errors import UserError
+
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come back to us instead of being printed by Hydra
+    exit_code = 0
+
+    def study(config: DictConfig) -> int:
+        nonlocal exit_code
+        exit_code = max(exit_code, ask([config]))
+        return exit_code
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(study)()
+    except UserError as error:
+        give_up(str(error))
+    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
+        give_up(explain(error))
+    except KeyboardInterrupt:
+        print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

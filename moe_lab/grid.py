@@ -1,0 +1,135 @@
+"""From a composed configuration to cells: the product of the grid's axes, each named choice loaded once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatch
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_lab.config import (
+    GATES,
+    AllocationConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    CriterionConfig,
+    ModelConfig,
+)
+from moe_lab.errors import UserError, unknown
+
+Group = TypeVar("Group", ModelConfig, CriterionConfig, CalibrationConfig, AllocationConfig, BenchmarkConfig)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid: what is pruned, by which criterion, on which text, how much and where."""
+
+    model: ModelConfig
+    criterion: CriterionConfig
+    calibration: CalibrationConfig
+    allocation: AllocationConfig
+    ratio: float
+    gate: str
+    seed: int
+
+    def __hash__(self) -> int:
+        return hash((self.criterion.name, self.calibration.name, self.model.name, self.ratio, self.gate, self.seed))
+
+
+@dataclass(frozen=True)
+class Files:
+    """The configuration groups as files: what they are called and what is in them."""
+
+    names: Callable[[str], list[str]]
+    """Group -> the names one can choose from."""
+    load: Callable[[str, str], DictConfig]
+    """Group, name -> the content of the file."""
+    overrides: tuple[tuple[str, Any], ...] = ()
+    """What the command line sets inside groups (calibration.tokens=1000); holds for every choice of that group."""
+
+
+def typed(schema: type[Group], content: DictConfig, origin: str) -> Group:
+    """`content` checked against the dataclass `schema`. UserError naming `origin`, the field and what is wrong."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), content)
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+    missing = [f.name for f in fields(schema) if OmegaConf.is_missing(merged, f.name)]
+    if missing:
+        raise UserError(f"{origin}: {missing[0]} is not set: add {origin.split('=')[0]}.{missing[0]}=VALUE")
+    assert isinstance(result, schema)
+    return result
+
+
+def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
+    """The file `name` of `group` as an object. UserError with the nearest name when there is none."""
+    if name not in files.names(group):
+        raise unknown(group, name, files.names(group))
+    content = files.load(group, name)
+    for key, value in files.overrides:
+        head, _, rest = key.partition(".")
+        if head == group:
+            OmegaConf.update(content, rest, value, force_add=True)
+    return typed(schema, content, f"{group}={name}")
+
+
+def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
+    """Names for names and patterns: `*` and `m*` stand for every file that matches."""
+    found: list[str] = []
+    for pattern in patterns:
+        matches = [name for name in files.names(group) if fnmatch(name, pattern)] if "*" in pattern else [pattern]
+        if not matches:
+            raise unknown(f"grid.{group}", pattern, files.names(group))
+        found += [name for name in matches if name not in found]
+    return found
+
+
+def cells(config: Config, files: Files) -> list[Cell]:
+    """All cells of a study, in the order of the axes, each combination once.
+
+    An axis without a list has one value, the configuration's own. Every named file is loaded once, however many
+    cells it stands in. UserError for unknown names and values out of range.
+    """
+
+    def axis(schema: type[Group], group: str, own: Group) -> list[Group]:
+        names = _expand(group, getattr(config.grid, group), files)
+        return [choose(schema, group, name, files) for name in names] or [own]
+
+    ratios, gates, seeds = (
+        list(dict.fromkeys(getattr(config.grid, name) or [getattr(config, name)])) for name in ("ratio", "gate", "seed")
+    )
+    for ratio in ratios:
+        if not 0 <= ratio < 1:
+            raise UserError(f"ratio={ratio} is not in [0, 1): it is the share of experts to remove, such as 0.25")
+    for gate in gates:
+        if gate not in GATES:
+            raise unknown("gate", gate, GATES)
+    product = itertools.product(
+        axis(ModelConfig, "model", config.model),
+        axis(CriterionConfig, "criterion", config.criterion),
+        axis(CalibrationConfig, "calibration", config.calibration),
+        axis(AllocationConfig, "allocation", config.allocation),
+        ratios,
+        gates,
+        seeds,
+    )
+    return [Cell(*point) for point in product]
+
+
+def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
+    """The benchmarks of the suite. UserError for an unknown one; a suite that names a text gives it to its benchmark."""
+    found = [choose(BenchmarkConfig, "benchmark", name, files) for name in config.suite.benchmarks]
+    changes = {"limit": config.suite.limit, "task": config.suite.path}
+    return [replace(benchmark, **{k: v for k, v in changes.items() if v is not None}) for benchmark in found]
+
+
+def plain(settings: object) -> dict[str, Any]:
+    """A dataclass as plain JSON."""
+    assert is_dataclass(settings) and not isinstance(settings, type)
+    return asdict(settings)

@@ -1,0 +1,105 @@
+"""Who does a step: this process, or a worker process beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moe_lab.study.identity import Step
+from moe_lab.study.job import Job, error_document
+from moe_lab.study.schedule import StepError
+from moe_lab.study.store import Store
+
+WORKER = "moe_lab.study.worker"
+
+
+def step_error(document: dict[str, Any]) -> StepError:
+    return StepError(document, transient=bool(document.get("transient")))
+
+
+class Worker:
+    """A worker process, started at the first step and again when it has died; closes with the `with` block."""
+
+    def __init__(self, store: Store, number: int = 0, environment: dict[str, str] | None = None) -> None:
+        self.store, self.number, self.environment = store, number, environment or {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process and self.process.stdin and self.process.stdout:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process.stdout.close()
+
+    @property
+    def log(self) -> Path:
+        """What the worker and the libraries in it print."""
+        return self.store.root / "logs" / f"{os.getpid()}-worker{self.number}.log"
+
+    def _start(self) -> subprocess.Popen[str]:
+        self.log.parent.mkdir(exist_ok=True)
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **self.environment},
+            )
+
+    def __call__(self, step: Step, scratch: Path) -> None:
+        """Do `step` in the worker. Raises StepError; a worker that died is reported with the signal that ended it."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = self._start()
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(asdict(Job.of(step, self.store, scratch))) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise step_error(self._obituary(step))
+        if reply := json.loads(line):
+            raise step_error({**reply, "log": str(self.log)})
+
+    def _obituary(self, step: Step) -> dict[str, Any]:
+        assert self.process
+        code = self.process.wait()
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {self.log}"
+        return {"message": message, "transient": code < 0}
+
+
+class Here:
+    """Do steps in this process; evaluation, which runs foreign harnesses, in a worker beside it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.worker = store, Worker(store)
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.worker.__exit__(*exception)
+
+    def __call__(self, step: Step, scratch: Path) -> None:
+        if step.kind == "evaluate":
+            self.worker(step, scratch)
+            return
+        from moe_lab.study.kinds import perform
+
+        try:
+            perform(Job.of(step, self.store, scratch))
+        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
+            raise step_error(error_document(error)) from error

@@ -1,0 +1,65 @@
+"""A step as it is handed to whoever does it: plain JSON, so that it crosses process and machine borders."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_lab.errors import UserError
+from moe_lab.study.identity import Step
+from moe_lab.study.store import Store
+
+TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM}
+"""Errors of the machine, not of the work: a rerun simply tries again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do (`kind`, `settings`, `inputs`), how (`runtime`), and where (`scratch`, and `partial` to resume from)."""
+
+    kind: str
+    name: str
+    settings: dict[str, Any]
+    runtime: dict[str, Any]
+    inputs: dict[str, str]
+    scratch: str
+    partial: str
+
+    @classmethod
+    def of(cls, step: Step, store: Store, scratch: Path) -> Job:
+        """The job that fills `scratch` with the result of `step`."""
+        return cls(
+            kind=step.kind,
+            name=step.folder,
+            settings={role: dict(part.settings) for role, part in step.parts.items()},
+            runtime=dict(step.runtime),
+            inputs={role: str(store.path(needed).absolute()) for role, needed in step.inputs.items()},
+            scratch=str(scratch.absolute()),
+            partial=str(store.partial(step).absolute()),
+        )
+
+    def input(self, role: str, file: str) -> Path:
+        """A file of the finished step in `role`."""
+        return Path(self.inputs[role]) / file
+
+    def output(self, file: str) -> Path:
+        """A file of this step's result."""
+        return Path(self.scratch) / file
+
+
+def error_document(error: BaseException) -> dict[str, Any]:
+    """An exception as JSON: the sentence for people, the trace for the log, and whether a rerun should try again."""
+    text = str(error) or type(error).__name__
+    transient = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in TRANSIENT)
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+        text, transient = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})", True
+    return {
+        "message": text,
+        "type": type(error).__name__,
+        "user": isinstance(error, UserError),
+        "transient": transient,
+        "trace": "" if isinstance(error, UserError) else "".join(traceback.format_exception(error)),
+    }

@@ -1,0 +1,104 @@
+"""Which step may run next: every step once, after its inputs, by any number of threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_lab.study.identity import Step
+from moe_lab.study.store import Busy, Store
+
+POLL = 0.5
+"""Seconds between two looks at a step that another run is working on."""
+
+
+class StepError(Exception):
+    """A step failed. `document` is stored and shown; `transient` ones are the machine's fault and not stored."""
+
+    def __init__(self, document: Mapping[str, Any], *, transient: bool = False) -> None:
+        super().__init__(document["message"])
+        self.document = dict(document)
+        self.transient = transient
+
+
+@dataclass
+class Schedule:
+    """The state of a run. Steps move from waiting to running to finished, failed, or skipped for a failed input."""
+
+    steps: Iterable[Step]
+    finished: set[str] = field(default_factory=set)
+    failed: dict[str, StepError] = field(default_factory=dict)
+    skipped: dict[str, Step] = field(default_factory=dict)
+    running: dict[str, Step] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
+        self.total = Counter(step.kind for step in self.waiting.values())
+        self.elsewhere: dict[str, float] = {}
+        self.changed = threading.Condition()
+
+    def take(self) -> Step | None:
+        """The next step whose inputs are finished; waits for one; None when there is nothing left to take."""
+        with self.changed:
+            while True:
+                now = time.monotonic()
+                for step in self.waiting.values():
+                    if self._ready(step) and self.elsewhere.get(step.id, 0) <= now:
+                        del self.waiting[step.id]
+                        self.running[step.id] = step
+                        return step
+                if not self.waiting:
+                    return None
+                self.changed.wait(timeout=POLL)
+
+    def _ready(self, step: Step) -> bool:
+        return all(needed.id in self.finished for needed in step.inputs.values())
+
+    def _skip_hopeless(self) -> None:
+        for step in list(self.waiting.values()):  # inputs come first, so one sweep reaches everything
+            if any(needed.id in self.failed or needed.id in self.skipped for needed in step.inputs.values()):
+                self.skipped[step.id] = self.waiting.pop(step.id)
+
+    def postpone(self, step: Step) -> None:
+        """Another run holds the step: look again later, and do something else meanwhile."""
+        with self.changed:
+            self.waiting[step.id] = self.running.pop(step.id)
+            self.elsewhere[step.id] = time.monotonic() + POLL
+
+    def finish(self, step: Step) -> None:
+        with self.changed:
+            del self.running[step.id]
+            self.finished.add(step.id)
+            self.changed.notify_all()
+
+    def fail(self, step: Step, error: StepError) -> None:
+        with self.changed:
+            self.running.pop(step.id, None)
+            self.waiting.pop(step.id, None)
+            self.failed[step.id] = error
+            self._skip_hopeless()
+            self.changed.notify_all()
+
+
+def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None]) -> None:
+    """Take steps until none is left: claim, execute, publish. `execute(step, scratch)` raises StepError on failure."""
+    while (step := schedule.take()) is not None:
+        try:
+            with store.claim(step) as scratch:
+                if scratch is not None:
+                    execute(step, scratch)
+        except Busy:
+            schedule.postpone(step)
+        except StepError as error:
+            if not error.transient:
+                store.fail(step, error.document)
+            schedule.fail(step, error)
+        except OSError as error:
+            sentence = f"{step.folder} could not be stored: {error.strerror} ({error.filename or store.root})"
+            schedule.fail(step, StepError({"message": sentence, "user": True}, transient=True))
+        else:
+            schedule.finish(step)

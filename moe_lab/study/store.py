@@ -1,0 +1,176 @@
+"""Where steps live: one folder each, written beside and renamed into place, with checksums and provenance."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from moe_lab.errors import UserError
+from moe_lab.study.identity import Step
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+
+
+class Busy(Exception):
+    """Another run is working on the step right now."""
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write `document` so that a reader sees all of it or nothing."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    beside.replace(path)
+
+
+def _sha256(path: Path) -> str:
+    total = sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            total.update(block)
+    return total.hexdigest()
+
+
+class Store:
+    """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.notices: list[str] = []
+        self._index: dict[str, tuple[int, dict[str, Path]]] = {}
+        self._open()
+
+    def _open(self) -> None:
+        marker = self.root / "store.json"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not marker.exists():
+                write_json(marker, {"schema": SCHEMA})
+            probe = self.root / f".probe.{uuid.uuid4().hex[:8]}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"store={self.root} cannot be written ({error.strerror}): name a folder you own") from None
+        try:
+            schema = json.loads(marker.read_text())["schema"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"store={self.root} is not a moe_lab store: {marker} is damaged") from None
+        if schema > SCHEMA:
+            raise UserError(
+                f"store={self.root} has schema {schema}, written by a newer moe_lab, and this one reads up to "
+                f"{SCHEMA}: upgrade moe_lab or name another store"
+            )
+
+    def path(self, step: Step) -> Path:
+        """Folder of the finished step. The id decides; a label of another run (a renamed model, say) is accepted."""
+        folder = self.root / step.folder
+        return folder if folder.exists() else self._known(step.kind).get(step.id[:12], folder)
+
+    def _known(self, kind: str) -> dict[str, Path]:
+        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
+        parent = self.root / kind
+        changed = parent.stat().st_mtime_ns if parent.exists() else 0
+        if self._index.get(kind, (None,))[0] != changed:
+            names = [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")] if changed else []
+            self._index[kind] = (changed, {name[-12:]: parent / name for name in names})
+        return self._index[kind][1]
+
+    def partial(self, step: Step) -> Path:
+        """Folder in which an unfinished step keeps what it can resume from."""
+        return self.root / "partial" / step.id[:16]
+
+    def done(self, step: Step) -> bool:
+        """Whether the step is finished and undamaged. A damaged one is set aside, and `notices` says so."""
+        folder = self.path(step)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+        except FileNotFoundError:
+            if not folder.exists():
+                return False
+            manifest = None
+        except ValueError:
+            manifest = None
+        reason = "has no readable manifest" if manifest is None else _damage(folder, manifest)
+        if reason is None:
+            return True
+        self._set_aside(folder, reason)
+        return False
+
+    def _set_aside(self, folder: Path, reason: str) -> None:
+        aside = self.root / "damaged" / f"{folder.parent.name}-{folder.name}-{uuid.uuid4().hex[:6]}"
+        aside.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another run may have set it aside first
+            folder.rename(aside)
+            self.notices.append(f"{folder.relative_to(self.root)} {reason}: moved to {aside} and computed again")
+
+    def error(self, step: Step) -> dict[str, Any] | None:
+        """What the step failed with in an earlier run, if it did."""
+        path = self.root / "failed" / f"{step.id}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def fail(self, step: Step, error: dict[str, Any]) -> None:
+        """Leave the error of a failed step where a later run finds it."""
+        folder = self.root / "failed"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
+
+    def forget(self, step: Step) -> None:
+        """Remove the error of a failed step, so that it runs again."""
+        (self.root / "failed" / f"{step.id}.json").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def claim(self, step: Step) -> Iterator[Path | None]:
+        """Hold the step's lock and give a scratch folder to write in; None when the step is finished already.
+
+        Leaving the block without an exception publishes the scratch folder under the step's name, at once and whole.
+        A process that dies leaves nothing but scratch, and the lock ends with it. Raises Busy when another run has it.
+        """
+        locks = self.root / "locks"
+        locks.mkdir(exist_ok=True)
+        try:
+            with FileLock(locks / f"{step.id[:16]}.lock", timeout=0):
+                if self.done(step):
+                    yield None
+                    return
+                parent = self.root / step.kind
+                for left in parent.glob(f".{step.id[:12]}.*"):  # by a run that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                scratch = parent / f".{step.id[:12]}.{uuid.uuid4().hex[:8]}"
+                scratch.mkdir(parents=True)
+                try:
+                    yield scratch
+                    self._publish(step, scratch)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+        except Timeout:
+            raise Busy from None
+
+    def _publish(self, step: Step, scratch: Path) -> None:
+        write_json(scratch / "step.json", step.document())
+        files = sorted(path for path in scratch.rglob("*") if path.is_file())
+        manifest = {str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+        write_json(scratch / MANIFEST, {"schema": SCHEMA, "files": manifest})
+        scratch.rename(self.root / step.folder)
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+        self.forget(step)
+
+
+def _damage(folder: Path, manifest: dict[str, Any]) -> str | None:
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.exists():
+            return f"lacks {name}"
+        if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
+            return f"has a damaged {name}"
+    return None
+
