@@ -1,0 +1,230 @@
+"""A study in a store as tidy frames."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from analysis.reader import SCHEMA, Gap, Reader
+from moe_lab.errors import UserError, unknown
+
+AXES = ("model", "criterion", "calibration", "ratio", "allocation", "gate", "seed")
+"""What a cell is made of; `none` and 0 for the unpruned model."""
+
+ARTEFACTS = ("plan", "scores", "statistics")
+"""Steps of a cell besides its evaluations."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything the tables and figures read. Frames are tidy; `cell` is the row label of `cells`."""
+
+    name: str
+    store: Path
+    document: Mapping[str, Any]
+    """The study as the run wrote it, provenance included."""
+    cells: pd.DataFrame
+    """Index cell; columns AXES and the folders of plan, scores and statistics."""
+    results: pd.DataFrame
+    """cell, benchmark, metric, score, stderr, n, expected, folder."""
+    samples: pd.DataFrame
+    """cell, benchmark, item, outcome (0..1)."""
+    family: pd.DataFrame
+    """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta)."""
+    damage: pd.DataFrame
+    """model, calibration, layer, expert, score: the exact damage of removing one expert."""
+    coverage: pd.DataFrame
+    """model, calibration, layer, expert, tokens."""
+    calibrations: Mapping[str, Mapping[str, Any]]
+    """"calibration@model" -> the report of the calibration pass."""
+    protocols: Mapping[str, Sequence[str]]
+    """Library -> its versions found in the results."""
+    gaps: Sequence[Gap]
+    """What is missing."""
+    notes: Sequence[str] = field(default=())
+    """What a reader should know, though nothing is missing."""
+
+
+def studies(store: Path) -> list[str]:
+    """Names of the studies in a store, the newest first. UserError when there is no store or no study in it."""
+    if not store.is_dir():
+        raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
+    found = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not found:
+        raise UserError(f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic")
+    return [path.stem for path in found]
+
+
+def load(store: Path, name: str) -> Study:
+    """Read study `name`. What cannot be read is listed in `gaps`. UserError for an unknown or unreadable study."""
+    document = _document(store, name)
+    reader = Reader(store)
+    cells = _cells(document, reader)
+    results, samples, protocols = _evaluations(document, cells, reader)
+    coverage, calibrations = _coverage(cells, reader)
+    families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader)
+    damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader)
+    results = _without_duplicates(_without_nan(results, reader), reader)
+    return Study(
+        name=name,
+        store=store,
+        document=document,
+        cells=cells,
+        results=results,
+        samples=samples,
+        family=families,
+        damage=damages,
+        coverage=coverage,
+        calibrations=calibrations,
+        protocols=protocols,
+        gaps=[*reader.gaps.values(), *_lacking(results, cells)],
+        notes=_notes(results, protocols),
+    )
+
+
+_SAMPLES = ("benchmark", "item", "outcome")
+_RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
+_FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
+_DAMAGE = ("layer", "expert", "score")
+
+
+def _document(store: Path, name: str) -> dict[str, Any]:
+    known = studies(store)
+    if name not in known:
+        raise unknown("study", name, known)
+    path = store / "studies" / f"{name}.json"
+    try:
+        document = json.loads(path.read_bytes())
+        schema = int(document["schema"])
+        if not document["cells"]:
+            raise UserError(f"study={name} has no cells: {path}")
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"study={name} cannot be read: {path} is damaged, run the study again to write it anew") from None
+    if schema > SCHEMA:
+        raise UserError(f"study={name} has schema {schema}, written by a newer moe_lab, and this one reads up to {SCHEMA}")
+    return dict(document)
+
+
+def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
+    """One row a cell; a cell listed twice counts once."""
+    rows = [{**entry["cell"], **{kind: entry.get(kind) for kind in ARTEFACTS}} for entry in document["cells"]]
+    cells = pd.DataFrame(rows, columns=[*AXES, *ARTEFACTS])
+    cells.index.name = "cell"
+    twice = cells.duplicated(list(AXES))
+    for cell in cells.index[twice]:
+        reader.gap("listed twice, counted once", label(cells.loc[cell]))
+    return cells[~twice]
+
+
+def label(cell: pd.Series) -> str:
+    """A cell in words: its axes that matter."""
+    if cell["criterion"] == "none":
+        return f"{cell['model']} unpruned"
+    return f"{cell['model']} {cell['criterion']} {cell['calibration']} {cell['ratio']:g}"
+
+
+def _evaluations(
+    document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader
+) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
+    rows: list[dict[str, Any]] = []
+    tables: list[pa.Table] = []
+    versions: dict[str, set[str]] = {}
+    for cell in cells.index:
+        for name in document["cells"][cell].get("evaluate", {}).values():
+            folder = reader.folder(name)
+            result = reader.json(folder, "result.json") if folder else None
+            if folder is None or result is None:
+                continue
+            rows += [{"cell": cell, "folder": name, **entry} for entry in result.get("results", [])]
+            for library, version in (result.get("versions") or {}).items():
+                versions.setdefault(library, set()).add(str(version))
+            table = reader.table(folder, "samples.parquet", _SAMPLES)
+            if table is not None:
+                tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
+    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else pd.DataFrame(columns=["cell", *_SAMPLES])
+    results = pd.DataFrame(rows, columns=["cell", *_RESULT, "folder"])
+    numbers = ["score", "stderr", "n", "expected"]
+    results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
+    return results, samples, {library: sorted(found) for library, found in sorted(versions.items())}
+
+
+def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+    frames: list[pd.DataFrame] = []
+    reports: dict[str, dict[str, Any]] = {}
+    passes = cells[cells["statistics"].notna()].drop_duplicates(["model", "calibration"])
+    for row in passes.itertuples():
+        folder = reader.folder(str(row.statistics))
+        if folder is None:
+            continue
+        table = reader.table(folder, "coverage.parquet", ("layer", "expert", "tokens"))
+        if table is not None:
+            frames.append(table.to_pandas().assign(model=row.model, calibration=row.calibration))
+        report = reader.json(folder, "calibration.json")
+        if report is not None:
+            reports[f"{row.calibration}@{row.model}"] = report
+    return _stack(frames, ("layer", "expert", "tokens")), reports
+
+
+def _per_calibration(
+    folders: Mapping[str, str] | None, file: str, columns: Sequence[str], reader: Reader
+) -> pd.DataFrame:
+    """One frame of the same file from the steps of every "calibration@model"."""
+    frames: list[pd.DataFrame] = []
+    for key, name in (folders or {}).items():
+        calibration, _, model = key.partition("@")
+        folder = reader.folder(name)
+        table = reader.table(folder, file, columns) if folder else None
+        if table is not None:
+            frames.append(table.to_pandas().assign(model=model, calibration=calibration))
+    return _stack(frames, columns)
+
+
+def _stack(frames: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*columns, "model", "calibration"])
+
+
+def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    bad = ~np.isfinite(results["score"].to_numpy(float))
+    for row in results[bad].itertuples():
+        reader.gap(f"{row.benchmark} has no finite score", str(row.folder))
+    return results[~bad]
+
+
+def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    twice = results.duplicated(["cell", "benchmark"])
+    for row in results[twice].itertuples():
+        reader.gap(f"{row.benchmark} is reported twice, the first counts", str(row.folder))
+    return results[~twice].reset_index(drop=True)
+
+
+def _lacking(results: pd.DataFrame, cells: pd.DataFrame) -> list[Gap]:
+    """A gap for every benchmark a cell lacks though another cell has it."""
+    present = pd.crosstab(results["cell"], results["benchmark"]).reindex(cells.index, fill_value=0)
+    absent = present.stack()
+    return [Gap(f"no result for {name}", label(cells.loc[cell])) for cell, name in absent.index[absent == 0]]
+
+
+def _notes(results: pd.DataFrame, versions: Mapping[str, Sequence[str]]) -> list[str]:
+    notes = [
+        f"Results were made with different versions of {library}: {', '.join(found)}."
+        for library, found in versions.items()
+        if len(found) > 1
+    ]
+    by_benchmark = results.groupby("benchmark", sort=True)
+    for name, sizes in by_benchmark["n"].unique().items():
+        if len(sizes) > 1:
+            notes.append(f"{name} was counted on different numbers of items ({', '.join(f'{n:g}' for n in sorted(sizes))}); tests use the common ones.")
+    for name, metrics in by_benchmark["metric"].unique().items():
+        if len(metrics) > 1:
+            notes.append(f"{name} was measured by different metrics ({', '.join(sorted(map(str, metrics)))}): scores are not comparable.")
+    short = results[results["expected"].notna() & (results["n"] < results["expected"])]
+    if len(short):
+        notes.append(f"A limit was set: {short['benchmark'].nunique()} benchmarks were run on part of their items only.")
+    return notes

@@ -1,0 +1,152 @@
+"""How much the experts to prune depend on the calibration set (000 Figs. 4, 5), and proxy against exact damage (Fig. 3).
+
+The bottom set of a layer are the r = int(n x ratio) experts with the lowest scores, ties by expert index, as plans are
+made. Three readings of "overlap" are reported side by side, each with the level that random sets would reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+
+RATIOS = (0.25, 0.5)
+"""Ratios of the published figures."""
+
+VARIANT = ["b", "alpha", "beta"]
+DEGENERATE = (1, 0, 0)
+"""N^-1 times N: the same score for every expert, shown as N/A."""
+
+MEASURES = {"triple": "in all sets", "pairwise": "in pairs of sets", "jaccard": "intersection over union"}
+
+
+def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
+    """Bottom sets as booleans (..., experts) from scores (..., experts): the int(n x ratio) lowest, ties by index."""
+    count = int(scores.shape[-1] * ratio)
+    order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
+    chosen = np.zeros(scores.shape, bool)
+    np.put_along_axis(chosen, order, True, axis=-1)
+    return chosen
+
+
+def agreement(sets: np.ndarray) -> dict[str, float]:
+    """Overlap of bottom sets (calibration sets, layers, experts) of one size, averaged over layers.
+
+    triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share both have; jaccard:
+    intersection over union of all. `chance_*`: expectation for random sets of that size (Jaccard: ratio of expectations).
+    NaN when the sets are empty.
+    """
+    size, experts = int(sets[0, 0].sum()), sets.shape[-1]
+    if size == 0:
+        return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
+    common = sets.all(axis=0).sum(axis=-1)
+    pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
+    share, count = size / experts, len(sets)
+    return {
+        "triple": float(np.mean(common / size)),
+        "pairwise": float(np.mean(pairs) / size),
+        "jaccard": float(np.mean(common / sets.any(axis=0).sum(axis=-1))),
+        "chance_triple": share ** (count - 1),
+        "chance_pairwise": share,
+        "chance_jaccard": share**count / (1 - (1 - share) ** count),
+    }
+
+
+def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+    """Overlap over calibration sets of every S(b, alpha, beta): one row per model, ratio and variant.
+
+    family: model, calibration, layer, expert, b, alpha, beta, score. (1, 0, 0) has NaN. Models with fewer than two
+    calibration sets have no rows.
+    """
+    rows = []
+    for model, scores in family.groupby("model", sort=False):
+        if scores["calibration"].nunique() < 2:
+            continue
+        for variant, frame in scores.groupby(VARIANT, sort=True):
+            for ratio in ratios:
+                found = _by_layer(frame, ratio)
+                if tuple(variant) == DEGENERATE:
+                    found |= {name: float("nan") for name in MEASURES}
+                rows.append({"model": model, "ratio": ratio, **dict(zip(VARIANT, variant, strict=True)), **found})
+    return pd.DataFrame(rows)
+
+
+def _by_layer(frame: pd.DataFrame, ratio: float) -> dict[str, float]:
+    """Agreement averaged over layers, which may have different numbers of experts."""
+    layers = []
+    for _, scores in frame.groupby("layer"):
+        wide = scores.pivot(index="calibration", columns="expert", values="score").to_numpy(float)
+        layers.append(agreement(bottom(wide, ratio)[:, None, :]))
+    return {name: float(value) for name, value in pd.DataFrame(layers).mean().items()}
+
+
+def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
+    """Mean over models (Fig. 4): one row per ratio and variant."""
+    return overlaps.drop(columns="model").groupby(["ratio", *VARIANT], as_index=False, sort=True).mean()
+
+
+def component_effects(overlaps: pd.DataFrame, measure: str = "triple") -> pd.DataFrame:
+    """Mean overlap of all usable variants that share a level of one component: component, level, ratio, overlap."""
+    usable = overlaps.dropna(subset=[measure])
+    parts = [
+        usable.groupby(["ratio", component])[measure]
+        .mean()
+        .rename("overlap")
+        .rename_axis(["ratio", "level"])
+        .reset_index()
+        .assign(component=component)
+        for component in VARIANT
+    ]
+    return pd.concat(parts, ignore_index=True)[["component", "level", "ratio", "overlap"]]
+
+
+def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+    """Fig. 3: share of the bottom set by exact damage that the proxy S(0,1,1) finds too, mean over layers.
+
+    Rows: model, calibration, ratio, overlap, lowest (of any layer), chance.
+    """
+    keys = ["model", "calibration", "layer", "expert"]
+    proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
+    both = proxy[[*keys, "score"]].merge(damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact"))
+    rows = []
+    for (model, calibration), frame in both.groupby(["model", "calibration"], sort=False):
+        layers = [layer.sort_values("expert") for _, layer in frame.groupby("layer")]
+        for ratio in ratios:
+            shares, chance = [], []
+            for layer in layers:
+                sets = bottom(layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio)
+                size = int(sets[0].sum())
+                shares.append((sets[0] & sets[1]).sum() / size if size else np.nan)
+                chance.append(size / len(layer))
+            rows.append(
+                {
+                    "model": model,
+                    "calibration": calibration,
+                    "ratio": ratio,
+                    "overlap": float(np.mean(shares)),
+                    "lowest": float(np.min(shares)),
+                    "chance": float(np.mean(chance)),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def variant_name(b: int, alpha: int, beta: int) -> str:
+    """The papers' name of a member of the family, or S(b,α,β)."""
+    return _NAMED.get((b, alpha, beta), names.criterion(f"s_family({b},{alpha},{beta})"))
+
+
+_NAMED = {
+    (0, 0, 0): "Frequency",
+    (0, 1, 0): "SEER",
+    (0, 0, 1): "EAN",
+    (1, 1, 1): "REAP",
+    (1, 0, 1): "MAN",
+    (1, 0, 2): "MSAN",
+    (0, 1, 1): "Gate-EAN",
+    (0, 2, 2): "Gate energy",
+}

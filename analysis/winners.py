@@ -1,0 +1,100 @@
+"""The winner map (000 Fig. 2): which criterion is best in each displayed column under each calibration set.
+
+A win is over all other criteria: its p-value is the largest of the paired tests against them, and Holm's correction covers
+all columns of one model and ratio. Criteria whose scores print alike (three decimals) share the place: nobody wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import names, uncertainty
+from analysis.comparison import Comparison, Panel
+from analysis.ranks import PRINTED_DECIMALS
+
+LEVEL = 0.05
+"""A win is beyond noise below this Holm-corrected p-value."""
+
+SETTINGS = ["model", "ratio", "allocation", "gate", "seed"]
+"""What one map is about: columns and calibration sets are its two sides."""
+
+
+def winner_map(
+    comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None, columns: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """One row per model, ratio, calibration set and column.
+
+    criteria: who competes, by default all; columns: displayed columns by default, benchmarks are possible too.
+    Returned columns: SETTINGS, calibration, column, winners (tuple, several when tied), score, runner_up, runner_up_score,
+    lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
+    """
+    rows = [
+        {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
+        for comparison in comparisons
+        for panel in comparison.panels
+        for column in (columns or comparison.parts)
+    ]
+    found = pd.DataFrame(rows)
+    if found.empty:
+        return found
+    found["p_holm"] = np.nan
+    for _, group in found.groupby(SETTINGS, sort=False):
+        found.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
+    found["beyond_noise"] = found["p_holm"] < LEVEL
+    return found
+
+
+def wins(found: pd.DataFrame) -> pd.DataFrame:
+    """Per criterion: wins, wins beyond noise and shared first places, most wins first."""
+    alone = found[found["winners"].map(len) == 1]
+    single = alone["winners"].map(lambda winners: winners[0])
+    shared = found.loc[found["winners"].map(len) > 1, "winners"].explode()
+    counts = pd.DataFrame(
+        {
+            "wins": single.value_counts(),
+            "beyond_noise": single[alone["beyond_noise"].astype(bool)].value_counts(),
+            "shared": shared.value_counts(),
+        }
+    )
+    counts = counts.fillna(0).astype(int)
+    counts.index.name = "criterion"
+    return counts.sort_values(["wins", "beyond_noise", "shared"], ascending=False, kind="stable")
+
+
+def _settings(panel: Panel) -> dict[str, object]:
+    return {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
+
+
+def _best(
+    comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
+) -> dict[str, object]:
+    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
+    scores = (comparison.columns if column in comparison.parts else comparison.benchmarks)[column]
+    values = pd.Series({name: scores[cell] for name, cell in cells.items()}, dtype=float).dropna()
+    if values.empty:
+        return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
+    printed = values.round(PRINTED_DECIMALS) * (-1 if column in comparison.lower_is_better else 1)
+    winners = tuple(printed.index[printed == printed.max()])
+    rest = printed.drop(list(winners))
+    best = {"winners": winners, "score": values[winners[0]], "runner_up": "", "p": np.nan}
+    if rest.empty:
+        return best
+    second = str(rest.idxmax())
+    best |= {"runner_up": second, "runner_up_score": values[second], "lead": values[winners[0]] - values[second]}
+    best["lead_low"], best["lead_high"] = comparison.lead(column, cells[winners[0]], cells[second])
+    if len(winners) == 1:
+        p_values = comparison.p_values(column, cells[winners[0]], [cells[name] for name in rest.index])
+        best["p"] = np.nan if np.isnan(p_values).any() else float(p_values.max())
+    return best
+
+
+def label(winners: Sequence[str], score: float) -> str:
+    """What stands in a cell of the map: the winner, or all who share the place, or that nobody scored."""
+    if not winners:
+        return "gap"
+    if len(winners) > 1 and score == 0:
+        return "all 0"
+    return " = ".join(names.criterion(name) for name in winners)

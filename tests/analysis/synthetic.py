@@ -1,0 +1,196 @@
+"""Stores with made-up numbers in the layout a study leaves behind; deterministic, and used by tests only.
+
+Every plan has a quality between 0 and 1 that follows from its criterion, calibration set and ratio; items have a
+difficulty, and a plan solves an item if its quality exceeds it by noise. So winners, ties and gaps are known beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+CRITERIA = (
+    "frequency", "seer", "ean", "reap", "mone", "mone_freq", "man", "msan",
+    "gate_ean", "gate_energy", "exact_damage", "aimer", "magnitude", "random",
+)  # fmt: skip
+DATA_FREE = ("aimer", "magnitude", "random")
+CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
+TASKS = {
+    "humaneval": ("humaneval", "humaneval_plus"),
+    "mbpp": ("mbpp", "mbpp_plus"),
+    **{
+        name: (name,)
+        for name in (
+            "livecodebench", "wildbench", "gsm8k", "math500", "arc_challenge", "arc_easy",
+            "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande",
+        )
+    },
+}  # fmt: skip
+SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k": "math", "math500": "math"}
+STRENGTH = {
+    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.72, "msan": 0.70,
+    "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32, "random": 0.10,
+}  # fmt: skip
+LAYERS, EXPERTS = 4, 32
+
+
+def _rng(*words: object) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32("/".join(map(str, words)).encode()))
+
+
+def _quality(criterion: str, calibration: str, ratio: float, task: str) -> float:
+    if criterion == "none":
+        return 0.97
+    own = calibration.removeprefix("pocket_")
+    skill = SKILLS.get(task, "general")
+    match = 0.18 if own == skill else (-0.1 if own != "none" and skill != "general" else 0.0)
+    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - STRENGTH[criterion] - match), 0.0, 0.97))
+
+
+def write_json(path: Path, document: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+def _folder(kind: str, label: str) -> str:
+    return f"{kind}/{label}-{zlib.crc32(label.encode()):08x}0000"
+
+
+def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
+    words = (cell["model"], cell["calibration"], cell["criterion"], cell["ratio"], task)
+    folder = _folder("evaluate", "-".join(map(str, words)))
+    difficulty = _rng("items", task).uniform(0, 1, items)
+    luck = _rng(*words).normal(0, 0.06, items)
+    solved = _quality(cell["criterion"], cell["calibration"], cell["ratio"], task) + luck > difficulty
+    frames, results = [], []
+    for number, name in enumerate(TASKS[task]):
+        outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(float)
+        if name == "wildbench":
+            outcome = np.round(np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2)
+        frames.append(
+            pd.DataFrame(
+                {"benchmark": name, "item": [f"{task}/{i}" for i in range(items)], "outcome": outcome,
+                 "prompt_hash": "0", "output": "made up", "extracted": ""}
+            )  # fmt: skip
+        )
+        stderr = float(outcome.std(ddof=1) / np.sqrt(items))
+        metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
+        results.append(
+            {"benchmark": name, "metric": metric, "score": float(outcome.mean()), "stderr": stderr, "n": items, "expected": items}
+        )
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    pd.concat(frames).to_parquet(root / folder / "samples.parquet", index=False)
+    versions = {"lm_eval": "0.0-synthetic"}
+    write_json(root / folder / "result.json", {"schema": 1, "results": results, "protocol": {}, "versions": versions})
+    return folder
+
+
+def _expert_frame() -> pd.DataFrame:
+    grid = np.indices((LAYERS, EXPERTS)).reshape(2, -1)
+    return pd.DataFrame({"layer": grid[0], "expert": grid[1]})
+
+
+def _statistics(root: Path, model: str, calibration: str) -> str:
+    folder = _folder("statistics", f"{model}-{calibration}")
+    frame = _expert_frame()
+    frame["tokens"] = _rng("tokens", model, calibration).gamma(0.6, 800, len(frame)).astype(int)
+    frame.loc[frame["expert"] == 7, "tokens"] = 0
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    frame.to_parquet(root / folder / "coverage.parquet", index=False)
+    write_json(root / folder / "calibration.json", {"tokens": 65536, "rows": 512, "sources": {calibration: 65536}})
+    return folder
+
+
+def _family(root: Path, model: str, calibration: str) -> str:
+    """Scores whose ranking depends on the calibration set through frequency (b=0) much more than through norms (b=1)."""
+    folder = _folder("family", f"{model}-{calibration}")
+    frame = _expert_frame()
+    shared, own = _rng("norm", model), _rng("frequency", model, calibration)
+    norm = shared.lognormal(0, 0.5, len(frame)) * own.lognormal(0, 0.1, len(frame))
+    count = own.lognormal(4, 1.2, len(frame)) * shared.lognormal(0, 0.4, len(frame))
+    gate = own.uniform(0.1, 0.4, len(frame))
+    parts = [
+        frame.assign(b=b, alpha=alpha, beta=beta, score=count ** (1 - b) * gate**alpha * norm**beta)
+        for b in (0, 1)
+        for alpha in (0, 1, 2)
+        for beta in (0, 1, 2)
+    ]
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    pd.concat(parts).to_parquet(root / folder / "family.parquet", index=False)
+    return folder
+
+
+def _damage(root: Path, model: str, calibration: str) -> str:
+    family = pd.read_parquet(root / _folder("family", f"{model}-{calibration}") / "family.parquet")
+    proxy = family.query("b == 0 and alpha == 1 and beta == 1")
+    noise = _rng("damage", model, calibration).lognormal(0, 0.05, len(proxy))
+    folder = _folder("scores", f"{model}-{calibration}-exact_damage")
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    proxy.assign(score=proxy["score"] * noise)[["layer", "expert", "score"]].to_parquet(
+        root / folder / "scores.parquet", index=False
+    )
+    return folder
+
+
+def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) -> dict[str, Any]:
+    pruned, reads = axes["criterion"] != "none", axes["calibration"] != "none"
+    label = f"{axes['model']}-{axes['calibration']}-{axes['criterion']}"
+    plan = _folder("plan", f"{label}-{axes['ratio']:g}")
+    if pruned:
+        keep = list(range(EXPERTS - int(EXPERTS * axes["ratio"])))
+        experts = {str(layer): keep for layer in range(LAYERS)}
+        write_json(root / plan / "plan.json", {"experts": experts, "n_experts": {str(i): EXPERTS for i in range(LAYERS)}})
+    return {
+        "cell": axes,
+        "plan": plan if pruned else None,
+        "scores": _folder("scores", label) if pruned else None,
+        "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads else None,
+        "evaluate": {task: _evaluate(root, axes, task, items) for task in tasks},
+    }
+
+
+def write_store(
+    root: Path,
+    *,
+    name: str = "made_up",
+    models: Sequence[str] = ("pocket_olmoe",),
+    criteria: Sequence[str] = CRITERIA,
+    calibrations: Sequence[str] = CALIBRATIONS,
+    ratios: Sequence[float] = (0.25, 0.5),
+    tasks: Sequence[str] = tuple(TASKS),
+    items: int = 80,
+    overlap: bool = True,
+) -> Path:
+    """A store with one study; returns its root."""
+    cells = []
+    for model in models:
+        unpruned = {"model": model, "criterion": "none", "calibration": "none", "ratio": 0.0, "allocation": "none"}
+        cells.append(_cell(root, {**unpruned, "gate": "none", "seed": 0}, tasks, items))
+        for ratio in ratios:
+            for criterion in criteria:
+                for calibration in ("none",) if criterion in DATA_FREE else calibrations:
+                    axes = {"model": model, "criterion": criterion, "calibration": calibration, "ratio": ratio}
+                    axes |= {"allocation": "uniform", "gate": "model", "seed": 42}
+                    cells.append(_cell(root, axes, tasks, items))
+    pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
+    families = {f"{calibration}@{model}": _family(root, model, calibration) for model, calibration in pairs}
+    damages = {f"{calibration}@{model}": _damage(root, model, calibration) for model, calibration in pairs}
+    layers = {str(i): {"n_experts": EXPERTS, "top_k": 4, "hidden": 128, "width": 64} for i in range(LAYERS)}
+    document = {
+        "schema": 1,
+        "experiment": name,
+        "created": "2000-01-01T00:00:00",
+        "provenance": {"versions": {"moe_lab": "0.0-synthetic"}, "host": "nowhere", "commit": "none"},
+        "models": {model: {"parameters": 3_700_000, "layers": layers} for model in models},
+        "cells": cells,
+        "families": families,
+        "damages": damages,
+    }
+    write_json(root / "studies" / f"{name}.json", document)
+    return root
