@@ -1,0 +1,45 @@
+"""Everything that can be found wrong before anything heavy is loaded, reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from moe_lab import allocation, criteria
+from moe_lab.calibration import settings as calibrations
+from moe_lab.config import BenchmarkConfig, Config
+from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
+from moe_lab.grid import Cell
+from moe_lab.models import files
+
+
+def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
+    """One sentence per problem, each once; empty when the study can start."""
+    return list(dict.fromkeys(sentence for cells, benchmarks in requests for sentence in _check(config, cells, benchmarks)))
+
+
+def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
+    if config.retry not in (None, "failed"):
+        yield f"retry={config.retry} is unknown: expected failed or null"
+    yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
+    for cell in _each(cells, "model"):
+        yield from _said(lambda cell=cell: files.check(cell.model))
+    for cell in _each(cells, "criterion"):
+        yield from _said(lambda cell=cell: criteria.check(cell.criterion.name, cell.criterion.parameters))
+    for cell in _each(cells, "calibration"):
+        if any(criteria.reads_text(c.criterion.name) for c in cells if c.criterion.name in criteria.CRITERIA):
+            yield from _said(lambda cell=cell: calibrations.check(cell.calibration))
+    for cell in cells:
+        yield from _said(lambda cell=cell: allocation.check(cell.allocation))
+
+
+def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:
+    """One cell for every object of a group."""
+    yield from {id(getattr(cell, group)): cell for cell in cells}.values()
+
+
+def _said(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except UserError as error:
+        yield str(error)

@@ -1,0 +1,95 @@
+"""What a study leaves for the analysis: its cells, and in which folders their results lie."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import moe_lab
+from moe_lab.config import Config
+from moe_lab.study.graph import CellSteps, Graph
+from moe_lab.study.identity import Step, digest
+from moe_lab.study.store import Store, write_json
+
+SCHEMA = 1
+
+
+def _path(store: Store, experiment: str) -> Path:
+    return store.root / "studies" / f"{experiment}.json"
+
+
+def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write studies/<experiment>.json: every cell with the folders of its steps; failed ones with their sentence."""
+
+    def place(step: Step | None) -> str | None:
+        return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
+
+    def errors(cell: CellSteps) -> dict[str, str]:
+        return {name: str(failed[step.id]["message"]) for name, step in cell.evaluate.items() if step.id in failed}
+
+    cells = [
+        {
+            "cell": _names(cell),
+            "model": place(cell.model),
+            "statistics": place(cell.statistics),
+            "scores": place(cell.scores),
+            "plan": place(cell.plan),
+            "export": place(cell.export),
+            "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
+            "errors": errors(cell),
+        }
+        for cell in graph.cells
+    ]
+    document = {
+        "schema": SCHEMA,
+        "experiment": config.experiment,
+        "created": time.time(),
+        "moe_lab": moe_lab.__version__,
+        "config": asdict(config),
+        "cells": cells,
+        "families": {name: place(step) for name, step in graph.families.items()},
+        "damages": {name: place(step) for name, step in graph.damages.items()},
+    }
+    path = _path(store, config.experiment)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, document)
+
+
+def _names(steps: CellSteps) -> dict[str, Any]:
+    cell = steps.cell
+    groups = {name: getattr(cell, name).name for name in ("model", "criterion", "calibration", "allocation")}
+    if cell.criterion.parameters:
+        values = ",".join(f"{key}={value}" for key, value in sorted(cell.criterion.parameters.items()))
+        groups["criterion"] = f"{cell.criterion.name}({values})"
+    return {**groups, "ratio": cell.ratio, "gate": cell.gate, "seed": cell.seed}
+
+
+def read(store: Store, experiment: str) -> dict[str, Any]:
+    """The study as written."""
+    document: dict[str, Any] = json.loads(_path(store, experiment).read_text())
+    return document
+
+
+def report_folder(store: Store, experiment: str) -> Path:
+    """Where the report of an experiment is."""
+    return store.root / "reports" / experiment
+
+
+def _fingerprint(store: Store, experiment: str) -> str:
+    return digest({key: value for key, value in read(store, experiment).items() if key not in ("created", "config")})
+
+
+def report_is_current(store: Store, experiment: str) -> bool:
+    """Whether the report there is shows exactly these cells, made by this version."""
+    folder = report_folder(store, experiment)
+    mark = folder / ".made_from"
+    return (folder / "report.html").exists() and mark.exists() and mark.read_text() == _fingerprint(store, experiment)
+
+
+def mark_report(store: Store, experiment: str) -> None:
+    """Remember what the report was made from."""
+    (report_folder(store, experiment) / ".made_from").write_text(_fingerprint(store, experiment))
