@@ -1,7 +1,7 @@
 """Tiny models with random weights, one of every architecture the tests cover.
 
 `ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager experts, `tokens()` something
-to feed it. Weights are random but not degenerate: the initialisation of transformers leaves routers near zero and correction
+to feed it, `plan(model, ratio)` a random plan. Weights are random but not degenerate: the initialisation of transformers leaves routers near zero and correction
 biases at zero, so that every expert would be as good as any other.
 """
 
@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
+
+from moe_lab.allocation.uniform import uniform
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.plan import Plan, make_plan
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -51,8 +55,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
     "deepseek_v2": {**V2, **ONE_GROUP, "topk_method": "greedy"},
@@ -131,7 +135,7 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
             if "norm" in name:
                 parameter.copy_(1 + 0.1 * noise(parameter))
             else:
-                parameter.copy_(0.2 * noise(parameter))
+                parameter.copy_(0.12 * noise(parameter))
         for name, buffer in model.named_buffers():
             if "correction_bias" in name or "expert_bias" in name:
                 buffer.copy_(0.2 * noise(buffer))
@@ -140,3 +144,17 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
 def tokens(rows: int = 4, length: int = 24, seed: int = 1) -> torch.Tensor:
     """Random token ids (rows, length) without the special ones."""
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
+    """A plan for `model` that drops `ratio` of the experts of each layer by random scores."""
+    layers = moe_layers(model)
+    first = layers[0]
+    generator = torch.Generator().manual_seed(seed)
+    limits = {"top_k": first.top_k, "n_group": first.n_group, "topk_group": first.topk_group}
+    return make_plan(
+        {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers},
+        uniform({layer.index: layer.n_experts for layer in layers}, ratio, **limits),
+        **limits,
+        provenance={"ratio": ratio, "seed": seed},
+    )

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lab.errors import UserError
+from moe_lab.pruning.plan import Plan, make_plan
+
+SCORES = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=40)
+
+
+def plan(kept: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -> Plan:
+    return Plan({1: kept, 2: (0, 1, 3)}, {1: count, 2: 4}, provenance)
+
+
+@given(SCORES, st.data())
+def test_lowest_scores_go_and_ties_fall_by_index(scores: list[float], data: st.DataObject) -> None:
+    remove = data.draw(st.integers(0, len(scores) - 1))
+    made = make_plan({5: scores}, {5: remove}, top_k=1, provenance={})
+    order = sorted(range(len(scores)), key=lambda expert: scores[expert])  # stable: equal scores stay in index order
+    assert made.experts[5] == tuple(sorted(order[remove:]))
+
+
+@given(st.integers(1, 4), st.integers(2, 6), st.data())
+def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> None:
+    scores = data.draw(st.lists(st.floats(-1, 1), min_size=n_group * size, max_size=n_group * size))
+    share = data.draw(st.integers(0, size - 2))
+    made = make_plan({0: scores}, {0: share * n_group}, top_k=1, n_group=n_group, provenance={})
+    for group in range(n_group):
+        members = [expert for expert in made.experts[0] if expert // size == group]
+        gone = set(range(group * size, (group + 1) * size)) - set(members)
+        assert len(gone) == share
+        assert all(scores[lost] <= scores[kept] for lost in gone for kept in members)
+
+
+@given(SCORES, st.data())
+def test_saved_plans_come_back(
+    tmp_path_factory: pytest.TempPathFactory, scores: list[float], data: st.DataObject
+) -> None:
+    remove = data.draw(st.integers(0, len(scores) - 1))
+    made = make_plan({0: scores, 7: scores}, {0: remove, 7: 0}, top_k=1, provenance={"ratio": 0.25, "model": "m"})
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    made.save(path)
+    assert Plan.load(path) == made
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_digest_is_of_what_is_kept() -> None:
+    assert plan(seed=1).digest == plan(seed=2).digest
+    assert plan().digest != plan((0, 1, 3)).digest
+    assert plan().digest != plan(count=5).digest
+    assert Plan({2: (0,), 10: (1,)}, {2: 2, 10: 2}).digest == Plan({10: (1,), 2: (0,)}, {10: 2, 2: 2}).digest
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ((0, 4), "layer 1 keeps expert 4: expected an id from 0 to 3"),
+        ((-1, 2), "layer 1 keeps expert -1"),
+        ((2, 0), r"layer 1 keeps \[2, 0\]: expected \[0, 2\]"),
+        ((0, 0), r"layer 1 keeps \[0, 0\]: expected \[0\]"),
+        ((), "layer 1 keeps no expert of 4"),
+    ],
+)
+def test_ids_are_checked(kept: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(kept)
+
+
+def test_layers_must_agree() -> None:
+    with pytest.raises(UserError, match=r"layers \[0\] .* layers \[1\]"):
+        Plan({0: (0,)}, {1: 2})
+    with pytest.raises(UserError, match=r"removes experts in layers \[1\], but scores are of layers \[0\]"):
+        make_plan({0: [1.0, 2.0]}, {1: 1}, top_k=1, provenance={})
+
+
+def test_fewer_than_top_k_is_refused() -> None:
+    plan().check(top_k=3)
+    with pytest.raises(UserError, match=r"layer 1 keeps 3 of 4 experts.*at least 4 \(top_k=4\): keep 4 or more"):
+        plan().check(top_k=4)
+    with pytest.raises(UserError, match="layer 0 keeps 1 of 4"):
+        make_plan({0: [1.0, 2, 3, 4]}, {0: 3}, top_k=2, provenance={})
+
+
+def test_unequal_groups_are_refused() -> None:
+    uneven = Plan({3: (0, 1, 2, 4, 5)}, {3: 8})
+    uneven.check(top_k=2)
+    with pytest.raises(UserError, match=r"layer 3 keeps \[3, 2\] experts of the 2 groups.*2 each is nearest"):
+        uneven.check(top_k=2, n_group=2)
+    with pytest.raises(UserError, match="removes 3 of 8 experts in layer 0.*2 groups.*: 2 is the nearest below"):
+        make_plan({0: [1.0] * 8}, {0: 3}, top_k=2, n_group=2, provenance={})
+
+
+def test_groups_a_token_reaches_must_hold_top_k_experts() -> None:
+    two_each = Plan({0: tuple(range(0, 16, 2))}, {0: 16})
+    two_each.check(top_k=4, n_group=4, topk_group=2)
+    with pytest.raises(UserError, match=r"keeps 8 of 16 experts.*at least 16 \(top_k=4, n_group=4\)"):
+        two_each.check(top_k=4, n_group=4, topk_group=1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_scores_must_be_finite(value: float) -> None:
+    with pytest.raises(UserError, match=f"layer 2, expert 1 is {value}"):
+        make_plan({2: [1.0, value]}, {2: 0}, top_k=1, provenance={})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2, written by a newer moe_lab: this one reads up to 1"),
+        ({"schema": None}, "schema None: expected a plan of schema 1"),
+        ({"digest": "0" * 64}, "is damaged: its digest is 0000"),
+        ({"layers": {"1": {"experts": 4, "keep": [0, "1"]}}}, "is damaged: expected layers"),
+        ({"layers": {"1": {"experts": 4, "keep": [0], "channels": {}}}}, "is damaged: expected layers"),
+        ({"layers": []}, "is damaged: expected layers"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "plan.json"
+    plan().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        Plan.load(path)
+
+
+def test_missing_and_cut_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(UserError, match=r"plan\.json does not exist"):
+        Plan.load(path)
+    plan().save(path)
+    path.write_text(path.read_text()[:30])
+    with pytest.raises(UserError, match=r"plan\.json is damaged: expected JSON"):
+        Plan.load(path)
+
+
+def test_plans_and_allocations_need_no_torch() -> None:
+    code = "import sys, moe_lab.pruning.plan, moe_lab.allocation; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
