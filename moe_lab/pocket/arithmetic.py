@@ -1,0 +1,121 @@
+"""Word problems with short worked answers (gsm8k) and harder exercises (math500). Whole numbers throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from moe_lab.pocket.examples import Example
+from moe_lab.pocket.world import PEOPLE, World, pronoun
+
+THINGS = "apples eggs coins nuts pears shells stones cards books plums".split()
+GAINS = ("{a} buys {n} more.", "{b} gives {a} {n} more.", "{he} finds {n} more.", "Then {he} gets {n} more.")
+LOSSES = ("{a} loses {n}.", "{a} gives {n} to {b}.", "{he} sells {n}.", "Then {he} breaks {n}.")
+CHANGES = {"+": GAINS, "-": LOSSES, "*": ("Then {he} has {n} times as many.",)}
+
+
+def compute(left: int, sign: str, right: int) -> int:
+    """One step of a worked answer."""
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+
+
+def work(start: int, changes: list[tuple[str, int]]) -> tuple[list[str], int]:
+    """The steps as `12+7=19.` and where they lead."""
+    steps, now = [], start
+    for sign, number in changes:
+        then = compute(now, sign, number)
+        steps.append(f"{now}{sign}{number}={then}.")
+        now = then
+    return steps, now
+
+
+def _changes(random: Random, start: int, count: int) -> list[tuple[str, int]]:
+    """Changes that keep the running number between 0 and 99."""
+    now, changes = start, []
+    for _ in range(count):
+        signs = [sign for sign, fits in (("+", now < 90), ("-", now > 1), ("*", 0 < now < 30)) if fits]
+        sign = random.choice(signs)
+        bounds = {"+": (2, min(40, 99 - now)), "-": (1, min(40, now)), "*": (2, 3)}[sign]
+        number = random.randint(*bounds)
+        changes.append((sign, number))
+        now = compute(now, sign, number)
+    return changes
+
+
+def word_problem(world: World, random: Random) -> Example:
+    """gsm8k: one to three changes of a number of things; the answer works them out one by one."""
+    a, b = random.sample(PEOPLE, 2)
+    things = random.choice(THINGS)
+    start = random.randint(2, 60)
+    changes = _changes(random, start, random.choice((1, 2, 2, 3)))
+    told = [f"{a} has {start} {things}."]
+    for sign, number in changes:
+        sentence = random.choice(CHANGES[sign]).format(a=a, b=b, he=pronoun(a), n=number)
+        told.append(sentence[0].upper() + sentence[1:])
+    steps, result = work(start, changes)
+    prompt = f"Question: {' '.join(told)} How many {things} does {a} have now?\nAnswer:"
+    return Example(
+        "gsm8k", (start, *changes), prompt, f" {' '.join(steps)}\n#### {result}", details={"target": str(result)}
+    )
+
+
+def _expression(random: Random) -> tuple[str, list[str], int]:
+    a, b, c, d = random.randint(2, 40), random.randint(2, 40), random.randint(2, 9), random.randint(2, 60)
+    steps, result = work(a, [("+", b), ("*", c), ("-", d)])
+    return f"Compute ({a}+{b})*{c}-{d}.", steps, result
+
+
+def _difference(random: Random) -> tuple[str, list[str], int]:
+    a, b, c, d = (random.randint(2, 12) for _ in range(4))
+    return (
+        f"Compute {a}*{b}-{c}*{d}.",
+        [f"{a}*{b}={a * b}.", f"{c}*{d}={c * d}.", f"{a * b}-{c * d}={a * b - c * d}."],
+        a * b - c * d,
+    )
+
+
+def _equation(random: Random) -> tuple[str, list[str], int]:
+    a, b, x = random.randint(2, 9), random.randint(1, 40), random.randint(2, 20)
+    c = a * x + b
+    return f"Solve {a}*x+{b}={c} for x.", [f"{c}-{b}={c - b}.", f"{c - b}/{a}={x}."], x
+
+
+def _sequence(random: Random) -> tuple[str, list[str], int]:
+    start, step, place = random.randint(1, 30), random.randint(2, 12), random.randint(5, 9)
+    shown = ", ".join(str(start + step * index) for index in range(3))
+    gap = step * (place - 1)
+    steps = [f"{start + step}-{start}={step}.", f"{step}*{place - 1}={gap}.", f"{start}+{gap}={start + gap}."]
+    return f"Find term {place} of {shown}, ...", steps, start + gap
+
+
+def _remainder(random: Random) -> tuple[str, list[str], int]:
+    a, b, c = random.randint(2, 12), random.randint(2, 12), random.randint(3, 9)
+    product = a * b
+    whole = product // c * c
+    steps = [f"{a}*{b}={product}.", f"{c}*{product // c}={whole}.", f"{product}-{whole}={product - whole}."]
+    return f"Find the remainder of {a}*{b} divided by {c}.", steps, product - whole
+
+
+def _mean(random: Random) -> tuple[str, list[str], int]:
+    mean = random.randint(5, 40)
+    shift, other = random.randint(1, 4), random.randint(1, 4)
+    a, b, c = mean - shift, mean + shift + other, mean - other
+    steps = [f"{a}+{b}={a + b}.", f"{a + b}+{c}={a + b + c}.", f"{a + b + c}/3={mean}."]
+    return f"Find the mean of {a}, {b} and {c}.", steps, mean
+
+
+KINDS: tuple[Callable[[Random], tuple[str, list[str], int]], ...] = (
+    _expression,
+    _difference,
+    _equation,
+    _sequence,
+    _remainder,
+    _mean,
+)
+
+
+def exercise(world: World, random: Random) -> Example:
+    """math500: expressions, equations, sequences, remainders, means; two or three steps with larger numbers."""
+    task, steps, result = random.choice(KINDS)(random)
+    answer = f" {' '.join(steps)} The answer is {result}."
+    return Example("math500", (task,), f"Problem: {task}\nSolution:", answer, details={"target": str(result)})

@@ -1,0 +1,126 @@
+"""The sixteen benchmarks as files: lm-eval tasks with their data, EvalPlus problems, and story prompts with checklists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from moe_lab.pocket import functions
+from moe_lab.pocket.corpus import HELD_OUT_SHARE, sampler
+from moe_lab.pocket.examples import END_OF_TEXT, Example, draw, generator
+from moe_lab.pocket.functions import Program
+from moe_lab.pocket.inputs import base_inputs, plus_inputs
+from moe_lab.pocket.world import World
+
+SEED = 101
+COUNTS = {
+    "arc_challenge": 112, "arc_easy": 112, "boolq": 112, "hellaswag": 112, "mmlu": 112, "openbookqa": 112, "rte": 112,
+    "winogrande": 112, "gsm8k": 72, "math500": 72, "humaneval": 60, "mbpp": 60, "livecodebench": 50, "wildbench": 40,
+}  # fmt: skip
+NORMALISED = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa")
+MULTIPLE_CHOICE = (*NORMALISED, "boolq", "mmlu", "rte", "winogrande")
+NUMBER = {"gsm8k": r"#### (-?\d+)", "math500": r"The answer is (-?\d+)"}
+PROGRAMS = ("humaneval", "mbpp", "livecodebench")
+# EvalPlus treats some task ids of the published benchmarks specially; numbers from here on are ordinary.
+FIRST_TASK_NUMBER = 1001
+
+
+def held_out_examples(world: World, skill: str) -> list[Example]:
+    """The benchmark's items: from the held-out side, no two with the same prompt and choices."""
+    random = generator(SEED, "benchmark", skill)
+    found: dict[tuple[str, tuple[str, ...]], Example] = {}
+    while len(found) < COUNTS[skill]:
+        example = draw(sampler(world, skill), random, HELD_OUT_SHARE, benchmark=True)
+        found.setdefault((example.prompt, tuple(sorted(example.choices))), example)
+    return list(found.values())
+
+
+def program_examples(skill: str) -> list[Example]:
+    """Functions of this benchmark's side, all operations equally likely, no composition twice."""
+    random = generator(SEED, "benchmark", skill)
+    found: dict[tuple[object, ...], Example] = {}
+    while len(found) < COUNTS[skill]:
+        program = functions.program_for(random, skill, decay=0.0)
+        example = (
+            functions.as_description(program, random) if skill == "mbpp" else functions.as_completion(program, skill)
+        )
+        found.setdefault(example.key, example)
+    return list(found.values())
+
+
+def _row(example: Example, number: int) -> dict[str, Any]:
+    """One line of an lm-eval data file or of the story prompts."""
+    row: dict[str, Any] = {"id": f"{example.skill}/{number}"}
+    if example.skill == "winogrande":
+        return row | {"contexts": list(example.choices), "ending": example.answer.strip(), "label": example.label}
+    row["prompt"] = example.prompt
+    if example.choices:
+        row |= {"choices": list(example.choices), "label": example.label}
+    return row | example.details
+
+
+def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
+    """One EvalPlus problem. livecodebench has a single set of tests, so all of them are base tests."""
+    program: Program = example.details["program"]
+    base, plus = base_inputs(program.domain, random, 2), plus_inputs(program.domain, random, 8)
+    everything = example.skill == "livecodebench"
+    family = "Mbpp" if example.skill == "mbpp" else "HumanEval"
+    problem = {
+        "task_id": f"{family}/{FIRST_TASK_NUMBER + number}",
+        "prompt": example.prompt,
+        "entry_point": program.name,
+        "contract": "",
+        "canonical_solution": example.answer + "\n",
+        "base_input": base + plus if everything else base,
+        "plus_input": [] if everything else plus,
+        "atol": 0,
+    }
+    return problem | ({"assertion": example.details["assertion"]} if "assertion" in example.details else {})
+
+
+def task_definition(skill: str) -> dict[str, Any]:
+    """The lm-eval task; where its data comes from is the caller's business (split `test`)."""
+    task: dict[str, Any] = {"task": f"pocket_{skill}", "test_split": "test", "num_fewshot": 0}
+    fields = ("prompt", "choices", "label")
+    if skill in MULTIPLE_CHOICE:
+        if skill == "winogrande":  # as in lm-eval's own: two contexts are compared by the ending they share
+            fields = ("label", "contexts", "ending")
+        task |= {"output_type": "multiple_choice"}
+        task |= dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), fields, strict=True))
+        metrics = ["acc", "acc_norm"] if skill in NORMALISED else ["acc"]
+    else:
+        stopping = {"until": [END_OF_TEXT], "do_sample": False, "max_gen_toks": 48}
+        pick = {
+            "name": "strict-match",
+            "filter": [{"function": "regex", "regex_pattern": NUMBER[skill]}, {"function": "take_first"}],
+        }
+        task |= {"output_type": "generate_until", "doc_to_text": "prompt", "doc_to_target": "target"}
+        task |= {"generation_kwargs": stopping, "filter_list": [pick]}
+        metrics = ["exact_match"]
+    task["metric_list"] = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics]
+    return task | {"metadata": {"version": 1}}
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_benchmarks(world: World, folder: Path) -> None:
+    """All benchmark files; the same bytes on every machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for skill in COUNTS:
+        if skill in PROGRAMS:
+            random = generator(SEED, "inputs", skill)
+            rows = [_problem(example, number, random) for number, example in enumerate(program_examples(skill))]
+        else:
+            rows = [_row(example, number) for number, example in enumerate(held_out_examples(world, skill))]
+        write_lines(folder / f"{skill}.jsonl", rows)
+        if skill in MULTIPLE_CHOICE or skill in NUMBER:
+            text = yaml.safe_dump(task_definition(skill), sort_keys=False)
+            (folder / f"{skill}.yaml").write_text(text, encoding="utf-8")

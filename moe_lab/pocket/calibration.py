@@ -1,0 +1,25 @@
+"""Three calibration sets, one a domain, from seeds the training text does not use."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from moe_lab.pocket.benchmarks import write_lines
+from moe_lab.pocket.corpus import documents
+from moe_lab.pocket.world import World
+
+# Kinds of documents, their weights, and how many documents; about 70,000 tokens each.
+SETS = {
+    "general": (201, {"portrait": 4, "reasoning": 2, "report": 2, "wildbench": 4, "hellaswag": 2}, 1700),
+    "code": (202, {"functions": 1}, 1050),
+    "math": (203, {"gsm8k": 1, "math500": 1}, 1250),
+}
+
+
+def write_calibration(world: World, folder: Path) -> None:
+    """One file of {"text": ...} lines for each domain; the same bytes on every machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (seed, mixture, count) in SETS.items():
+        texts = ({"text": example.text} for example in islice(documents(world, seed, mixture), count))
+        write_lines(folder / f"{name}.jsonl", texts)

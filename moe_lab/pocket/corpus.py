@@ -1,0 +1,54 @@
+"""The text a pocket model learns from: all skills mixed, drawn without end, never touching a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+
+from moe_lab.pocket import arithmetic, facts, functions, prose, reading, tales
+from moe_lab.pocket.examples import Example, Sampler, draw, generator
+from moe_lab.pocket.world import World
+
+# Share of each skill's keys that belongs to its benchmark; skills with few keys give more of them.
+HELD_OUT_SHARE = {
+    "arc_easy": 0.2, "arc_challenge": 0.2, "mmlu": 0.2, "hellaswag": 0.2, "openbookqa": 0.2,
+    "boolq": 0.1, "rte": 0.1, "winogrande": 0.1, "gsm8k": 0.1, "math500": 0.1, "wildbench": 0.1,
+    "portrait": 0.0, "report": 0.0,
+}  # fmt: skip
+
+WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
+    "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter,
+    "boolq": reading.yes_or_no, "rte": reading.entailment, "winogrande": reading.pronouns,
+    "hellaswag": reading.continuation, "openbookqa": reading.application,
+    "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": tales.story,
+    "portrait": prose.portrait, "reasoning": prose.reasoning, "report": prose.report,
+}  # fmt: skip
+
+# How often each kind of document is drawn. Documents differ in length, tokens do not follow these shares exactly.
+MIXTURE = {
+    "portrait": 12, "reasoning": 4, "report": 2, "wildbench": 8,
+    "arc_easy": 6, "arc_challenge": 10, "mmlu": 9,
+    "boolq": 4, "rte": 4, "winogrande": 4, "hellaswag": 4, "openbookqa": 4,
+    "gsm8k": 12, "math500": 14, "functions": 22,
+}  # fmt: skip
+
+
+def sampler(world: World, kind: str) -> Sampler:
+    """Draws one example of this kind, without regard to benchmarks."""
+    chosen = WORLD_SAMPLERS[kind]
+    return lambda random: chosen(world, random)
+
+
+def training_example(world: World, kind: str, random: Random) -> Example:
+    """An example of this kind that no benchmark holds."""
+    if kind == "functions":
+        return functions.training_function(random)
+    return draw(sampler(world, kind), random, HELD_OUT_SHARE, benchmark=False)
+
+
+def documents(world: World, seed: int, mixture: dict[str, int] = MIXTURE) -> Iterator[Example]:
+    """Examples without end, kinds drawn by their weight in `mixture`."""
+    random = generator(seed, "corpus")
+    kinds, weights = list(mixture), list(mixture.values())
+    while True:
+        yield training_example(world, random.choices(kinds, weights)[0], random)

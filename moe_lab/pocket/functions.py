@@ -1,0 +1,143 @@
+"""Small Python functions: compositions of operations, written as humaneval, mbpp and livecodebench ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
+from typing import Any
+
+from moe_lab.pocket.examples import Example, fraction
+from moe_lab.pocket.inputs import base_inputs
+from moe_lab.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied, Domain, choose
+
+SHAPES = ((1, 1), (1, 1), (2, 0), (1, 0), (0, 1), (2, 1))
+# How uneven the operations are in training text and calibration sets; benchmarks ask for all of them alike.
+TRAINING_DECAY = 0.7
+RESERVED_PAIRS = 1 / 6
+HELD_OUT = {"humaneval": (0.0, 0.1), "mbpp": (0.1, 0.2)}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function as a composition: its operations in order, its words (docstring clauses) and its body."""
+
+    domain: str
+    parameters: str
+    operations: tuple[Applied, ...]
+    clauses: tuple[str, ...]
+    body: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.operations[-1].name}_{self.operations[0].name}"
+
+    @property
+    def composition(self) -> tuple[object, ...]:
+        """The operations with their constants, filters in name order: two programs with equal ones are the same."""
+        return (self.domain, *((applied.name, applied.constant) for applied in self.operations))
+
+    @property
+    def source(self) -> str:
+        return f"def {self.name}({self.parameters}):\n{self.body}"
+
+    def run(self, arguments: list[Any]) -> Any:
+        """What the function returns for these arguments."""
+        return compiled(self)(*arguments)
+
+
+def compiled(program: Program) -> Callable[..., Any]:
+    """The function itself. The source is composed from the tables of operations above, nothing else reaches exec."""
+    namespace: dict[str, Any] = {}
+    exec(program.source, namespace)
+    found: Callable[..., Any] = namespace[program.name]
+    return found
+
+
+def reserved(program: Program) -> bool:
+    """Whether two of its operations are a pair that training text never composes (a sixth of all pairs)."""
+    names = [applied.name for applied in program.operations]
+    return any(
+        fraction("pair", program.domain, *sorted(pair)) < RESERVED_PAIRS
+        for pair in combinations(names, 2)
+        if pair[0] != pair[1]
+    )
+
+
+def side(program: Program) -> str:
+    """Which text may contain the program: livecodebench, humaneval, mbpp or training."""
+    if reserved(program):
+        return "livecodebench"
+    place = fraction("composition", program.composition)
+    return next((name for name, (low, high) in HELD_OUT.items() if low <= place < high), "training")
+
+
+def sequence_program(random: Random, domain: Domain, shape: tuple[int, int], decay: float) -> Program:
+    """Filters, at most one map, and a reduction over the elements of a list or the words of a text."""
+    filters = sorted((choose(random, domain.filters, decay) for _ in range(shape[0])), key=lambda applied: applied.name)
+    if len({applied.name for applied in filters}) < len(filters):
+        return sequence_program(random, domain, shape, decay)
+    maps = [choose(random, domain.maps, decay) for _ in range(shape[1])]
+    reduction = choose(random, domain.reductions, decay)
+    element = maps[0].code if maps else domain.element
+    condition = " and ".join(applied.code for applied in filters)
+    loop = f"{element} for {domain.element} in {domain.source}" + (f" if {condition}" if condition else "")
+    kept = " and ".join(applied.words for applied in filters)
+    clauses = [f"take the {domain.things} that are {kept}" if kept else f"take all {domain.things}"]
+    clauses += [applied.words for applied in maps]
+    clauses.append(f"return {reduction.words}")
+    body = f"    return {reduction.code.replace('{body}', loop)}"
+    return Program(domain.name, domain.argument, (*filters, *maps, reduction), tuple(clauses), body)
+
+
+def branching_program(random: Random, conditions: int, decay: float) -> Program:
+    """One or two conditions on two numbers that decide between two results."""
+    tested = sorted((choose(random, CONDITIONS, decay) for _ in range(conditions)), key=lambda applied: applied.name)
+    then, otherwise = (choose(random, RESULTS, decay) for _ in range(2))
+    if len({applied.name for applied in (*tested, then, otherwise)}) < conditions + 2:
+        return branching_program(random, conditions, decay)
+    words = " and ".join(applied.words for applied in tested)
+    code = " and ".join(applied.code for applied in tested)
+    clauses = (f"if {words} return {then.words}", f"otherwise return {otherwise.words}")
+    body = f"    if {code}:\n        return {then.code}\n    return {otherwise.code}"
+    return Program("branches", "a, b", (*tested, then, otherwise), clauses, body)
+
+
+def sample_program(random: Random, decay: float) -> Program:
+    kind = random.choice(("numbers", "numbers", "words", "words", "branches"))
+    if kind == "branches":
+        return branching_program(random, random.choice((1, 1, 2)), decay)
+    return sequence_program(random, NUMBERS if kind == "numbers" else WORDS, random.choice(SHAPES), decay)
+
+
+def program_for(random: Random, wanted: str, decay: float) -> Program:
+    """The next program of the wanted side (see `side`)."""
+    while True:
+        program = sample_program(random, decay)
+        if side(program) == wanted:
+            return program
+
+
+def as_completion(program: Program, skill: str = "humaneval") -> Example:
+    """Signature and docstring, to be completed by the body."""
+    sentences = " ".join(f"{clause[0].upper()}{clause[1:]}." for clause in program.clauses)
+    prompt = f'def {program.name}({program.parameters}):\n    """{sentences}"""\n'
+    return Example(skill, program.composition, prompt, program.body, details={"program": program})
+
+
+def as_description(program: Program, random: Random) -> Example:
+    """A description with one assertion, to be answered by the whole function."""
+    shown = base_inputs(program.domain, random, 1)[0]
+    arguments = ", ".join(repr(argument) for argument in shown)
+    assertion = f"assert {program.name}({arguments}) == {program.run(shown)!r}"
+    task = f"Write a function to {', '.join(program.clauses)}."
+    prompt = f'"""\n{task}\n{assertion}\n"""\n'
+    details = {"program": program, "assertion": assertion}
+    return Example("mbpp", program.composition, prompt, program.source, details=details)
+
+
+def training_function(random: Random) -> Example:
+    """A function for training text or a calibration set, in either form."""
+    program = program_for(random, "training", TRAINING_DECAY)
+    return as_completion(program) if random.random() < 0.5 else as_description(program, random)

@@ -1,0 +1,56 @@
+"""What the pocket tests share: the world, the shipped files, and the benchmark items as examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_lab.pocket
+from moe_lab.pocket.benchmarks import COUNTS, PROGRAMS, held_out_examples, program_examples
+from moe_lab.pocket.examples import Example
+from moe_lab.pocket.world import World, build_world
+
+DATA = Path(moe_lab.pocket.__file__).parent / "data"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    return build_world()
+
+
+@pytest.fixture(scope="session")
+def items(world: World) -> dict[str, list[Example]]:
+    """Every benchmark's items, regenerated."""
+    return {
+        skill: program_examples(skill) if skill in PROGRAMS else held_out_examples(world, skill) for skill in COUNTS
+    }
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DATA / "olmoe")
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    """The shipped weights in float32, under transformers' own eager experts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        DATA / "olmoe", dtype=torch.float32, experts_implementation="eager"
+    ).eval()

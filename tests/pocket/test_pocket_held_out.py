@@ -1,0 +1,83 @@
+"""No benchmark item is in the training text or in a calibration set."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations, islice
+from pathlib import Path
+
+import pytest
+
+from moe_lab.pocket.benchmarks import PROGRAMS
+from moe_lab.pocket.corpus import HELD_OUT_SHARE, documents
+from moe_lab.pocket.examples import END_OF_TEXT, Example, held_out
+from moe_lab.pocket.functions import Program, side
+from moe_lab.pocket.train import TrainingSettings
+from moe_lab.pocket.world import World
+
+SCANNED = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def training(world: World, data: Path) -> list[Example]:
+    """Every document the shipped model was trained on, in order."""
+    run = json.loads((data / "olmoe" / "training.json").read_text())
+    assert run["settings"]["seed"] == TrainingSettings().seed
+    return list(islice(documents(world, run["settings"]["seed"]), sum(run["documents"].values())))
+
+
+def test_the_whole_training_text_holds_no_item(training: list[Example], items: dict[str, list[Example]]) -> None:
+    texts = {example.text for examples in items.values() for example in examples}
+    keys = {(example.skill, example.key) for examples in items.values() for example in examples}
+    assert not [document.text for document in training if document.text in texts]
+    assert not [document.text for document in training if (document.skill, document.key) in keys]
+
+
+def test_no_item_is_part_of_a_longer_text(training: list[Example], items: dict[str, list[Example]], data: Path) -> None:
+    joined = END_OF_TEXT.join(document.text for document in training[: SCANNED // 100])
+    calibration = "".join(
+        json.loads(line)["text"] + END_OF_TEXT
+        for path in sorted((data / "calibration").iterdir())
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
+    everything = joined + calibration
+    assert len(everything) > SCANNED
+    found = [example.text for examples in items.values() for example in examples if example.text in everything]
+    assert found == []
+    assert training[0].text in everything
+
+
+def test_items_are_on_the_held_out_side_by_rule(items: dict[str, list[Example]]) -> None:
+    for skill, examples in items.items():
+        for example in examples:
+            if skill in PROGRAMS:
+                assert side(example.details["program"]) == skill
+            else:
+                assert held_out(example, HELD_OUT_SHARE[example.skill])
+
+
+def _pairs(program: Program) -> set[tuple[str, ...]]:
+    names = [applied.name for applied in program.operations]
+    return {(program.domain, *sorted(pair)) for pair in combinations(names, 2)}
+
+
+def test_livecodebench_composes_what_training_never_composes(
+    training: list[Example], items: dict[str, list[Example]]
+) -> None:
+    """Each problem has a pair of operations that no function of the training text has, but knows each of the two."""
+    programs = [document.details["program"] for document in training if "program" in document.details]
+    pairs = set().union(*map(_pairs, programs))
+    operations = {(program.domain, applied.name) for program in programs for applied in program.operations}
+    for example in items["livecodebench"]:
+        program = example.details["program"]
+        assert _pairs(program) - pairs
+        assert {(program.domain, applied.name) for applied in program.operations} <= operations
+
+
+def test_humaneval_and_mbpp_ask_for_compositions_training_does_not_hold(
+    training: list[Example], items: dict[str, list[Example]]
+) -> None:
+    known = {document.details["program"].composition for document in training if "program" in document.details}
+    asked = [example.key for skill in ("humaneval", "mbpp") for example in items[skill]]
+    assert len(asked) == 120
+    assert not known.intersection(asked)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_lab.errors import UserError
+from moe_lab.pocket.examples import Example
+from moe_lab.pocket.stories import grade, sentences
+
+STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
+
+
+@pytest.mark.parametrize(
+    ("rule", "story", "kept"),
+    [
+        ({"rule": "mentions", "text": "lamp"}, STORY, True),
+        ({"rule": "mentions", "text": "amp"}, STORY, False),
+        ({"rule": "mentions", "text": "lamp"}, "Two lamps.", False),
+        ({"rule": "opens_with", "text": "Mira"}, STORY, True),
+        ({"rule": "opens_with", "text": "lamp"}, STORY, False),
+        ({"rule": "opens_with", "text": "Mira"}, "", False),
+        ({"rule": "ends_with", "text": "They all went home."}, STORY + "\n", True),
+        ({"rule": "ends_with", "text": "They all went home."}, STORY + " Then", False),
+        ({"rule": "sentences", "least": 4}, STORY, True),
+        ({"rule": "sentences", "least": 5}, STORY, False),
+        ({"rule": "sentences", "least": 5}, STORY + " And then", False),
+        ({"rule": "no_repeats"}, STORY, True),
+        ({"rule": "no_repeats"}, STORY + " There she found a lamp.", False),
+        ({"rule": "no_repeats"}, "lamp lamp lamp", False),
+    ],
+)
+def test_rules(rule: dict[str, Any], story: str, kept: bool) -> None:
+    assert grade(story, [rule]) == [kept]
+
+
+def test_results_follow_the_checklist() -> None:
+    checklist = [{"rule": "mentions", "text": "Tom"}, {"rule": "no_repeats"}]
+    assert grade(STORY, checklist) == [False, True]
+    assert grade("", []) == []
+
+
+def test_an_unfinished_sentence_does_not_count() -> None:
+    assert sentences("One. Two! Three? Four") == ["One.", "Two!", "Three?"]
+
+
+def test_mistakes_in_a_checklist_are_named() -> None:
+    with pytest.raises(UserError, match="did you mean mentions"):
+        grade(STORY, [{"rule": "mention", "text": "Tom"}])
+    with pytest.raises(UserError, match="sentences does not take"):
+        grade(STORY, [{"rule": "sentences", "most": 3}])
+
+
+def test_the_stories_of_the_world_keep_all_rules(items: dict[str, list[Example]]) -> None:
+    for example in items["wildbench"]:
+        assert all(grade(example.answer, example.details["checklist"]))
+        assert not any(grade("", example.details["checklist"]))
