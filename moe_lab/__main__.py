@@ -45,10 +45,12 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come back to us instead of being printed by Hydra
     exit_code = 0
 
-    def study(config: DictConfig) -> int:
+    def study(config: DictConfig) -> None:
         nonlocal exit_code
-        exit_code = max(exit_code, ask([config]))
-        return exit_code
+        try:
+            exit_code = max(exit_code, ask([config]))
+        except UserError as error:  # caught here, since Hydra would announce it as a failed job
+            give_up(str(error))
 
     try:
         hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(study)()

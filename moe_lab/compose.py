@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from moe_lab import grid
 from moe_lab.config import Config
@@ -26,8 +27,8 @@ def register() -> None:
 def group_files(overrides: Sequence[str] = ()) -> grid.Files:
     """The configuration groups Hydra was started with, and what `overrides` set inside them."""
     loader = GlobalHydra.instance().config_loader()
-    entries = [entry.path for entry in loader.get_search_path().get_path()]
-    folders = [Path(path.removeprefix("file://")) for path in entries if path and path.startswith("file://")]
+    entries = [entry.path.removeprefix("file://") for entry in loader.get_search_path().get_path() if entry.path]
+    folders = [Path(path) for path in entries if "://" not in path]
 
     def names(group: str) -> list[str]:
         return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
@@ -45,9 +46,11 @@ def group_files(overrides: Sequence[str] = ()) -> grid.Files:
 
 def typed(config: DictConfig) -> Config:
     """The composed configuration as typed objects. UserError for a value that is required and missing."""
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    own = config.copy()
+    with open_dict(own):
+        own.pop("hydra", None)  # a job of a multirun carries Hydra's own settings along
     try:
-        result = OmegaConf.to_object(plain)
+        result = OmegaConf.to_object(own)
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is not set: add {error.full_key}=VALUE") from None
     assert isinstance(result, Config)
@@ -55,12 +58,13 @@ def typed(config: DictConfig) -> Config:
 
 
 def ask(configs: Sequence[DictConfig], overrides: Sequence[str] | None = None) -> int:
-    """Run one study over the cells of all `configs`; the exit code."""
+    """Run one study over the cells of all `configs`; the exit code.
+
+    `overrides`: what the command line set for all of them; None takes those of the job that runs now.
+    """
     from moe_lab.study.run import run
 
-    if overrides is None:
-        overrides = OmegaConf.to_object(configs[0].hydra.overrides.task) if "hydra" in configs[0] else _task_overrides()
-    files = group_files(overrides)
+    files = group_files(_task_overrides() if overrides is None else overrides)
     settings = [typed(config) for config in configs]
     requests = [(grid.cells(one, files), grid.benchmarks(one, files)) for one in settings]
     return run(settings[0], requests)
@@ -78,17 +82,21 @@ def explain(error: BaseException) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return str(unknown(group.lstrip("/") or "config", name, error.options))
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) and error.__cause__ else error
-    if isinstance(cause, ConfigKeyError):
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return _unknown_key(cause)
+    if str(error).startswith("Ambiguous value"):
+        override = str(error).partition("'")[2].partition("'")[0]
+        axis, _, values = override.partition("=")
+        return f"{override} names several values: write grid.{axis}=[{values}], or put -m in front to sweep"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return f"{cause.full_key}: {str(cause).splitlines()[0]}"
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def _unknown_key(error: ConfigKeyError) -> str:
+def _unknown_key(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or error.key)
     parent, _, name = key.rpartition(".")
-    known = [str(field) for field in error.parent_node] if isinstance(error.parent_node, (DictConfig, ListConfig)) else []
+    known = [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
     close = nearest(name, known)
     hint = f": did you mean {parent + '.' if parent else ''}{close}?" if close else ""
     return f"{key} is no setting{hint} (known: {', '.join(sorted(known)) or 'none'})"

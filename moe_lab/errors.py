@@ -20,5 +20,5 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
     """The error for a name nobody knows: says the nearest one, and all of them."""
     names = sorted(known)
     close = nearest(value, names)
-    hint = f"did you mean {close}? " if close else ""
-    return UserError(f"{field}={value} is unknown: {hint}(known: {', '.join(names) or 'none'})")
+    hint = f": did you mean {close}?" if close else ""
+    return UserError(f"{field}={value} is unknown{hint} (known: {', '.join(names) or 'none'})")

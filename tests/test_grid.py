@@ -1,0 +1,102 @@
+"""The grid: the product of its axes, each choice loaded once, each wrong one a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from moe_lab.config import CalibrationConfig, Config, CriterionConfig, GridConfig, ModelConfig, SuiteConfig
+from moe_lab.errors import UserError
+from moe_lab.grid import Files, benchmarks, cells
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+class Counting:
+    """The real configuration files, counting how often each is read."""
+
+    def __init__(self) -> None:
+        self.reads: list[str] = []
+
+    def files(self, **overrides: object) -> Files:
+        named = tuple((key.replace("__", "."), value) for key, value in overrides.items())
+        return Files(lambda group: sorted(f.stem for f in (CONF / group).glob("*.yaml")), self.load, named)
+
+    def load(self, group: str, name: str) -> DictConfig:
+        self.reads.append(f"{group}/{name}")
+        content = OmegaConf.load(CONF / group / f"{name}.yaml")
+        assert isinstance(content, DictConfig)
+        return content
+
+
+def config(**grid: object) -> Config:
+    return Config(
+        model=ModelConfig(name="m", path="p"),
+        criterion=CriterionConfig(name="man"),
+        calibration=CalibrationConfig(name="c", path="p"),
+        grid=GridConfig(**grid),  # type: ignore[arg-type]
+    )
+
+
+def test_no_axis_is_one_cell_of_the_configuration_itself() -> None:
+    settings = config()
+    (cell,) = cells(settings, Counting().files())
+    assert cell.criterion is settings.criterion and cell.ratio == 0.25 and cell.gate == "model" and cell.seed == 42
+
+
+def test_product_of_axes_reads_each_file_once() -> None:
+    counting = Counting()
+    found = cells(
+        config(criterion=["man", "reap"], calibration=["pocket_code", "pocket_math"], ratio=[0.25, 0.5], seed=[1, 2]),
+        counting.files(),
+    )
+    points = {(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in found}
+    assert len(found) == len(points) == 16
+    assert sorted(counting.reads) == sorted(set(counting.reads)) and len(counting.reads) == 4
+
+
+def test_patterns_and_repetitions() -> None:
+    found = cells(config(criterion=["man", "m*", "man"]), Counting().files())
+    names = [cell.criterion.name for cell in found]
+    assert names[0] == "man" and len(names) == len(set(names)) and {"mone", "msan"} <= set(names)
+
+
+def test_overrides_hold_for_every_choice() -> None:
+    found = cells(config(calibration=["pocket_code", "pocket_math"]), Counting().files(calibration__tokens=1024))
+    assert [cell.calibration.tokens for cell in found] == [1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"criterion": ["reep"]}, "did you mean reap"),
+        ({"model": ["poket_olmoe"]}, "did you mean pocket_olmoe"),
+        ({"ratio": [1.0]}, r"ratio=1.0 is not in \[0, 1\)"),
+        ({"ratio": [-0.1]}, r"ratio=-0.1 is not in \[0, 1\)"),
+        ({"gate": ["modle"]}, "did you mean model"),
+        ({"criterion": ["zz*"]}, r"grid.criterion=zz\* is unknown"),
+    ],
+)
+def test_wrong_values_are_sentences(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        cells(config(**change), Counting().files())
+
+
+def test_a_value_of_the_wrong_type_names_the_file() -> None:
+    with pytest.raises(UserError, match=r"calibration=pocket_code: Value 'many'"):
+        cells(config(calibration=["pocket_code"]), Counting().files(calibration__tokens="many"))
+
+
+def test_suite_gives_its_text_and_limit_to_its_benchmarks() -> None:
+    settings = replace(config(), suite=SuiteConfig(name="s", benchmarks=["perplexity"], path="text.txt", limit=3))
+    (benchmark,) = benchmarks(settings, Counting().files())
+    assert (benchmark.task, benchmark.limit) == ("text.txt", 3)
+
+
+def test_an_unknown_benchmark_is_a_sentence() -> None:
+    settings = replace(config(), suite=SuiteConfig(name="s", benchmarks=["pocket_humanevil"]))
+    with pytest.raises(UserError, match="did you mean pocket_humaneval"):
+        benchmarks(settings, Counting().files())
