@@ -1,0 +1,1 @@
+"""Speed and memory, measured against reference ways as ratios within one run."""
