@@ -1,0 +1,170 @@
+"""Every file under conf/ says what it is and fits its dataclass; every field of the configuration is explained."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from moe_lab import config
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+DATA = ROOT / "moe_lab" / "pocket" / "data"
+
+SCHEMAS: dict[str, type] = {
+    "model": config.ModelConfig,
+    "criterion": config.CriterionConfig,
+    "calibration": config.CalibrationConfig,
+    "allocation": config.AllocationConfig,
+    "benchmark": config.BenchmarkConfig,
+    "suite": config.SuiteConfig,
+    "launcher": config.LauncherConfig,
+    "tracker": config.TrackerConfig,
+}
+FILES = sorted(file for group in SCHEMAS for file in (CONF / group).glob("*.yaml"))
+
+
+def label(file: Path) -> str:
+    return f"{file.parent.name}/{file.stem}"
+
+
+def content(group: str, name: str) -> Any:
+    return OmegaConf.load(CONF / group / f"{name}.yaml")
+
+
+def names(group: str) -> set[str]:
+    return {file.stem for file in (CONF / group).glob("*.yaml")}
+
+
+def test_every_group_has_files_and_every_folder_is_a_group() -> None:
+    assert {file.parent.name for file in FILES} == set(SCHEMAS)
+    assert {folder.name for folder in CONF.iterdir() if folder.is_dir()} == {*SCHEMAS, "experiment"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=label)
+def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> None:
+    loaded = OmegaConf.load(file)
+    merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[file.parent.name]), loaded)
+    assert merged.name == file.stem
+    assert set(OmegaConf.missing_keys(merged)) <= {"path"}, "only what the user must give may be missing"
+    assert len(loaded) <= 10, "a small file"
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_a_file_says_in_its_first_lines_what_it_is(file: Path) -> None:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    first = next(line for line in lines if not line.startswith("# @package"))
+    assert first.startswith("# ") and len(first.split()) >= 5
+    assert max(map(len, lines)) <= 125
+
+
+@pytest.mark.parametrize("group", sorted(set(SCHEMAS) - {"launcher", "benchmark"}))
+def test_a_group_file_says_how_it_is_called(group: str) -> None:
+    for name in names(group):
+        head = [line for line in (CONF / group / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+        assert any(f"Use: {group}={name}" in line for line in head), f"{group}/{name}"
+
+
+@pytest.mark.parametrize("name", sorted(names("suite")))
+def test_a_suite_names_benchmarks_that_exist(name: str) -> None:
+    listed = content("suite", name).benchmarks
+    assert listed and set(listed) <= names("benchmark")
+    assert len(set(listed)) == len(listed)
+
+
+def reported(suite: str) -> list[str]:
+    return [result for name in content("suite", suite).benchmarks for result in content("benchmark", name).reports]
+
+
+def test_pocket16_reports_the_sixteen_results_of_the_papers() -> None:
+    code = ["humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench"]
+    choice = ["arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande"]
+    assert sorted(reported("pocket16")) == sorted([*code, *choice, "wildbench", "gsm8k", "math500"])
+
+
+def test_the_metrics_are_those_the_papers_print() -> None:
+    metrics = {k: v for name in names("benchmark") for k, v in content("benchmark", name).reports.items()}
+    assert {name for name, metric in metrics.items() if metric == "acc_norm"} == {
+        "arc_challenge",
+        "arc_easy",
+        "hellaswag",
+        "openbookqa",
+    }
+    assert {name for name, metric in metrics.items() if metric == "acc"} == {"boolq", "mmlu", "rte", "winogrande"}
+
+
+POCKET = sorted(name for name in names("benchmark") if name.startswith("pocket_"))
+
+
+@pytest.mark.parametrize("name", POCKET)
+def test_a_shipped_benchmark_has_its_data_and_as_many_items_as_it_says(name: str) -> None:
+    benchmark = content("benchmark", name)
+    task = DATA / benchmark.task.removeprefix("pocket:")
+    assert task.exists()
+    with task.with_suffix(".jsonl").open(encoding="utf-8") as lines:
+        assert sum(1 for _ in lines) == benchmark.expected
+
+
+@pytest.mark.parametrize("name", POCKET)
+def test_whatever_runs_programs_says_so(name: str) -> None:
+    benchmark = content("benchmark", name)
+    assert benchmark.get("executes_code", False) is (benchmark.harness == "evalplus")
+    assert (benchmark.get("max_new_tokens", 0) > 0) is any(
+        metric in ("base", "plus", "score", "exact_match") for metric in benchmark.reports.values()
+    )
+
+
+def test_a_criterion_file_for_every_criterion_that_takes_its_parameters() -> None:
+    from moe_lab.criteria.registry import CRITERIA, score
+
+    assert names("criterion") == set(CRITERIA)
+    for name in CRITERIA:
+        assert score(name, {}, gate="model", seed=0, **content("criterion", name).parameters) == {}
+
+
+@pytest.mark.parametrize("name", sorted(names("calibration")))
+def test_calibration_settings_hold_together(name: str) -> None:
+    from moe_lab.calibration.settings import check
+
+    loaded = content("calibration", name)
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config.CalibrationConfig(path="a/b")), loaded))
+    if OmegaConf.is_missing(loaded, "path"):
+        settings.path = "some/set"
+    assert settings.tokens % settings.length == 0
+    check(settings)
+
+
+@pytest.mark.parametrize("name", ["pocket_general", "pocket_code", "pocket_math"])
+def test_the_shipped_texts_fill_their_rows(name: str) -> None:
+    from transformers import AutoTokenizer
+
+    from moe_lab.calibration.batches import batches
+    from moe_lab.paths import resolve
+
+    schema = OmegaConf.structured(config.CalibrationConfig(seed=42))
+    settings = OmegaConf.to_object(OmegaConf.merge(schema, content("calibration", name)))
+    report = batches(settings, AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))).report
+    assert report["rows"] == 64 and report["valid_tokens"][name] > 31_000
+
+
+def documented() -> list[Any]:
+    """(class, field, whether a sentence stands under it) for each field in config.py."""
+    found = []
+    for node in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            for line, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    sentence = following.value if isinstance(following, ast.Expr) else None
+                    text = sentence.value if isinstance(sentence, ast.Constant) else None
+                    found.append((node.name, line.target.id, isinstance(text, str) and text.rstrip().endswith(".")))
+    return found
+
+
+def test_every_field_has_a_sentence_under_it() -> None:
+    fields = documented()
+    assert len(fields) > 50
+    assert [(owner, name) for owner, name, has_sentence in fields if not has_sentence] == []
