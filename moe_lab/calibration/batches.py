@@ -1,4 +1,4 @@
-"""A calibration set as the model reads it: batches of token ids with a validity mask, and a report of what they hold."""
+"""A calibration set as the model reads it: batches of token ids with a validity mask, and a report."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _too_short(settings: CalibrationConfig, filled: int, tokens: int) -> UserErr
     else:
         fitting = "expected a longer text"
     return UserError(
-        f"calibration.path={settings.path} is too short: its {tokens} tokens fill {filled} of the {row_count(settings)} "
-        f"rows of calibration.length={settings.length} in calibration.tokens={settings.tokens}; {fitting}"
+        f"calibration.path={settings.path} is too short: its {tokens} tokens fill {filled} of the "
+        f"{row_count(settings)} rows of calibration.length={settings.length} in calibration.tokens={settings.tokens}; {fitting}"
     )
 
 

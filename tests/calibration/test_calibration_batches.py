@@ -96,7 +96,7 @@ def test_without_a_chat_template_pairs_are_text_and_messages_refused(
     assert found.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
     assert found.report["rendered"] == ["instruction, blank line, output"]
     file.write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
-    with pytest.raises(UserError, match="has no chat template"):
+    with pytest.raises(UserError, match=r"has no chat template"):
         batches(settings(file), tokenizer)
 
 
@@ -106,7 +106,7 @@ def test_a_template_that_refuses_the_messages_is_one_sentence(
     file = tmp_path / "chat.jsonl"
     file.write_text('{"messages": [{"role": "tool", "content": "w1"}]}\n')
     strict = tokenizer_with("{{ raise_exception('no tools') }}")
-    with pytest.raises(UserError, match="refuses messages with roles tool: no tools"):
+    with pytest.raises(UserError, match=r"refuses messages with roles tool: no tools"):
         batches(settings(file), strict)
 
 
@@ -126,14 +126,14 @@ def test_rows_longer_than_the_model_reads_are_refused(
     words: Path, settings: Settings, tokenizer_with: Callable[..., Any]
 ) -> None:
     with pytest.raises(
-        UserError, match="calibration.length=8 is more than the model reads at once: expected at most 4"
+        UserError, match=r"calibration.length=8 is more than the model reads at once: expected at most 4"
     ):
         batches(settings(words), tokenizer_with(longest=4))
 
 
 def test_gap_eos_needs_such_a_token(words: Path, settings: Settings, tokenizer: Any) -> None:
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match="calibration.gap=eos: .* no end-of-text token"):
+    with pytest.raises(UserError, match=r"calibration.gap=eos: .* no end-of-text token"):
         batches(settings(words, gap="eos"), tokenizer)
 
 
@@ -158,7 +158,7 @@ def test_settings_that_cannot_work(words: Path, settings: Settings, changes: dic
 
 
 def test_a_random_order_needs_a_seed(words: Path, settings: Settings) -> None:
-    with pytest.raises(UserError, match="calibration.seed is not set"):
+    with pytest.raises(UserError, match=r"calibration.seed is not set"):
         identity(settings(words, order="random", seed=None))
     assert identity(settings(words, order="first", seed=None))["seed"] is None
 

@@ -21,11 +21,11 @@ def numbered(draw: st.DrawFn) -> list[list[int]]:
     """Documents whose tokens are numbered through, so that every token tells where it came from."""
     sizes = draw(st.lists(st.integers(1, 25), max_size=12))
     starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    return [list(range(start, start + size)) for start, size in zip(starts, sizes)]
+    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
 
 def tokens(rows: list[Row]) -> list[int]:
-    return [token for ids, valid in rows for token, is_token in zip(ids, valid) if is_token]
+    return [token for ids, valid in rows for token, is_token in zip(ids, valid, strict=True) if is_token]
 
 
 @given(numbered(), lengths, gaps, st.sampled_from(sorted(PACKINGS)))
@@ -37,7 +37,9 @@ def test_rows_hold_the_documents_tokens_in_order_and_nothing_else(
     assert all(len(ids) == len(valid) == length for ids, valid in rows)
     kept = tokens(rows)
     assert kept == sorted(set(kept)) and set(kept) <= set(chain.from_iterable(documents))
-    assert all((token == FILLER) is not is_token for ids, valid in rows for token, is_token in zip(ids, valid))
+    assert all(
+        (token == FILLER) is not is_token for ids, valid in rows for token, is_token in zip(ids, valid, strict=True)
+    )
 
 
 @given(numbered(), lengths, gaps)
@@ -56,7 +58,7 @@ def test_reap_rows_begin_with_the_beginning_of_a_document_and_drop_only_overflow
     first = {document[0]: document for document in documents}
     for ids, valid in rows:
         assert ids[0] in first
-        begun = [first[token] for token, is_token in zip(ids, valid) if is_token and token in first]
+        begun = [first[token] for token, is_token in zip(ids, valid, strict=True) if is_token and token in first]
         whole, last = begun[:-1], begun[-1]
         assert tokens([(ids, valid)]) == [*chain.from_iterable(whole), *last[: last_room(whole, length, gap)]]
     begun_in_rows = [token for token in tokens(rows) if token in first]
