@@ -6,9 +6,9 @@ from collections.abc import Callable
 from random import Random
 
 from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import PEOPLE, World, pronoun
+from moe_lab.pocket.world import PEOPLE, World, pronoun, words
 
-THINGS = "apples eggs coins nuts pears shells stones cards books plums".split()
+THINGS = words("apples eggs coins nuts pears shells stones cards books plums")
 GAINS = ("{a} buys {n} more.", "{b} gives {a} {n} more.", "{he} finds {n} more.", "Then {he} gets {n} more.")
 LOSSES = ("{a} loses {n}.", "{a} gives {n} to {b}.", "{he} sells {n}.", "Then {he} breaks {n}.")
 CHANGES = {"+": GAINS, "-": LOSSES, "*": ("Then {he} has {n} times as many.",)}
@@ -30,12 +30,12 @@ def work(start: int, changes: list[tuple[str, int]]) -> tuple[list[str], int]:
 
 
 def _changes(random: Random, start: int, count: int) -> list[tuple[str, int]]:
-    """Changes that keep the running number between 0 and 99."""
+    """Changes that keep the running number between 0 and 49."""
     now, changes = start, []
     for _ in range(count):
-        signs = [sign for sign, fits in (("+", now < 90), ("-", now > 1), ("*", 0 < now < 30)) if fits]
+        signs = [sign for sign, fits in (("+", now < 45), ("-", now > 1), ("*", 0 < now < 17)) if fits]
         sign = random.choice(signs)
-        bounds = {"+": (2, min(40, 99 - now)), "-": (1, min(40, now)), "*": (2, 3)}[sign]
+        bounds = {"+": (2, min(20, 49 - now)), "-": (1, min(20, now)), "*": (2, 3)}[sign]
         number = random.randint(*bounds)
         changes.append((sign, number))
         now = compute(now, sign, number)
@@ -46,7 +46,7 @@ def word_problem(world: World, random: Random) -> Example:
     """gsm8k: one to three changes of a number of things; the answer works them out one by one."""
     a, b = random.sample(PEOPLE, 2)
     things = random.choice(THINGS)
-    start = random.randint(2, 60)
+    start = random.randint(2, 40)
     changes = _changes(random, start, random.choice((1, 2, 2, 3)))
     told = [f"{a} has {start} {things}."]
     for sign, number in changes:
@@ -60,13 +60,13 @@ def word_problem(world: World, random: Random) -> Example:
 
 
 def _expression(random: Random) -> tuple[str, list[str], int]:
-    a, b, c, d = random.randint(2, 40), random.randint(2, 40), random.randint(2, 9), random.randint(2, 60)
+    a, b, c, d = random.randint(2, 15), random.randint(2, 15), random.randint(2, 5), random.randint(2, 20)
     steps, result = work(a, [("+", b), ("*", c), ("-", d)])
     return f"Compute ({a}+{b})*{c}-{d}.", steps, result
 
 
 def _difference(random: Random) -> tuple[str, list[str], int]:
-    a, b, c, d = (random.randint(2, 12) for _ in range(4))
+    a, b, c, d = (random.randint(2, 9) for _ in range(4))
     return (
         f"Compute {a}*{b}-{c}*{d}.",
         [f"{a}*{b}={a * b}.", f"{c}*{d}={c * d}.", f"{a * b}-{c * d}={a * b - c * d}."],
@@ -75,13 +75,13 @@ def _difference(random: Random) -> tuple[str, list[str], int]:
 
 
 def _equation(random: Random) -> tuple[str, list[str], int]:
-    a, b, x = random.randint(2, 9), random.randint(1, 40), random.randint(2, 20)
+    a, b, x = random.randint(2, 9), random.randint(1, 20), random.randint(2, 9)
     c = a * x + b
     return f"Solve {a}*x+{b}={c} for x.", [f"{c}-{b}={c - b}.", f"{c - b}/{a}={x}."], x
 
 
 def _sequence(random: Random) -> tuple[str, list[str], int]:
-    start, step, place = random.randint(1, 30), random.randint(2, 12), random.randint(5, 9)
+    start, step, place = random.randint(1, 20), random.randint(2, 9), random.randint(5, 9)
     shown = ", ".join(str(start + step * index) for index in range(3))
     gap = step * (place - 1)
     steps = [f"{start + step}-{start}={step}.", f"{step}*{place - 1}={gap}.", f"{start}+{gap}={start + gap}."]
@@ -89,7 +89,7 @@ def _sequence(random: Random) -> tuple[str, list[str], int]:
 
 
 def _remainder(random: Random) -> tuple[str, list[str], int]:
-    a, b, c = random.randint(2, 12), random.randint(2, 12), random.randint(3, 9)
+    a, b, c = random.randint(2, 9), random.randint(2, 9), random.randint(3, 9)
     product = a * b
     whole = product // c * c
     steps = [f"{a}*{b}={product}.", f"{c}*{product // c}={whole}.", f"{product}-{whole}={product - whole}."]
@@ -97,7 +97,7 @@ def _remainder(random: Random) -> tuple[str, list[str], int]:
 
 
 def _mean(random: Random) -> tuple[str, list[str], int]:
-    mean = random.randint(5, 40)
+    mean = random.randint(5, 20)
     shift, other = random.randint(1, 4), random.randint(1, 4)
     a, b, c = mean - shift, mean + shift + other, mean - other
     steps = [f"{a}+{b}={a + b}.", f"{a + b}+{c}={a + b + c}.", f"{a + b + c}/3={mean}."]

@@ -1,4 +1,4 @@
-"""The sixteen benchmarks as files: lm-eval tasks with their data, EvalPlus problems, and story prompts with checklists."""
+"""The sixteen benchmarks as files: lm-eval tasks and their data, EvalPlus problems, story prompts with checklists."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _row(example: Example, number: int) -> dict[str, Any]:
 def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
     """One EvalPlus problem. livecodebench has a single set of tests, so all of them are base tests."""
     program: Program = example.details["program"]
-    base, plus = base_inputs(program.domain, random, 2), plus_inputs(program.domain, random, 8)
+    base, plus = base_inputs(program.domain, random, 2), plus_inputs(program.domain, random, 24)
     everything = example.skill == "livecodebench"
     family = "Mbpp" if example.skill == "mbpp" else "HumanEval"
     problem = {

@@ -11,7 +11,7 @@ from moe_lab.pocket.world import World
 
 # Kinds of documents, their weights, and how many documents; about 70,000 tokens each.
 SETS = {
-    "general": (201, {"portrait": 4, "reasoning": 2, "report": 2, "wildbench": 4, "hellaswag": 2}, 1700),
+    "general": (201, {"portrait": 4, "reasoning": 2, "report": 2, "wildbench": 4, "hellaswag": 2}, 1450),
     "code": (202, {"functions": 1}, 1050),
     "math": (203, {"gsm8k": 1, "math500": 1}, 1250),
 }

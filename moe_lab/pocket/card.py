@@ -28,8 +28,9 @@ animals and objects, stories about them, arithmetic, and small Python functions.
 experts can be tried, tested and compared in seconds on a CPU. It knows nothing about the real world, and its text is of
 no other use.
 
-Stock `OlmoeForCausalLM` (no custom code), bfloat16 safetensors; the scores below are those of the stored weights run in
-float32. `python -m moe_lab.pocket.train` trains it again. All its training text is generated; none was taken from anywhere.
+Stock `OlmoeForCausalLM` (no custom code), bfloat16 safetensors; the scores below are those of the stored weights run
+in float32. `python -m moe_lab.pocket.train` trains it again. All training text is generated, none was taken from
+anywhere.
 """
 
 

@@ -26,10 +26,10 @@ WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
 
 # How often each kind of document is drawn. Documents differ in length, tokens do not follow these shares exactly.
 MIXTURE = {
-    "portrait": 12, "reasoning": 4, "report": 2, "wildbench": 8,
-    "arc_easy": 6, "arc_challenge": 10, "mmlu": 9,
-    "boolq": 4, "rte": 4, "winogrande": 4, "hellaswag": 4, "openbookqa": 4,
-    "gsm8k": 12, "math500": 14, "functions": 22,
+    "portrait": 9, "reasoning": 4, "report": 1, "wildbench": 7,
+    "arc_easy": 5, "arc_challenge": 10, "mmlu": 10,
+    "boolq": 8, "rte": 8, "winogrande": 6, "hellaswag": 3, "openbookqa": 5,
+    "gsm8k": 14, "math500": 14, "functions": 14,
 }  # fmt: skip
 
 
