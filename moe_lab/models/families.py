@@ -32,6 +32,9 @@ UNSUPPORTED = {
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
 """Configuration fields that hold the number of routed experts; which one is canonical differs by family."""
 
+TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
+"""Configuration fields that hold the number of experts a token is routed to."""
+
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
 """Count fields that readers of config.json look up besides the one that is there: transformers 5 writes num_local_experts,
 transformers 4 and servers read num_experts and would take its default."""
@@ -65,15 +68,22 @@ DISK_ROUTING_VECTORS = (
 )
 """Names of routing vectors in checkpoints, relative to the MoE block."""
 
-DISK_FUSED_EXPERTS = tuple(
-    f"experts.{name}{suffix}"
-    for name in ("gate_up_proj", "up_proj", "down_proj")
-    for suffix in ("", "_bias", "_blocks", "_scales")
-) + ("input_linear.weight", "output_linear.weight")
+DISK_FUSED_EXPERTS = (
+    *(
+        f"experts.{name}{suffix}"
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+        for suffix in ("", "_bias", "_blocks", "_scales")
+    ),
+    "input_linear.weight",
+    "output_linear.weight",
+)
 """Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
 
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
 """How tensors of a MoE block start that pruning leaves alone."""
+
+EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
+"""How tensors start that belong to extra prediction layers with a numbering of their own."""
 
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not load."""

@@ -25,7 +25,7 @@ def prune(model: Model, plan: Plan) -> Model:
     when the plan does not fit the model.
     """
     check_fit(plan, moe_layers(model))
-    count = uniform_count(plan)
+    count = plan.uniform_count()
     tensors = [*model.parameters(), *model.buffers()]
     pruned = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for layer in moe_layers(pruned):
@@ -59,17 +59,6 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
         )
     for layer in layers:
         plan.check(layer.top_k, layer.n_group, layer.topk_group)
-
-
-def uniform_count(plan: Plan) -> int:
-    """The number of experts every layer keeps; UserError when layers differ."""
-    counts = sorted({len(kept) for kept in plan.experts.values()})
-    if len(counts) > 1:
-        raise UserError(
-            f"plan keeps {counts[0]} to {counts[-1]} experts a layer, but a stock checkpoint has one number for all layers: "
-            "evaluate it with a mask, or use allocation=uniform"
-        )
-    return counts[0]
 
 
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:

@@ -1,0 +1,164 @@
+"""What is in the safetensors files of a folder, from their headers alone, and whether the files are whole. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from moe_lab.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LONGEST_HEADER = 100_000_000
+"""Bytes; the limit the safetensors format sets."""
+BITS = {
+    "BOOL": 8,
+    "C64": 64,
+    "F16": 16,
+    "F32": 32,
+    "F4": 4,
+    "F64": 64,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "BF16": 16,
+    "I16": 16,
+    "I32": 32,
+    "I64": 64,
+    "I8": 8,
+    "U16": 16,
+    "U32": 32,
+    "U64": 64,
+    "U8": 8,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint: `size` bytes from byte `start` of the file `shard`, row-major, little-endian."""
+
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a folder. Shards and tensors are in the order of the files and of the bytes in them."""
+
+    folder: Path
+    shards: tuple[str, ...]
+    metadata: dict[str, dict[str, str]]
+    """Shard -> the free text of its header."""
+    tensors: dict[str, Entry]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read the headers of all shards; UserError when one is missing, cut or damaged, or when they contradict the index."""
+    shards, index = _shards(folder)
+    metadata: dict[str, dict[str, str]] = {}
+    tensors: dict[str, Entry] = {}
+    for shard in shards:
+        metadata[shard], entries = read_header(folder / shard)
+        if twice := sorted(set(entries) & set(tensors)):
+            raise UserError(f"{folder}: tensor {twice[0]} is both in {tensors[twice[0]].shard} and in {shard}")
+        tensors.update(entries)
+    if index is not None:
+        _check_index(folder, index, tensors)
+    return Checkpoint(folder, shards, metadata, tensors)
+
+
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Metadata and tensors of one safetensors file, in the order of their bytes.
+
+    UserError naming the file, with expected and found size, when it is cut, longer than it says, or not safetensors.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
+        if length > LONGEST_HEADER or 8 + length > size:
+            raise UserError(f"{path} is damaged: its {size} bytes do not hold the header of a safetensors file")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        metadata = header.pop("__metadata__", {})
+        entries = {name: _entry(path.name, 8 + length, fields) for name, fields in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: its header is not that of a safetensors file ({error})") from None
+    ordered = dict(sorted(entries.items(), key=lambda item: item[1].start))
+    position = 8 + length
+    for name, entry in ordered.items():
+        if entry.start != position:
+            raise UserError(f"{path} is damaged: tensor {name} starts at byte {entry.start}, expected {position}")
+        position += entry.size
+    if position != size:
+        raise UserError(f"{path} is damaged: expected {position} bytes, found {size}")
+    return metadata, ordered
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError when it is missing or no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}: expected a transformers checkpoint") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: expected JSON, {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
+    """Names of the weight files, and tensor -> file as the index says, or None without an index."""
+    if (folder / SINGLE).exists():
+        return (SINGLE,), None
+    if not (folder / INDEX).exists():
+        loose = sorted(path.name for path in folder.glob("*.safetensors"))
+        there = f"only {', '.join(loose)}" if loose else "no safetensors file"
+        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}")
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
+        raise UserError(f"{folder / INDEX} is damaged: expected a weight_map from tensor to file")
+    shards = tuple(sorted(set(index.values())))
+    for shard in shards:
+        if os.path.basename(shard) != shard or not (folder / shard).is_file():
+            tensors = sum(1 for value in index.values() if value == shard)
+            raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
+    return shards, index
+
+
+def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, Entry]) -> None:
+    for name, shard in index.items():
+        if name not in tensors:
+            raise UserError(f"{folder}: {INDEX} expects tensor {name} in {shard}, but it is not there")
+        if tensors[name].shard != shard:
+            raise UserError(f"{folder}: {INDEX} expects tensor {name} in {shard}, but it is in {tensors[name].shard}")
+    if extra := sorted(set(tensors) - set(index)):
+        raise UserError(f"{folder}: {tensors[extra[0]].shard} holds tensor {extra[0]}, which {INDEX} does not list")
+
+
+def _entry(shard: str, base: int, fields: Mapping[str, Any]) -> Entry:
+    shape = tuple(int(size) for size in fields["shape"])
+    first, last = fields["data_offsets"]
+    size = -(-prod(shape) * BITS[fields["dtype"]] // 8)
+    if last - first != size:
+        raise ValueError(f"{fields['dtype']} of shape {shape} takes {size} bytes, not {last - first}")
+    return Entry(shard, fields["dtype"], shape, base + first, size)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found

@@ -1,0 +1,128 @@
+"""The folder of a model: where it is, whether it can be loaded, and what identifies it. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_json
+from moe_lab.models.families import UNSUPPORTED
+from moe_lab.paths import resolve
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
+"""Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
+HASHED_WHOLE = 1 << 30
+"""Bytes of weights up to which a fingerprint reads all of them."""
+SAMPLES, SAMPLE = 64, 1 << 20
+"""Beyond, it reads the header, and so many samples of so many bytes, of each file."""
+
+
+def check(settings: ModelConfig) -> None:
+    """Everything about a model that can be found wrong without torch and without network; raises UserError.
+
+    A folder must hold config.json, whole safetensors files that agree with their index (or pickles, if they are allowed), and
+    a family that is not known to be unsupported. A hub id is only looked at as a name.
+    """
+    path = resolve(settings.path)
+    if Path(path).expanduser().is_dir():
+        _check_folder(Path(path).expanduser(), settings.allow_pickle)
+    elif not HUB_ID.fullmatch(path):
+        raise UserError(f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME")
+
+
+def local_folder(settings: ModelConfig) -> Path:
+    """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check` does."""
+    check(settings)
+    path = Path(resolve(settings.path)).expanduser()
+    if not path.is_dir():
+        path = _download(settings)
+        _check_folder(path, settings.allow_pickle)
+    return path
+
+
+def has_pickles_only(folder: Path) -> bool:
+    """Whether the weights of a folder are pickles, without safetensors beside them."""
+    safe = any((folder / name).exists() for name in (SINGLE, INDEX))
+    return not safe and any((folder / name).exists() for name in PICKLES)
+
+
+def fingerprint(path: str) -> str:
+    """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
+
+    Weights of up to 1 GiB are read whole; of larger ones the headers, sizes and 64 samples of 1 MiB a file. Independent of
+    the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder.
+    """
+    folder = Path(resolve(path)).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
+    described = [file for file in folder.iterdir() if file.suffix in DESCRIBING and not file.name.endswith(".index.json")]
+    weights = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    whole = sum(file.stat().st_size for file in weights) <= HASHED_WHOLE
+    digest = hashlib.sha256()
+    for file in sorted(described + weights):
+        parts = _all(file) if whole or file in described else _samples(file)
+        inner = hashlib.sha256()
+        for part in parts:
+            inner.update(part)
+        digest.update(f"{file.name} {file.stat().st_size} {inner.hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _check_folder(folder: Path, allow_pickle: bool) -> None:
+    kind = read_json(folder / "config.json").get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint")
+    if kind in UNSUPPORTED:
+        raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
+    if not has_pickles_only(folder):
+        open_checkpoint(folder)
+    elif not allow_pickle:
+        raise UserError(
+            f"{folder} has only pickled weights (.bin), which run code when loaded: convert them to safetensors, or set "
+            "model.allow_pickle=true if you trust the author"
+        )
+
+
+def _download(settings: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    weights = ["*.safetensors", *(["*.bin"] if settings.allow_pickle else [])]
+    try:
+        folder = snapshot_download(
+            settings.path,
+            revision=settings.revision,
+            allow_patterns=[*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))],
+            ignore_patterns=["*/*"],
+        )
+    except (OSError, HFValidationError) as error:  # all errors of the hub and of the network are OSErrors
+        at = f" at revision {settings.revision}" if settings.revision else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: {reason}): "
+            "check the name, the revision and the network, or give a folder"
+        ) from None
+    return Path(folder)
+
+
+def _all(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while part := opened.read(SAMPLE):
+            yield part
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        yield start
+        yield opened.read(min(int.from_bytes(start, "little"), size))
+        for number in range(SAMPLES):
+            opened.seek((size - SAMPLE) * number // (SAMPLES - 1) if size > SAMPLE else 0)
+            yield opened.read(SAMPLE)

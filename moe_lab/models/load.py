@@ -1,0 +1,154 @@
+"""Load a model for scoring and evaluation: checked first, frozen, with one experts implementation for everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError, unknown
+from moe_lab.models.checkpoint import read_json
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.files import has_pickles_only, local_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
+
+
+def load_model(settings: ModelConfig) -> tuple[Any, Any]:
+    """The model and its tokenizer: eval mode, frozen weights, a pad token, and `settings.threads` CPU threads if that is set.
+
+    Experts run eagerly on the CPU and by grouped_mm on CUDA; dtype auto is float32 on the CPU and the stored one on CUDA.
+    Everything that can be is judged before weights are read. Raises UserError, one sentence, for a folder that is incomplete
+    or damaged, pickles that are not allowed, an unsupported architecture, weights that are missing, of the wrong shape, NaN or
+    infinite, an unknown dtype or device.
+    """
+    dtype, device = _dtype(settings), _device(settings)
+    folder = local_folder(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with _quiet():
+        moe_layers(skeleton(folder, trust_remote_code=settings.trust_remote_code))
+        model = _weights(folder, settings, dtype, device)
+        tokenizer = _tokenizer(folder, settings.trust_remote_code)
+    check_finite(model)
+    if model.generation_config is not None and model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def skeleton(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The model of a folder without its weights, on the meta device; UserError for what transformers does not know."""
+    config = _configuration(folder, trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def check_finite(model: nn.Module) -> None:
+    """UserError naming the tensor, and the layer and expert where it can, if a weight is NaN or infinite."""
+    experts = {id(weight): layer for layer in moe_layers(model) for weight in layer.experts.parameters()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        # the sum of a tensor with NaN or Inf is never finite; looking closer only then keeps this one pass of reading
+        if not tensor.is_floating_point() or tensor.is_meta or bool(tensor.sum(dtype=torch.float32).isfinite()):
+            continue
+        bad = ~tensor.isfinite()
+        if not bool(bad.any()):
+            continue
+        value = float(tensor[bad][0])
+        layer = experts.get(id(tensor))
+        where = f" (layer {layer.index}, expert {int(bad.nonzero()[0, 0])})" if layer else ""
+        raise UserError(f"weights: {name}{where} holds {value} at {int(bad.sum())} places: expected finite numbers")
+
+
+def _configuration(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    raw = read_json(folder / "config.json")
+    kind, remote = raw["model_type"], "auto_map" in raw
+    if remote and trust_remote_code:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    if kind not in CONFIG_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        reason = "transformers has no causal language model of that type"
+        hint = "; its own code is used with model.trust_remote_code=true, if you trust the author" if remote else ""
+        raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except StrictDataclassError as error:
+        raise UserError(f"{folder / 'config.json'} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        device_map=device,
+        experts_implementation="eager" if device == "cpu" else "grouped_mm",
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=not has_pickles_only(folder),
+        ignore_mismatched_sizes=True,  # reported below, in one sentence
+        output_loading_info=True,
+    )
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise UserError(
+            f"{folder}: {name} has shape {tuple(found)}, but config.json asks for {tuple(expected)}: they are of two models"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}")
+    return model
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})") from None
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected one of them")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _device(settings: ModelConfig) -> str:
+    device = settings.device
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and (not number or number.isdigit()):
+        if int(number or 0) >= torch.cuda.device_count():
+            raise UserError(f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, cpu is there")
+    elif device != "cpu" and device not in DEVICE_MAPS:
+        raise unknown("model.device", device, ["auto", "cpu", "cuda", "cuda:N", *DEVICE_MAPS])
+    return device
+
+
+def _dtype(settings: ModelConfig) -> torch.dtype | str:
+    if settings.dtype == "auto":
+        return torch.float32 if _device(settings) == "cpu" else "auto"
+    if settings.dtype not in DTYPES:
+        raise unknown("model.dtype", settings.dtype, ["auto", *DTYPES])
+    return DTYPES[settings.dtype]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no warnings of transformers: what matters is said as an error."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
