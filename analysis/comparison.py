@@ -12,7 +12,10 @@ import pandas as pd
 from analysis import names, ranks, uncertainty
 from analysis.load import Study
 
-AVG = "Avg"
+Target = tuple[str, ...]
+"""What is scored: the mean of these displayed columns or benchmarks, often a single one."""
+
+_NORMAL = 1.96
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Panel:
     seed: int
     calibration: str
     cells: dict[str, int]
+
+    def columns(self, comparison: Comparison) -> Target:
+        """Displayed columns that at least one of these cells was evaluated on."""
+        found = comparison.columns.loc[list(self.cells.values())].notna().any()
+        return tuple(str(name) for name in found.index[found])
 
 
 @dataclass(frozen=True)
@@ -56,126 +64,104 @@ class Comparison:
         return ranks.component_columns(self.benchmarks, self.parts)
 
     @cached_property
-    def averages(self) -> pd.Series:
-        """Avg of each cell over the displayed columns; NaN where one is a gap."""
-        return ranks.average(self.columns)
-
-    @cached_property
     def unpruned(self) -> int | None:
         """The cell of the unpruned model."""
         found = self.cells.index[self.cells["criterion"] == "none"]
         return int(found[0]) if len(found) else None
 
-    def rows(self, cells: Sequence[int]) -> np.ndarray:
-        """Positions of `cells` in matrices."""
-        return np.asarray(self.cells.index.get_indexer(list(cells)))
+    def score(self, target: Target) -> pd.Series:
+        """Score of every cell: the mean of the target's columns, NaN where one is a gap."""
+        columns = [self.columns[name] if name in self.parts else self.benchmarks[name] for name in target]
+        return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
 
-    def benchmarks_of(self, column: str) -> tuple[str, ...]:
-        """Benchmarks whose mean a displayed column (or a benchmark, or Avg) is."""
-        if column == AVG:
-            return tuple(self.benchmarks.columns)
-        return self.parts.get(column, (column,))
+    def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
+        """Ends of the 95 % interval of every cell's score: Wilson for a benchmark of right-or-wrong items, bootstrap for
+        graded ones and means of benchmarks, the reported standard error where there are no outcomes."""
+        outcomes = self._right_or_wrong(target)
+        draws = None if outcomes is not None else self.draws(target)
+        if outcomes is not None:
+            low, high = uncertainty.wilson(outcomes.sum(axis=1), np.full(len(outcomes), outcomes.shape[1]))
+        elif draws is not None:
+            low, high = uncertainty.percentiles(draws)
+        else:
+            shares = self.weights(target)
+            variance = sum((self.standard_errors[name] * share) ** 2 for name, share in shares.items())
+            half = _NORMAL * np.sqrt(np.asarray(variance, float))
+            low, high = self.score(target) - half, self.score(target) + half
+        return pd.Series(low, self.cells.index), pd.Series(high, self.cells.index)
 
-    def weights(self, column: str) -> dict[str, float]:
-        """Benchmark -> its share in a column; Avg weighs displayed columns equally."""
-        columns = list(self.parts) if column == AVG else [column]
-        return {
-            benchmark: 1 / len(self.benchmarks_of(name)) / len(columns)
-            for name in columns
-            for benchmark in self.benchmarks_of(name)
-        }
-
-    def strata(self, column: str) -> dict[str, np.ndarray]:
-        """Stratum -> contributions (cells, items) that add up to the column's score; empty without outcomes.
-
-        Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum: their items are drawn
-        and flipped together.
-        """
-        found: dict[str, np.ndarray] = {}
-        for benchmark, weight in self.weights(column).items():
-            if benchmark not in self.outcomes:
-                return {}
-            contributions = self.outcomes[benchmark] * (weight / self.outcomes[benchmark].shape[1])
-            stratum = names.SAME_ITEMS.get(benchmark, benchmark)
-            if stratum in found and found[stratum].shape == contributions.shape:
-                found[stratum] = found[stratum] + contributions
-            else:
-                found[stratum if stratum not in found else benchmark] = contributions
-        return found
-
-    @cached_property
-    def draws(self) -> dict[str, np.ndarray]:
-        """Displayed column -> bootstrap replicates (replicates, cells) of its score."""
-        strata: dict[str, dict[str, np.ndarray]] = {}
-        for column in self.parts:
-            for stratum, contributions in self.strata(column).items():
-                strata.setdefault(stratum, {})[column] = contributions
-        return uncertainty.bootstrap(strata)
-
-    @cached_property
-    def average_draws(self) -> np.ndarray | None:
-        """Bootstrap replicates (replicates, cells) of Avg; None when a column has no outcomes."""
-        if set(self.draws) != set(self.parts):
-            return None
-        return np.mean([self.draws[column] for column in self.parts], axis=0)
-
-    @cached_property
-    def intervals(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Lower and upper ends of 95 % intervals (cells, benchmarks + displayed columns + Avg)."""
-        low: dict[str, np.ndarray] = {}
-        high: dict[str, np.ndarray] = {}
-        for column in dict.fromkeys([*self.benchmarks, *self.parts, AVG]):
-            low[column], high[column] = self._interval(column)
-        return pd.DataFrame(low, index=self.cells.index), pd.DataFrame(high, index=self.cells.index)
-
-    def _interval(self, column: str) -> tuple[np.ndarray, np.ndarray]:
-        """Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks."""
-        parts = self.benchmarks_of(column)
-        outcomes = self.outcomes.get(parts[0]) if len(parts) == 1 else None
-        if outcomes is not None and _binary(outcomes):
-            return uncertainty.wilson(outcomes.sum(axis=1), np.full(len(outcomes), outcomes.shape[1]))
-        draws = self._draws(column)
-        if draws is not None:
-            return uncertainty.percentiles(draws)
-        half = 1.96 * np.sqrt(sum((self.standard_errors[name] * share) ** 2 for name, share in self.weights(column).items()))
-        centre = self.averages if column == AVG else self.columns.get(column, self.benchmarks.get(column))
-        return (centre - half).to_numpy(float), (centre + half).to_numpy(float)
-
-    def _draws(self, column: str) -> np.ndarray | None:
-        if column == AVG:
-            return self.average_draws
-        if column in self.draws:
-            return self.draws[column]
-        strata = {stratum: {column: values} for stratum, values in self.strata(column).items()}
-        return uncertainty.bootstrap(strata)[column] if strata else None
-
-    def p_values(self, column: str, cell: int, others: Sequence[int]) -> np.ndarray:
+    def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
         """Two-sided paired p-values of `cell` against each of `others`: McNemar for one benchmark of right-or-wrong
         items, sign flips otherwise; NaN where outcomes are missing."""
-        parts = self.benchmarks_of(column)
         first, rest = self.rows([cell]), self.rows(others)
-        outcomes = self.outcomes.get(parts[0]) if len(parts) == 1 else None
-        if outcomes is not None and _binary(outcomes):
+        outcomes = self._right_or_wrong(target)
+        if outcomes is not None:
             p_values = uncertainty.mcnemar(outcomes[first], outcomes[rest])
-            untested = np.isnan(outcomes[rest]).any(axis=1) | np.isnan(outcomes[first]).any()
-        else:
-            strata = self.strata(column)
-            if not strata:
-                return np.full(len(others), np.nan)
-            contributions = np.concatenate(list(strata.values()), axis=1)
-            differences = contributions[first] - contributions[rest]
-            untested = np.isnan(differences).any(axis=1)
-            p_values = uncertainty.sign_flip(np.nan_to_num(differences))
-        return np.where(untested, np.nan, p_values)
+            return np.where(np.isnan(outcomes[first] + outcomes[rest]).any(axis=1), np.nan, p_values)
+        contributions = self._contributions(target)
+        if not contributions:
+            return np.full(len(others), np.nan)
+        items = np.concatenate(list(contributions.values()), axis=1)
+        differences = items[first] - items[rest]
+        return np.where(np.isnan(differences).any(axis=1), np.nan, uncertainty.sign_flip(np.nan_to_num(differences)))
 
-    def lead(self, column: str, cell: int, other: int) -> tuple[float, float]:
-        """95 % interval of the difference between two cells in a column, from paired replicates."""
-        draws = self._draws(column)
+    def lead(self, target: Target, cell: int, other: int) -> tuple[float, float]:
+        """95 % interval of the difference between two cells, from paired replicates."""
+        draws = self.draws(target)
         if draws is None:
             return np.nan, np.nan
         first, second = self.rows([cell, other])
         low, high = uncertainty.percentiles(draws[:, first] - draws[:, second])
         return float(low), float(high)
+
+    def draws(self, target: Target) -> np.ndarray | None:
+        """Bootstrap replicates (replicates, cells) of the target's score; None when a benchmark has no outcomes."""
+        found = [self._column_draws.get(name) for name in target]
+        known = [draws for draws in found if draws is not None]
+        return np.mean(known, axis=0) if len(known) == len(target) else None
+
+    def rows(self, cells: Sequence[int]) -> np.ndarray:
+        """Positions of `cells` in matrices."""
+        return np.asarray(self.cells.index.get_indexer(list(cells)))
+
+    def weights(self, target: Target) -> dict[str, float]:
+        """Benchmark -> its share in the target; columns weigh alike, and so do the benchmarks in a column."""
+        parts = {name: self.parts.get(name, (name,)) for name in target}
+        return {
+            benchmark: 1 / len(benchmarks) / len(target) for benchmarks in parts.values() for benchmark in benchmarks
+        }
+
+    def _right_or_wrong(self, target: Target) -> np.ndarray | None:
+        """Outcomes (cells, items) if the target is one benchmark whose items are right or wrong."""
+        benchmarks = list(self.weights(target))
+        outcomes = self.outcomes.get(benchmarks[0]) if len(benchmarks) == 1 else None
+        return outcomes if outcomes is not None and _binary(outcomes) else None
+
+    def _contributions(self, target: Target) -> dict[str, np.ndarray]:
+        """Stratum -> contributions (cells, items) that add up to the target's score; empty without outcomes.
+
+        Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum: their items are drawn
+        and flipped together.
+        """
+        found: dict[str, np.ndarray] = {}
+        for benchmark, weight in self.weights(target).items():
+            if benchmark not in self.outcomes:
+                return {}
+            outcomes = self.outcomes[benchmark]
+            stratum = names.SAME_ITEMS.get(benchmark, benchmark)
+            if stratum in found and found[stratum].shape != outcomes.shape:
+                stratum = benchmark
+            found[stratum] = found.get(stratum, 0) + outcomes * (weight / outcomes.shape[1])
+        return found
+
+    @cached_property
+    def _column_draws(self) -> dict[str, np.ndarray]:
+        """Replicates of every displayed column and benchmark, all from the same draws of items."""
+        strata: dict[str, dict[str, np.ndarray]] = {}
+        for column in dict.fromkeys([*self.parts, *self.benchmarks]):
+            for stratum, contributions in self._contributions((column,)).items():
+                strata.setdefault(f"{stratum}/{contributions.shape[1]}", {})[column] = contributions
+        return uncertainty.bootstrap(strata)
 
     @cached_property
     def panels(self) -> list[Panel]:

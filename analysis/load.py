@@ -18,8 +18,8 @@ from moe_lab.errors import UserError, unknown
 AXES = ("model", "criterion", "calibration", "ratio", "allocation", "gate", "seed")
 """What a cell is made of; `none` and 0 for the unpruned model."""
 
-ARTEFACTS = ("plan", "scores", "statistics")
-"""Steps of a cell besides its evaluations."""
+ARTEFACTS = ("model", "statistics", "scores", "plan", "export")
+"""Steps of a cell besides its evaluations; their columns end in `_folder`."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Study:
     document: Mapping[str, Any]
     """The study as the run wrote it, provenance included."""
     cells: pd.DataFrame
-    """Index cell; columns AXES and the folders of plan, scores and statistics."""
+    """Index cell; columns AXES and `<artefact>_folder` for each of ARTEFACTS, None where there is none."""
     results: pd.DataFrame
-    """cell, benchmark, metric, score, stderr, n, expected, folder."""
+    """cell, task, benchmark, metric, score, stderr, n, expected, folder."""
     samples: pd.DataFrame
     """cell, benchmark, item, outcome (0..1)."""
     family: pd.DataFrame
@@ -44,8 +44,10 @@ class Study:
     """model, calibration, layer, expert, tokens."""
     calibrations: Mapping[str, Mapping[str, Any]]
     """"calibration@model" -> the report of the calibration pass."""
-    protocols: Mapping[str, Sequence[str]]
-    """Library -> its versions found in the results."""
+    models: Mapping[str, Mapping[str, Any]]
+    """Model -> layers, experts and parameters."""
+    origins: pd.DataFrame
+    """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions of libraries."""
     gaps: Sequence[Gap]
     """What is missing."""
     notes: Sequence[str] = field(default=())
@@ -58,7 +60,9 @@ def studies(store: Path) -> list[str]:
         raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
     found = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not found:
-        raise UserError(f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic")
+        raise UserError(
+            f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic"
+        )
     return [path.stem for path in found]
 
 
@@ -67,8 +71,9 @@ def load(store: Path, name: str) -> Study:
     document = _document(store, name)
     reader = Reader(store)
     cells = _cells(document, reader)
-    results, samples, protocols = _evaluations(document, cells, reader)
+    results, samples, origins = _evaluations(document, cells, reader)
     coverage, calibrations = _coverage(cells, reader)
+    models = _models(cells, reader)
     families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader)
     damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader)
     results = _without_duplicates(_without_nan(results, reader), reader)
@@ -83,14 +88,16 @@ def load(store: Path, name: str) -> Study:
         damage=damages,
         coverage=coverage,
         calibrations=calibrations,
-        protocols=protocols,
-        gaps=[*reader.gaps.values(), *_lacking(results, cells)],
-        notes=_notes(results, protocols),
+        models=models,
+        origins=origins,
+        gaps=list(reader.gaps.values()),
+        notes=_notes(results, origins),
     )
 
 
 _SAMPLES = ("benchmark", "item", "outcome")
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
+_ORIGIN = ("host", "machine", "python", "moe_lab", "commit")
 _FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 _DAMAGE = ("layer", "expert", "score")
 
@@ -106,16 +113,22 @@ def _document(store: Path, name: str) -> dict[str, Any]:
         if not document["cells"]:
             raise UserError(f"study={name} has no cells: {path}")
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"study={name} cannot be read: {path} is damaged, run the study again to write it anew") from None
+        raise UserError(
+            f"study={name} cannot be read: {path} is damaged, run the study again to write it anew"
+        ) from None
     if schema > SCHEMA:
-        raise UserError(f"study={name} has schema {schema}, written by a newer moe_lab, and this one reads up to {SCHEMA}")
+        raise UserError(
+            f"study={name} has schema {schema}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
+        )
     return dict(document)
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     """One row a cell; a cell listed twice counts once."""
-    rows = [{**entry["cell"], **{kind: entry.get(kind) for kind in ARTEFACTS}} for entry in document["cells"]]
-    cells = pd.DataFrame(rows, columns=[*AXES, *ARTEFACTS])
+    rows = [
+        {**entry["cell"], **{f"{kind}_folder": entry.get(kind) for kind in ARTEFACTS}} for entry in document["cells"]
+    ]
+    cells = pd.DataFrame(rows, columns=[*AXES, *(f"{kind}_folder" for kind in ARTEFACTS)])
     cells.index.name = "cell"
     twice = cells.duplicated(list(AXES))
     for cell in cells.index[twice]:
@@ -132,35 +145,70 @@ def label(cell: pd.Series) -> str:
 
 def _evaluations(
     document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader
-) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Results, samples and origins of every evaluation that can be read."""
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
-    versions: dict[str, set[str]] = {}
+    origins: dict[str, dict[str, Any]] = {}
     for cell in cells.index:
-        for name in document["cells"][cell].get("evaluate", {}).values():
-            folder = reader.folder(name)
+        entry = document["cells"][cell]
+        for task, name in entry.get("evaluate", {}).items():
+            folder = reader.step(name, f"{task} of {label(cells.loc[cell])}", (entry.get("errors") or {}).get(task))
             result = reader.json(folder, "result.json") if folder else None
             if folder is None or result is None:
                 continue
-            rows += [{"cell": cell, "folder": name, **entry} for entry in result.get("results", [])]
-            for library, version in (result.get("versions") or {}).items():
-                versions.setdefault(library, set()).add(str(version))
+            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in result.get("results", [])]
+            if name not in origins:
+                origins[name] = _origin(name, result, reader.json(folder, "provenance.json") or {})
             table = reader.table(folder, "samples.parquet", _SAMPLES)
             if table is not None:
                 tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
-    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else pd.DataFrame(columns=["cell", *_SAMPLES])
-    results = pd.DataFrame(rows, columns=["cell", *_RESULT, "folder"])
+    empty = pd.DataFrame(columns=["cell", *_SAMPLES])
+    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
+    results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     numbers = ["score", "stderr", "n", "expected"]
     results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
-    return results, samples, {library: sorted(found) for library, found in sorted(versions.items())}
+    _compare_reports(results, cells, reader)
+    return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
+
+
+def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
+    code = provenance.get("code") or {}
+    return {
+        "folder": folder,
+        "seconds": provenance.get("seconds"),
+        **{key: provenance.get(key) for key in _ORIGIN if key != "commit"},
+        "commit": f"{code['commit']}{' (edited)' if code.get('edited') else ''}" if code.get("commit") else None,
+        "versions": {str(library): str(version) for library, version in versions.items() if version},
+    }
+
+
+def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:
+    """A gap for every benchmark that a task reports for other cells but not for this one."""
+    for task, found in results.groupby("task"):
+        present = pd.crosstab(found["cell"], found["benchmark"])
+        absent = present.stack()
+        for cell, benchmark in absent.index[absent == 0]:
+            reader.gap(f"{benchmark} is not among the results of {task}", label(cells.loc[cell]))
+
+
+def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, folder_name in cells.drop_duplicates("model")[["model", "model_folder"]].itertuples(index=False):
+        folder = reader.folder(folder_name) if folder_name else None
+        facts = reader.json(folder, "facts.json") if folder else None
+        if facts is not None:
+            found[str(name)] = facts
+    return found
 
 
 def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
-    passes = cells[cells["statistics"].notna()].drop_duplicates(["model", "calibration"])
+    passes = cells[cells["statistics_folder"].notna()].drop_duplicates(["model", "calibration"])
     for row in passes.itertuples():
-        folder = reader.folder(str(row.statistics))
+        folder = reader.folder(str(row.statistics_folder))
         if folder is None:
             continue
         table = reader.table(folder, "coverage.parquet", ("layer", "expert", "tokens"))
@@ -173,13 +221,13 @@ def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[s
 
 
 def _per_calibration(
-    folders: Mapping[str, str] | None, file: str, columns: Sequence[str], reader: Reader
+    folders: Mapping[str, str | None] | None, file: str, columns: Sequence[str], reader: Reader
 ) -> pd.DataFrame:
     """One frame of the same file from the steps of every "calibration@model"."""
     frames: list[pd.DataFrame] = []
     for key, name in (folders or {}).items():
         calibration, _, model = key.partition("@")
-        folder = reader.folder(name)
+        folder = reader.step(name, f"{file.removesuffix('.parquet')} of {key}")
         table = reader.table(folder, file, columns) if folder else None
         if table is not None:
             frames.append(table.to_pandas().assign(model=model, calibration=calibration))
@@ -204,27 +252,37 @@ def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return results[~twice].reset_index(drop=True)
 
 
-def _lacking(results: pd.DataFrame, cells: pd.DataFrame) -> list[Gap]:
-    """A gap for every benchmark a cell lacks though another cell has it."""
-    present = pd.crosstab(results["cell"], results["benchmark"]).reindex(cells.index, fill_value=0)
-    absent = present.stack()
-    return [Gap(f"no result for {name}", label(cells.loc[cell])) for cell, name in absent.index[absent == 0]]
-
-
-def _notes(results: pd.DataFrame, versions: Mapping[str, Sequence[str]]) -> list[str]:
+def _notes(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
     notes = [
         f"Results were made with different versions of {library}: {', '.join(found)}."
-        for library, found in versions.items()
+        for library, found in versions(origins).items()
         if len(found) > 1
     ]
     by_benchmark = results.groupby("benchmark", sort=True)
     for name, sizes in by_benchmark["n"].unique().items():
         if len(sizes) > 1:
-            notes.append(f"{name} was counted on different numbers of items ({', '.join(f'{n:g}' for n in sorted(sizes))}); tests use the common ones.")
+            counts = ", ".join(f"{n:g}" for n in sorted(sizes))
+            notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
     for name, metrics in by_benchmark["metric"].unique().items():
         if len(metrics) > 1:
-            notes.append(f"{name} was measured by different metrics ({', '.join(sorted(map(str, metrics)))}): scores are not comparable.")
+            listed = ", ".join(sorted(map(str, metrics)))
+            notes.append(f"{name} was measured by different metrics ({listed}): its scores are not comparable.")
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
-        notes.append(f"A limit was set: {short['benchmark'].nunique()} benchmarks were run on part of their items only.")
+        notes.append(
+            f"A limit was set: {short['benchmark'].nunique()} benchmarks were run on part of their items only."
+        )
+    if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
+        notes.append(
+            "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."
+        )
     return notes
+
+
+def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
+    """Library -> the versions results were made with."""
+    found: dict[str, set[str]] = {}
+    for row in origins["versions"]:
+        for library, version in row.items():
+            found.setdefault(library, set()).add(version)
+    return {library: sorted(values) for library, values in sorted(found.items())}

@@ -14,6 +14,9 @@ import pyarrow.parquet as pq
 SCHEMA = 1
 """The newest layout this code reads."""
 
+ID = 12
+"""Characters of a step's id at the end of its folder's name."""
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -29,11 +32,17 @@ class Reader:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.gaps: dict[tuple[str, str], Gap] = {}
-        self._failures: dict[str, str] | None = None
         self._by_id: dict[str, dict[str, Path]] = {}
 
     def gap(self, what: str, where: str) -> None:
         self.gaps.setdefault((what, where), Gap(what, where))
+
+    def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
+        """The folder of a step that a table needs; None, with a gap saying why, when there is none."""
+        if name is None:
+            self.gap(f"failed: {error}" if error else "not computed", purpose)
+            return None
+        return self.folder(name)
 
     def folder(self, name: str) -> Path | None:
         """The folder of a step, by name or (the label may differ between runs) by the id at its end."""
@@ -43,10 +52,10 @@ class Reader:
         kind = path.parent
         if kind.name not in self._by_id:
             found = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []
-            self._by_id[kind.name] = {child.name[-12:]: child for child in found}
-        known = self._by_id[kind.name].get(path.name[-12:])
+            self._by_id[kind.name] = {child.name[-ID:]: child for child in found}
+        known = self._by_id[kind.name].get(path.name[-ID:])
         if known is None:
-            self.gap(self._failure(name), name)
+            self.gap("the folder is gone from the store", name)
         return known
 
     def json(self, folder: Path, file: str) -> dict[str, Any] | None:
@@ -74,16 +83,3 @@ class Reader:
 
     def _unreadable(self, what: str, folder: Path) -> None:
         self.gap(what, str(folder.relative_to(self.root)))
-
-    def _failure(self, name: str) -> str:
-        """Why a step has no folder: its error if it left one."""
-        if self._failures is None:
-            self._failures = {}
-            for path in sorted((self.root / "failed").glob("*.json")):
-                try:
-                    document = json.loads(path.read_bytes())
-                    self._failures[document["step"]] = str(document["message"]).splitlines()[0]
-                except (OSError, ValueError, KeyError, TypeError, IndexError):
-                    self.gap("the record of a failure is damaged", path.name)
-        message = self._failures.get(name)
-        return f"failed: {message}" if message else "not computed yet"

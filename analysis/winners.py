@@ -35,7 +35,7 @@ def winner_map(
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
         for comparison in comparisons
         for panel in comparison.panels
-        for column in (columns or comparison.parts)
+        for column in (columns or panel.columns(comparison))
     ]
     found = pd.DataFrame(rows)
     if found.empty:
@@ -68,11 +68,9 @@ def _settings(panel: Panel) -> dict[str, object]:
     return {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
 
 
-def _best(
-    comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
-) -> dict[str, object]:
+def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None) -> dict[str, object]:
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    scores = (comparison.columns if column in comparison.parts else comparison.benchmarks)[column]
+    scores = comparison.score((column,))
     values = pd.Series({name: scores[cell] for name, cell in cells.items()}, dtype=float).dropna()
     if values.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
@@ -84,9 +82,9 @@ def _best(
         return best
     second = str(rest.idxmax())
     best |= {"runner_up": second, "runner_up_score": values[second], "lead": values[winners[0]] - values[second]}
-    best["lead_low"], best["lead_high"] = comparison.lead(column, cells[winners[0]], cells[second])
+    best["lead_low"], best["lead_high"] = comparison.lead((column,), cells[winners[0]], cells[second])
     if len(winners) == 1:
-        p_values = comparison.p_values(column, cells[winners[0]], [cells[name] for name in rest.index])
+        p_values = comparison.p_values((column,), cells[winners[0]], [cells[name] for name in rest.index])
         best["p"] = np.nan if np.isnan(p_values).any() else float(p_values.max())
     return best
 

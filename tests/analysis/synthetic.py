@@ -75,19 +75,55 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
             outcome = np.round(np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2)
         frames.append(
             pd.DataFrame(
-                {"benchmark": name, "item": [f"{task}/{i}" for i in range(items)], "outcome": outcome,
-                 "prompt_hash": "0", "output": "made up", "extracted": ""}
+                {
+                    "benchmark": name,
+                    "item": [f"{task}/{i}" for i in range(items)],
+                    "outcome": outcome,
+                    "prompt_hash": "0",
+                    "output": "made up",
+                    "extracted": "",
+                }
             )  # fmt: skip
         )
         stderr = float(outcome.std(ddof=1) / np.sqrt(items))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
         results.append(
-            {"benchmark": name, "metric": metric, "score": float(outcome.mean()), "stderr": stderr, "n": items, "expected": items}
+            {
+                "benchmark": name,
+                "metric": metric,
+                "score": float(outcome.mean()),
+                "stderr": stderr,
+                "n": items,
+                "expected": items,
+            }
         )
     (root / folder).mkdir(parents=True, exist_ok=True)
     pd.concat(frames).to_parquet(root / folder / "samples.parquet", index=False)
     versions = {"lm_eval": "0.0-synthetic"}
     write_json(root / folder / "result.json", {"schema": 1, "results": results, "protocol": {}, "versions": versions})
+    provenance = {
+        "moe_lab": "0.0-synthetic",
+        "host": "nowhere",
+        "machine": "imagined, 2 cores",
+        "python": "3.11",
+        "seconds": 1.5,
+    }
+    code = {"commit": "0" * 40, "edited": False}
+    write_json(root / folder / "provenance.json", {**provenance, "code": code, "versions": {"torch": "0.0-synthetic"}})
+    return folder
+
+
+def _facts(root: Path, model: str) -> str:
+    folder = _folder("model", model)
+    sizes = {"n_experts": EXPERTS, "top_k": 4, "n_group": 1, "hidden": 128, "width": 64}
+    sizes |= {"expert_parameters": 3 * 128 * 64, "router_parameters_per_expert": 128}
+    facts = {
+        "model": model,
+        "model_type": "olmoe",
+        "parameters": 3_700_000,
+        "layers": {str(i): sizes for i in range(LAYERS)},
+    }
+    write_json(root / folder / "facts.json", facts)
     return folder
 
 
@@ -120,6 +156,7 @@ def _family(root: Path, model: str, calibration: str) -> str:
         for b in (0, 1)
         for alpha in (0, 1, 2)
         for beta in (0, 1, 2)
+        if (b, alpha, beta) != (1, 0, 0)
     ]
     (root / folder).mkdir(parents=True, exist_ok=True)
     pd.concat(parts).to_parquet(root / folder / "family.parquet", index=False)
@@ -145,9 +182,14 @@ def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) ->
     if pruned:
         keep = list(range(EXPERTS - int(EXPERTS * axes["ratio"])))
         experts = {str(layer): keep for layer in range(LAYERS)}
-        write_json(root / plan / "plan.json", {"experts": experts, "n_experts": {str(i): EXPERTS for i in range(LAYERS)}})
+        write_json(
+            root / plan / "plan.json", {"experts": experts, "n_experts": {str(i): EXPERTS for i in range(LAYERS)}}
+        )
     return {
         "cell": axes,
+        "model": _facts(root, axes["model"]),
+        "export": None,
+        "errors": {},
         "plan": plan if pruned else None,
         "scores": _folder("scores", label) if pruned else None,
         "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads else None,
@@ -181,13 +223,12 @@ def write_store(
     pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
     families = {f"{calibration}@{model}": _family(root, model, calibration) for model, calibration in pairs}
     damages = {f"{calibration}@{model}": _damage(root, model, calibration) for model, calibration in pairs}
-    layers = {str(i): {"n_experts": EXPERTS, "top_k": 4, "hidden": 128, "width": 64} for i in range(LAYERS)}
     document = {
         "schema": 1,
         "experiment": name,
-        "created": "2000-01-01T00:00:00",
-        "provenance": {"versions": {"moe_lab": "0.0-synthetic"}, "host": "nowhere", "commit": "none"},
-        "models": {model: {"parameters": 3_700_000, "layers": layers} for model in models},
+        "created": 946684800.0,
+        "moe_lab": "0.0-synthetic",
+        "config": {"experiment": name, "calibration": {"tokens": 65536, "length": 128}},
         "cells": cells,
         "families": families,
         "damages": damages,
