@@ -113,7 +113,8 @@ def _too_short(settings: CalibrationConfig, filled: int, tokens: int) -> UserErr
         fitting = "expected a longer text"
     return UserError(
         f"calibration.path={settings.path} is too short: its {tokens} tokens fill {filled} of the "
-        f"{row_count(settings)} rows of calibration.length={settings.length} in calibration.tokens={settings.tokens}; {fitting}"
+        f"{row_count(settings)} rows of calibration.length={settings.length} in "
+        f"calibration.tokens={settings.tokens}; {fitting}"
     )
 
 

@@ -1,0 +1,110 @@
+"""Tells an outside tracker what a study found. The store is the truth; this is a copy for people to look at."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from moe_lab.config import TrackerConfig
+from moe_lab.errors import UserError, unknown
+
+TRACKERS = ("none", "wandb")
+MODES = ("online", "offline")
+
+
+def check(settings: TrackerConfig) -> None:
+    """UserError for an unknown tracker or mode, and for mode=online without a key. Imports no tracker."""
+    if settings.name not in TRACKERS:
+        raise unknown("tracker", settings.name, TRACKERS)
+    if settings.mode is not None and settings.mode not in MODES:
+        raise unknown("tracker.mode", settings.mode, MODES)
+    if settings.name == "wandb" and settings.mode == "online" and not has_key():
+        raise UserError("tracker.mode=online needs a key: run `wandb login` once, or set tracker.mode=offline")
+
+
+def has_key() -> bool:
+    """Whether wandb will find a key of its own accord: in the environment or in .netrc. The key itself is not kept."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    return any(_has_entry(Path(place).expanduser(), host) for place in places)
+
+
+def _has_entry(file: Path, host: str) -> bool:
+    try:
+        entry = netrc.netrc(file).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        # Missing or unreadable for us is so for wandb, which says why it is unreadable.
+        return False
+    return entry is not None and bool(entry[2])
+
+
+def log_study(
+    settings: TrackerConfig, study: Mapping[str, Any], tables: Mapping[str, Path], figures: Sequence[Path]
+) -> None:
+    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of the tracker.
+
+    `study` is the document the study leaves in the store. Nothing is printed. UserError when the tracker is unknown
+    or refuses; what it could not be told stays in the store.
+    """
+    check(settings)
+    if settings.name == "none":
+        return
+    import pandas
+    import wandb
+
+    try:
+        with wandb.init(
+            project=settings.project,
+            name=study["experiment"],
+            mode=_mode(settings),
+            config={key: value for key, value in study.items() if key not in ("cells", "families", "damages")},
+            settings=_quiet(),
+        ) as run:
+            run.log({"cells": _cells(study)})
+            run.log({f"tables/{name}": wandb.Table(dataframe=pandas.read_csv(file)) for name, file in tables.items()})
+            run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
+    except wandb.Error as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"tracker=wandb was not told ({reason}); everything is in the store") from error
+
+
+def _mode(settings: TrackerConfig) -> Any:
+    """What the settings say, else what wandb's own variable says, else online when there is a key."""
+    return settings.mode or os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+
+
+def _quiet() -> Any:
+    """No output, and nothing uploaded but what is logged: not the console, the code, or the command line."""
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+    )
+
+
+def _cells(study: Mapping[str, Any]) -> Any:
+    """A row per cell: its axes, and the folders of its plan and evaluations in the store, blank where there is none."""
+    import wandb
+
+    rows = [
+        {
+            **cell["cell"],
+            "plan": cell.get("plan"),
+            **{f"evaluate/{name}": folder for name, folder in cell.get("evaluate", {}).items()},
+        }
+        for cell in study["cells"]
+    ]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return wandb.Table(columns=columns, data=[[row.get(column) for column in columns] for row in rows])

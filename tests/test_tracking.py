@@ -1,0 +1,140 @@
+"""What the tracker is told, read back from what it wrote offline."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.config import TrackerConfig
+from moe_lab.errors import UserError
+from moe_lab.tracking import check, has_key, log_study
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+STUDY: dict[str, Any] = {
+    "schema": 1,
+    "experiment": "demo",
+    "created": 1795255200.0,
+    "config": {"suite": {"name": "pocket16"}},
+    "cells": [
+        {"cell": {"model": "tiny", "criterion": "none", "ratio": 0}, "evaluate": {"arc": "evaluate/arc-0"}},
+        {
+            "cell": {"model": "tiny", "criterion": "man", "ratio": 0.25},
+            "plan": "plan/p",
+            "evaluate": {"arc": "evaluate/arc-1"},
+        },
+    ],
+}
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home without a key, and a folder for what the tracker writes."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "told"))
+    (tmp_path / "told").mkdir()
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    if "wandb" in sys.modules:  # it reads the environment once; the next test has another
+        import wandb
+
+        wandb.teardown()
+
+
+def outputs(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+    """A table and a figure, as the report writes them."""
+    from PIL import Image
+
+    table, figure = folder / "ranks.csv", folder / "winners.png"
+    table.write_text("criterion,Avg,Rank\nman,0.5,1.0\nreap,N/A,2.0\n")
+    Image.new("RGB", (3, 2)).save(figure)
+    return {"ranks": table}, [figure]
+
+
+def test_cells_tables_and_figures_are_told_silently_and_no_key_is(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    log_study(TrackerConfig(name="wandb", mode="offline"), STUDY, *outputs(alone))
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == ""
+
+    written = [file for file in (alone / "told").rglob("*") if file.is_file()]
+    tables = [json.loads(file.read_text()) for file in written if file.name.endswith(".table.json")]
+    ranks, cells = sorted(tables, key=lambda table: len(table["columns"]))
+    assert ranks["columns"] == ["criterion", "Avg", "Rank"]
+    assert ranks["data"] == [["man", 0.5, 1.0], ["reap", pytest.approx(math.nan, nan_ok=True), 2.0]]
+    assert cells["columns"] == ["model", "criterion", "ratio", "plan", "evaluate/arc"]
+    assert cells["data"] == [
+        ["tiny", "none", 0, None, "evaluate/arc-0"],
+        ["tiny", "man", 0.25, "plan/p", "evaluate/arc-1"],
+    ]
+    assert [file.name for file in written if file.suffix == ".png"]
+    (log,) = [file.read_bytes() for file in written if file.suffix == ".wandb"]
+    assert b"demo" in log and b"pocket16" in log
+    assert sys.argv[0].encode() not in log, "a command line may hold what is nobody's business"
+    assert not [file for file in written if KEY.encode() in file.read_bytes()]
+
+
+def test_without_a_key_it_stays_offline(alone: Path) -> None:
+    log_study(TrackerConfig(name="wandb"), STUDY, {}, [])
+    assert list((alone / "told").rglob("offline-run-*"))
+
+
+def test_none_tells_nobody_and_imports_nothing() -> None:
+    code = (
+        "import sys; from moe_lab.config import TrackerConfig; from moe_lab.tracking import log_study;"
+        "log_study(TrackerConfig(), {}, {}, []); print([m for m in ('wandb', 'pandas', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_where_a_key_is_looked_for(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_key()
+    (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    assert has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert not has_key()
+    (alone / "netrc").write_text("machine")
+    assert not has_key()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert has_key()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (TrackerConfig(name="wandbb"), r"tracker=wandbb is unknown: did you mean wandb\?"),
+        (TrackerConfig(name="wandb", mode="ofline"), r"tracker.mode=ofline is unknown: did you mean offline\?"),
+        (TrackerConfig(name="wandb", mode="online"), r"tracker.mode=online needs a key"),
+    ],
+)
+def test_settings_that_cannot_work(alone: Path, settings: TrackerConfig, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check(settings)
+    with pytest.raises(UserError, match=sentence):
+        log_study(settings, STUDY, {}, [])
+
+
+def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuse(**_: object) -> None:
+        raise wandb.Error("the server said no\nand more")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(
+        UserError, match=r"^tracker=wandb was not told \(the server said no\); everything is in the store$"
+    ):
+        log_study(TrackerConfig(name="wandb"), STUDY, {}, [])
