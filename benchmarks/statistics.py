@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.statistics.dispatch import run
 from moe_lab.statistics.experts import intermediate, output
+from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -37,12 +38,19 @@ def main() -> int:
     for n_experts in arguments.experts:
         model = _model(n_experts, arguments)
         whole, part = _batch(arguments.rows, arguments.length), _batch(arguments.every_rows, arguments.length)
-        print(f"{n_experts} experts, top-{arguments.top_k}, {arguments.layers} layers, hidden {arguments.hidden}", flush=True)
+        print(
+            f"{n_experts} experts, top-{arguments.top_k}, {arguments.layers} layers, hidden {arguments.hidden}",
+            flush=True,
+        )
         cost = _ratio(model, _observe, _plain, whole, arguments.pairs)
-        failed |= _report(f"all forward statistics / plain eager forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE)
+        failed |= _report(
+            f"all forward statistics / plain eager forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE
+        )
         gain = _ratio(model, _every_expert, _observe, part, arguments.every_pairs)
         bar = 5.0 if n_experts <= 64 else 9.0
-        failed |= _report(f"every expert on every token / all forward statistics, {part[0].numel()} tokens", gain, ">=", bar)
+        failed |= _report(
+            f"every expert on every token / all forward statistics, {part[0].numel()} tokens", gain, ">=", bar
+        )
     return int(failed)
 
 
@@ -94,7 +102,7 @@ def _plain(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _observe(model: PreTrainedModel, batch: Batch) -> None:
-    with Observer(model) as observer:
+    with Observer(model, ForwardTap) as observer:
         observer.read(*batch)
 
 

@@ -1,7 +1,12 @@
-"""Statistics or weights -> scores, higher always meaning keep. Every module in this folder is a place for criteria."""
+"""Statistics or weights -> scores, higher always meaning keep. Every module in this folder is a place for criteria. No torch."""
 
 from importlib import import_module
 from pkgutil import iter_modules
 
+from moe_lab.criteria.registry import CRITERIA, Criterion, check, get, ranking, reads_text, score
+from moe_lab.criteria.routed import family
+
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["CRITERIA", "Criterion", "check", "family", "get", "ranking", "reads_text", "score"]

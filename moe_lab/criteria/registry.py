@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
-import torch
+from numpy.typing import ArrayLike, NDArray
 
 from moe_lab.config import GATES
-from moe_lab.criteria.layer import Layer
+from moe_lab.criteria.layer import Array, Layer
 from moe_lab.errors import UserError, unknown
 
 Needs = Literal["statistics", "damage", "weights", "nothing"]
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Array]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Criterion:
     """Which step leaves its inputs: a calibration pass, the damage pass, the weight pass, or none."""
     reference: str
     """The paper it is from."""
+    uses_gate: bool
+    """Whether scores depend on which gate weighs expert outputs."""
+    uses_seed: bool
+    """Whether scores depend on the seed beyond the calibration text."""
     function: Function
     """Layer and the criterion's own parameters -> scores (E,) fp64."""
 
@@ -34,13 +38,15 @@ class Criterion:
 CRITERIA: dict[str, Criterion] = {}
 
 
-def criterion(name: str, *, needs: Needs, reference: str) -> Callable[[Function], Function]:
+def criterion(
+    name: str, *, needs: Needs, reference: str, uses_gate: bool = False, uses_seed: bool = False
+) -> Callable[[Function], Function]:
     """Register the decorated function under `name`."""
 
     def register(function: Function) -> Function:
         if name in CRITERIA:
             raise ValueError(f"criterion {name} is registered twice")
-        CRITERIA[name] = Criterion(name, needs, reference, function)
+        CRITERIA[name] = Criterion(name, needs, reference, uses_gate, uses_seed, function)
         return function
 
     return register
@@ -53,40 +59,82 @@ def get(name: str) -> Criterion:
     return CRITERIA[name]
 
 
+def reads_text(name: str) -> bool:
+    """Whether the criterion needs a calibration set."""
+    return get(name).needs in ("statistics", "damage")
+
+
+def check(name: str, parameters: Mapping[str, Any]) -> None:
+    """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out.
+
+    The criterion is tried on a layer of one expert that saw one token, so that it can refuse values too.
+    """
+    accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
+    for given in parameters:
+        if given not in accepted:
+            raise unknown(f"criterion.parameters of {name}", given, accepted)
+    for word, parameter in accepted.items():
+        if parameter.default is parameter.empty and word not in parameters:
+            raise UserError(f"criterion={name} needs the parameter {word}: set criterion.parameters.{word}")
+    get(name).function(Layer(0, 1, _Ones(), "model", numpy.random.default_rng(0)), **parameters)
+
+
 def score(
-    name: str, inputs: Mapping[int, Mapping[str, torch.Tensor]], *, gate: str, seed: int, **parameters: Any
-) -> dict[int, torch.Tensor]:
+    name: str,
+    inputs: Mapping[int, Mapping[str, Any]],
+    *,
+    experts: Mapping[int, int],
+    gate: str | None = None,
+    seed: int | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> dict[int, Array]:
     """Scores of every layer: layer -> (E,) fp64, higher meaning keep.
 
-    `inputs`: layer -> tensors of statistics/sums.py, those that `get(name).needs` says (for "nothing", any tensor with a row
-    per expert). `gate` weighs expert outputs where the criterion uses a gate; `seed` is for the random criterion.
-    UserError for an unknown name, gate or parameter, a missing statistic, and scores that are NaN or infinite.
+    `inputs`: layer -> statistics of that layer, those that `get(name).needs` says, by the names of statistics/sums.py (numpy
+    arrays or CPU tensors). `experts`: layer -> E. `gate` weighs expert outputs (None: model); `seed` is for random choices.
+    UserError for an unknown name, gate or parameter, missing or ill-fitting statistics, and scores that are NaN or infinite.
     """
     chosen = get(name)
-    if gate not in GATES:
+    parameters = dict(parameters or {})
+    check(name, parameters)
+    if gate is not None and gate not in GATES:
         raise unknown("gate", gate, GATES)
-    _check_parameters(chosen, parameters)
-    random = numpy.random.Generator(numpy.random.PCG64(seed))
+    if chosen.uses_seed and seed is None:
+        raise UserError(f"criterion={name} needs a seed")
+    random = numpy.random.Generator(numpy.random.PCG64(seed or 0))
     scores = {}
-    for index in sorted(inputs):
-        scores[index] = chosen.function(Layer(index, inputs[index], gate, random), **parameters)
-        bad = (~torch.isfinite(scores[index])).nonzero().flatten().tolist()
-        if bad:
-            raise UserError(f"criterion={name} gives NaN or Inf in layer {index}, expert {bad[0]}")
+    for index in sorted(experts):
+        layer = Layer(index, experts[index], inputs.get(index, {}), gate or "model", random)
+        scores[index] = chosen.function(layer, **parameters)
+        _check_scores(name, layer, scores[index])
     return scores
 
 
-def ranking(scores: torch.Tensor) -> torch.Tensor:
-    """Expert ids in ascending order of score (E,) int64: the first is pruned first; ties by expert index."""
-    return torch.argsort(scores, stable=True)
+def ranking(scores: ArrayLike) -> NDArray[numpy.int64]:
+    """Expert ids in ascending order of score (E,): the first is pruned first; ties by expert index."""
+    return numpy.argsort(numpy.asarray(scores), kind="stable")
 
 
-def _check_parameters(chosen: Criterion, parameters: Mapping[str, Any]) -> None:
-    """UserError unless `parameters` are the function's own, with none of the required ones left out."""
-    accepted = dict(list(inspect.signature(chosen.function).parameters.items())[1:])
-    for name in parameters:
-        if name not in accepted:
-            raise unknown(f"parameter of criterion {chosen.name}", name, accepted)
-    for name, parameter in accepted.items():
-        if parameter.default is parameter.empty and name not in parameters:
-            raise UserError(f"criterion={chosen.name} needs the parameter {name}: set criterion.parameters.{name}")
+def _check_scores(name: str, layer: Layer, scores: Array) -> None:
+    if scores.shape != (layer.n_experts,):
+        raise UserError(
+            f"criterion={name} gives {scores.shape} scores in layer {layer.index}, expected one for each of its "
+            f"{layer.n_experts} experts: the statistics are of another model"
+        )
+    bad = numpy.flatnonzero(~numpy.isfinite(scores))
+    if len(bad):
+        raise UserError(f"criterion={name} gives NaN or Inf in layer {layer.index}, expert {bad[0]}")
+
+
+class _Ones(dict[str, Any]):
+    """The statistics of one expert, all one: enough to call any criterion."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> Array:
+        if name.startswith("sums_"):
+            return numpy.ones((1, 3, 3))
+        if name in ("layer_loss", "count"):
+            return numpy.ones(())
+        return numpy.ones((1, 1) if name == "output_sum" or "channel" in name else 1)

@@ -8,79 +8,80 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
-import torch
+import numpy
 
-from moe_lab.criteria.layer import Layer
+from moe_lab.criteria.layer import Array, Layer
 from moe_lab.criteria.registry import criterion, score
 from moe_lab.errors import UserError
 
-UNIFIED = "A unified view of one-shot expert pruning, arXiv 2606.15716"
+UNIFIED = "How to Score Experts for One-Shot MoE Expert Pruning, arXiv 2606.15716"
 EXPONENTS = (0, 1, 2)
 
 
 @criterion("frequency", needs="statistics", reference=UNIFIED)
-def frequency(layer: Layer) -> torch.Tensor:
+def frequency(layer: Layer) -> Array:
     """S(0,0,0) = N."""
     return layer.tokens
 
 
-@criterion("seer", needs="statistics", reference="SEER-MoE, arXiv 2404.05089")
-def seer(layer: Layer) -> torch.Tensor:
+@criterion("seer", needs="statistics", reference="SEER-MoE", uses_gate=True)
+def seer(layer: Layer) -> Array:
     """S(0,1,0) = sum_t g: the soft count."""
     return layer.sum(1, 0)
 
 
-@criterion("ean", needs="statistics", reference="Expert activation norm, arXiv 2501.13947")
-def ean(layer: Layer) -> torch.Tensor:
+@criterion("ean", needs="statistics", reference="Finding Fantastic Experts in MoEs, arXiv 2504.05586")
+def ean(layer: Layer) -> Array:
     """S(0,0,1) = sum_t ||f||."""
     return layer.sum(0, 1)
 
 
-@criterion("reap", needs="statistics", reference="REAP, arXiv 2510.13999")
-def reap(layer: Layer) -> torch.Tensor:
+@criterion("reap", needs="statistics", reference="REAP", uses_gate=True)
+def reap(layer: Layer) -> Array:
     """S(1,1,1) = 1/N sum_t g ||f||."""
-    return layer.per_token(layer.sum(1, 1))
+    return layer.mean(1, 1)
 
 
 @criterion("man", needs="statistics", reference=UNIFIED)
-def man(layer: Layer) -> torch.Tensor:
+def man(layer: Layer) -> Array:
     """S(1,0,1) = 1/N sum_t ||f||: the mean activation norm."""
-    return layer.per_token(layer.sum(0, 1))
+    return layer.mean(0, 1)
 
 
 @criterion("msan", needs="statistics", reference=UNIFIED)
-def msan(layer: Layer) -> torch.Tensor:
+def msan(layer: Layer) -> Array:
     """S(1,0,2) = 1/N sum_t ||f||^2: the mean squared activation norm."""
-    return layer.per_token(layer.sum(0, 2))
+    return layer.mean(0, 2)
 
 
-@criterion("gate_ean", needs="statistics", reference=UNIFIED)
-def gate_ean(layer: Layer) -> torch.Tensor:
+@criterion("gate_ean", needs="statistics", reference=UNIFIED, uses_gate=True)
+def gate_ean(layer: Layer) -> Array:
     """S(0,1,1) = sum_t g ||f||: the proxy of the damage done by removing one expert."""
     return layer.sum(1, 1)
 
 
-@criterion("gate_energy", needs="statistics", reference=UNIFIED)
-def gate_energy(layer: Layer) -> torch.Tensor:
+@criterion("gate_energy", needs="statistics", reference=UNIFIED, uses_gate=True)
+def gate_energy(layer: Layer) -> Array:
     """S(0,2,2) = sum_t g^2 ||f||^2."""
     return layer.sum(2, 2)
 
 
-@criterion("mone", needs="statistics", reference="MoNE, arXiv 2507.00390")
-def mone(layer: Layer) -> torch.Tensor:
+@criterion("mone", needs="statistics", reference="MoNE", uses_gate=True)
+def mone(layer: Layer) -> Array:
     """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1."""
-    return layer.per_token(layer.sum(1, 0)) * _spread(layer)
+    return layer.mean(1, 0) * _spread(layer)
 
 
-@criterion("mone_freq", needs="statistics", reference="MoNE as printed by arXiv 2606.15716")
-def mone_freq(layer: Layer) -> torch.Tensor:
+@criterion("mone_freq", needs="statistics", reference="MoNE as printed by arXiv 2606.15716", uses_gate=True)
+def mone_freq(layer: Layer) -> Array:
     """(sum_t g) * V: MoNE with the routing frequency left in, which is what printed numbers look like."""
     return layer.sum(1, 0) * _spread(layer)
 
 
-@criterion("s_family", needs="statistics", reference=UNIFIED)
-def s_family(layer: Layer, b: float, alpha: int, beta: int) -> torch.Tensor:
+@criterion("s_family", needs="statistics", reference=UNIFIED, uses_gate=True)
+def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
 
     b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError.
@@ -92,29 +93,35 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> torch.Tensor:
         raise UserError(f"criterion.parameters.b={b} of s_family: expected a number >= 0, such as 0 or 1")
     if (b, alpha, beta) == (1, 0, 0):
         raise UserError("criterion.parameters b=1, alpha=0, beta=0 of s_family score every expert alike: choose others")
-    total = layer.sum(int(alpha), int(beta))
-    return torch.where(layer.tokens > 0, total / layer.tokens.clamp(min=1) ** b, torch.zeros_like(total))
+    return layer.sum(int(alpha), int(beta)) / numpy.maximum(layer.tokens, 1) ** b
 
 
 @criterion("exact_damage", needs="damage", reference=UNIFIED)
-def exact_damage(layer: Layer) -> torch.Tensor:
+def exact_damage(layer: Layer) -> Array:
     """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed and tokens are re-routed."""
     return layer["damage"]
 
 
-def family(
-    statistics: Mapping[int, Mapping[str, torch.Tensor]], gate: str
-) -> dict[tuple[int, int, int], dict[int, torch.Tensor]]:
-    """Every usable S(b, alpha, beta) at once: (b, alpha, beta) -> layer -> scores (E,), 17 of them in ascending order."""
-    usable = [key for key in product((0, 1), EXPONENTS, EXPONENTS) if key != (1, 0, 0)]
-    return {
-        (b, alpha, beta): score("s_family", statistics, gate=gate, seed=0, b=b, alpha=alpha, beta=beta)
-        for b, alpha, beta in usable
-    }
+def family(statistics: Mapping[int, Mapping[str, Any]], gate: str) -> list[tuple[int, int, int, int, int, float]]:
+    """Every usable S(b, alpha, beta), 17 of them: rows (layer, expert, b, alpha, beta, score)."""
+    experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
+    rows = []
+    for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):
+        if (b, alpha, beta) == (1, 0, 0):
+            continue
+        exponents = {"b": b, "alpha": alpha, "beta": beta}
+        scores = score("s_family", statistics, experts=experts, gate=gate, parameters=exponents)
+        rows += [
+            (layer, expert, b, alpha, beta, float(value))
+            for layer, values in scores.items()
+            for expert, value in enumerate(values)
+        ]
+    return rows
 
 
-def _spread(layer: Layer) -> torch.Tensor:
+def _spread(layer: Layer) -> Array:
     """V of MoNE in its trace form, sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)); 0 for N <= 1."""
     tokens = layer.tokens
-    scatter = layer.sum(0, 2) - layer["output_sum"].square().sum(-1) / tokens.clamp(min=1)
-    return torch.where(tokens > 1, scatter.clamp(min=0) / (tokens - 1).clamp(min=1), torch.zeros_like(scatter)).sqrt()
+    scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
+    variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)
+    return numpy.where(tokens > 1, numpy.sqrt(variance), 0)

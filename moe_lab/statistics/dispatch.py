@@ -45,7 +45,9 @@ def replaced(
     before = model.get_experts_implementation()
     for layer in layers:
         if getattr(layer.experts, "_is_expert_parallel", False):
-            raise UserError(f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan")
+            raise UserError(
+                f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan"
+            )
         # Not setattr: a plain entry is neither a submodule nor in the state dict, and survives any call order.
         layer.experts.__dict__[SLOT] = functions[layer.index]
     try:

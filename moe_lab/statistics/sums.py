@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from moe_lab.errors import UserError
+from moe_lab.statistics.read import SCHEMA, header, read
 
-SCHEMA = 1
 Layers = dict[int, dict[str, torch.Tensor]]
 
 
@@ -43,8 +42,9 @@ Layers = dict[int, dict[str, torch.Tensor]]
 class Statistics:
     """Sums per MoE layer, and what they are sums of.
 
-    `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `fingerprint` (model,
-    data and settings: only equal ones can be merged) and `batches` (ranges [start, stop) of the batches that were summed).
+    `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage
+    or weights), `fingerprint` (model, data and settings: only equal ones can be merged) and `rows` (ranges [start, stop) of
+    the calibration rows that were summed).
     """
 
     layers: Layers
@@ -54,46 +54,38 @@ class Statistics:
         """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
         path = Path(path)
         tensors = {
-            f"{layer}/{name}": tensor.contiguous() for layer, named in self.layers.items() for name, tensor in named.items()
+            f"{layer}/{name}": part.contiguous() for layer, named in self.layers.items() for name, part in named.items()
         }
         metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, beside, metadata=metadata)
-            _flush(beside)
+            with beside.open("wb") as file:
+                file.write(save(tensors, metadata))
+                file.flush()
+                os.fsync(file.fileno())
             beside.replace(path)
-        except (OSError, SafetensorError) as error:
+        finally:
             beside.unlink(missing_ok=True)
-            raise UserError(f"statistics={path} cannot be written: {error}") from error
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:
         """Read what `save` wrote. UserError when the file is missing, damaged, foreign, or written by a newer moe_lab."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("moe_lab", "{}"))
-                schema = header.pop("schema", None)
-                if schema is None or schema > SCHEMA:
-                    raise UserError(f"statistics={path} has schema {schema}, expected at most {SCHEMA}: update moe_lab")
-                layers: Layers = {}
-                for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
-                    layer, name = key.split("/")
-                    layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"statistics={path} cannot be read: {error}") from error
-        return cls(dict(sorted(layers.items())), header)
+        return cls(read(path, framework="pt"), header(path))
 
     def merge(self, other: Statistics) -> Statistics:
         """Sums of both: added, names ending in _max by maximum. UserError when they are not parts of one whole."""
         for key in ("fingerprint", "kind"):
             if self.header.get(key) != other.header.get(key):
                 raise UserError(f"statistics with different {key} cannot be merged: {_difference(self, other, key)}")
-        header = {**self.header, "batches": _union(self.header.get("batches", []), other.header.get("batches", []))}
-        return Statistics(merge_layers(self.layers, other.layers), header)
+        rows = _union(self.header.get("rows", []), other.header.get("rows", []))
+        merged = {"kind": self.header.get("kind"), "fingerprint": self.header.get("fingerprint"), "rows": rows}
+        return Statistics(merge_layers(self.layers, other.layers), merged)
 
 
-def merge_layers(first: Mapping[int, Mapping[str, torch.Tensor]], second: Mapping[int, Mapping[str, torch.Tensor]]) -> Layers:
+def merge_layers(
+    first: Mapping[int, Mapping[str, torch.Tensor]], second: Mapping[int, Mapping[str, torch.Tensor]]
+) -> Layers:
     """Tensor by tensor: the sum, or the maximum where the name ends in _max."""
     if first.keys() != second.keys():
         raise UserError(f"statistics of layers {sorted(first)} and {sorted(second)} cannot be merged")
@@ -145,7 +137,7 @@ def _union(first: Iterable[Iterable[int]], second: Iterable[Iterable[int]]) -> l
     union: list[list[int]] = []
     for start, stop in sorted([*map(list, first), *map(list, second)]):
         if union and start < union[-1][1]:
-            raise UserError(f"statistics cannot be merged: batch {start} is in both, its tokens would count twice")
+            raise UserError(f"statistics cannot be merged: row {start} is in both, its tokens would count twice")
         if union and start == union[-1][1]:
             union[-1][1] = stop
         else:
@@ -160,9 +152,3 @@ def _difference(first: Statistics, second: Statistics, key: str) -> str:
         name = next(name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name))
         return f"{name} is {a.get(name)!r} in one and {b.get(name)!r} in the other"
     return f"{a!r} and {b!r}"
-
-
-def _flush(path: Path) -> None:
-    """Have the bytes on disk before the file gets its name."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

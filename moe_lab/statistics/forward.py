@@ -1,0 +1,91 @@
+"""Every forward statistic of routed experts, at about the cost of a plain forward pass.
+
+Experts compute what the eager forward computes, in the same order: logits are bit-identical to it on the CPU. Gates are
+those the model's own router gave, so no routing rule is known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_lab.models.discover import MoELayer
+from moe_lab.statistics.accumulate import Call
+from moe_lab.statistics.experts import intermediate, output, sort_by_expert
+from moe_lab.statistics.observe import Observer, Tap
+
+
+class ForwardTap(Tap):
+    """Adds all statistics of a forward pass; see sums.py.
+
+    A forward pass that autograd repeats inside a backward pass (gradient checkpointing) is not counted again.
+    """
+
+    def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
+        super().__init__(observer, layer, start)
+        self.softmax_router = "sums_double_softmax" in start if start else None
+        self.logits: torch.Tensor | None = None
+        self.call: Call | None = None
+
+    def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep the router's logits (T, E) for the call of the experts that follows."""
+        first = result[0] if isinstance(result, tuple) else None
+        fits = isinstance(first, torch.Tensor) and first.shape[-1] == self.layer.n_experts
+        self.logits = first.detach().reshape(-1, self.layer.n_experts) if fits else None
+
+    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed output m (T, H), observed on the way."""
+        module = self.layer.experts
+        rows = sort_by_expert(index, self.layer.n_experts)
+        call = None
+        if not inside_backward():
+            gates = weights.detach()
+            call = Call(self.layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden))
+        mixed = torch.zeros_like(hidden)
+        for expert, part in rows.parts():
+            token = rows.token[part]
+            phi = intermediate(module, hidden[token], expert)
+            f = output(module, phi, expert)
+            if call is not None:
+                call.add(expert, part, phi.detach(), f.detach())
+            mixed.index_add_(0, token, (f * weights[token, rows.column[part], None]).to(mixed.dtype))
+        if call is not None:
+            for name, sums in call.finish(mixed.detach()).items():
+                self.add(name, sums)
+        self.call = call
+        return mixed
+
+    def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        """The decoder layer is done: its output is the denominator of what the call left open."""
+        if self.call is not None:
+            stream = result[0] if isinstance(result, tuple) else result
+            for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
+                self.add(name, sums)
+            self.call = None
+
+    def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """The double_softmax gates (T, K), if the router is a softmax over all experts; its first call tells."""
+        if self.softmax_router is None:
+            self.softmax_router = self.logits is not None and is_softmax(self.logits, index, weights)
+        if not self.softmax_router or self.logits is None:
+            return None
+        return self.logits.double().softmax(-1).softmax(-1).gather(-1, index)
+
+
+def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities, renormalised or not.
+
+    `logits` (T, E), `index` and `weights` (T, K). Told from what the router does, not from its name: log g - z is then
+    the same for all experts of a token. With K = 1 that says nothing, and g must be the probability times a constant.
+    """
+    tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
+    chosen = logits.double().log_softmax(-1).gather(-1, index)
+    gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
+    axis = 1 if index.shape[1] > 1 else 0
+    return bool(((gap.amax(axis) - gap.amin(axis)) <= tolerance).all())
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running a backward pass, within which gradient checkpointing repeats forward passes."""
+    return bool(torch._C._current_graph_task_id() != -1)
