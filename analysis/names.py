@@ -72,14 +72,17 @@ SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
 """Endings of metric names where less is better."""
 
-_FAMILY = re.compile(r"s_family\(\s*(?:b=)?(\d+)\s*,\s*(?:alpha=)?([\d.]+)\s*,\s*(?:beta=)?([\d.]+)\s*\)")
+_FAMILY = re.compile(r"s_family\((.*)\)")
 _DOMAINS = ("code", "math", "general")
 
 
 def criterion(name: str) -> str:
-    """The papers' spelling of a criterion; members of the S family without a name become S(b,α,β)."""
+    """The papers' spelling of a criterion; members of the S family by their numbers: S(1,0,2)."""
     member = _FAMILY.fullmatch(name)
-    return f"S({member[1]},{member[2]},{member[3]})" if member else CRITERIA.get(name, name)
+    if member is None:
+        return CRITERIA.get(name, name)
+    values = dict(part.split("=", 1) for part in member[1].split(",") if "=" in part)
+    return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
 
 
 def benchmark(name: str) -> str:

@@ -137,7 +137,7 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[f
 
 def variant_name(b: int, alpha: int, beta: int) -> str:
     """The papers' name of a member of the family, or S(b,α,β)."""
-    return _NAMED.get((b, alpha, beta), names.criterion(f"s_family({b},{alpha},{beta})"))
+    return _NAMED.get((b, alpha, beta), f"S({b},{alpha},{beta})")
 
 
 _NAMED = {

@@ -139,7 +139,17 @@ def _statistics(root: Path, model: str, calibration: str) -> str:
     frame.loc[frame["expert"] == 7, "tokens"] = 0
     (root / folder).mkdir(parents=True, exist_ok=True)
     frame.to_parquet(root / folder / "coverage.parquet", index=False)
-    write_json(root / folder / "calibration.json", {"tokens": 65536, "rows": 512, "sources": {calibration: 65536}})
+    write_json(
+        root / folder / "calibration.json",
+        {
+            "name": calibration,
+            "valid_tokens": {calibration: 65000},
+            "rows": 512,
+            "length": 128,
+            "packing": "reap",
+            "first_row": "made-up text",
+        },
+    )
     return folder
 
 

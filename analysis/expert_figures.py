@@ -1,0 +1,182 @@
+"""The figures about experts: proxy and exact damage (000 Fig. 3), overlap heat maps (Figs. 4, 5), tokens per expert."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
+from analysis import names, overlap, style
+from matplotlib.figure import Figure as Drawing
+from analysis.style import Figure
+
+ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
+BETAS = (0, 1, 2)
+_SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
+_GREEK = {"b": "b", "alpha": "α", "beta": "β"}
+
+
+def proxy_figure(found: pd.DataFrame, *, name: str) -> Figure:
+    """Fig. 3 from `proxy_overlap`: a point per model, calibration set and ratio, and the chance level."""
+    with style.look():
+        rows = list(dict.fromkeys(zip(found["model"], found["calibration"], strict=True)))
+        drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
+        axes = drawing.add_subplot()
+        for at, (ratio, group) in enumerate(found.groupby("ratio", sort=True)):
+            y = np.array([rows.index(key) for key in zip(group["model"], group["calibration"], strict=True)])
+            shade, marker = ("#2277bb", "#ee7733", "#117733", "#aa4499")[at % 4], style.MARKERS[at]
+            y = y + 0.22 * (at - 0.5)
+            axes.hlines(y, group["lowest"], group["overlap"], color=shade, linewidth=1.4, alpha=0.6)
+            axes.plot(
+                group["overlap"], y, marker, color=shade, markersize=5, label=f"{names.ratio(float(str(ratio)))} pruned"
+            )
+            axes.plot(group["chance"], y, "|", color=shade, markersize=7)
+        single = found["model"].nunique() == 1
+        labels = [names.calibration(s) if single else f"{m}, {names.calibration(s)}" for m, s in rows]
+        axes.set_yticks(range(len(rows)), labels)
+        axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
+        axes.grid(axis="x")
+        drawing.legend(loc="outside upper center", ncols=4)
+    caption = (
+        "How many of the experts with the lowest exact damage the proxy S(0,1,1) also finds: mean over layers (point), the "
+        "worst layer (end of the line), and what random sets would share (tick)."
+    )
+    return Figure(name, "Proxy and exact damage agree on what to prune", caption, drawing)
+
+
+def pooled_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
+    """Fig. 4 from `calibration_overlap`: component effects beside the heat map over (b, alpha, beta), pooled over models."""
+    pooled = overlap.pooled(overlaps)
+    ratios = sorted(pooled["ratio"].unique())
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
+        for row, ratio in zip(np.atleast_1d(drawing.subfigures(len(ratios), 1)), ratios, strict=True):
+            left, right = row.subplots(1, 2, width_ratios=(1, 1.15))
+            one = pooled[pooled["ratio"] == ratio]
+            _effects_axes(left, one)
+            _heat_axes(right, one)
+            row.suptitle(f"{names.ratio(ratio)} pruned", fontsize=8.5, fontweight="bold", x=0.01, ha="left")
+    caption = (
+        "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers and models). "
+        "Left: mean over all usable variants with this b, α or β. Right: each variant; dashed line and bracket: random sets; "
+        "(1,0,0) scores all experts alike."
+    )
+    return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
+
+
+def per_model_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
+    """Fig. 5 from `calibration_overlap`: a heat map per model and ratio."""
+    models, ratios = list(dict.fromkeys(overlaps["model"])), sorted(overlaps["ratio"].unique())
+    with style.look():
+        drawing: Drawing = style.drawing(style.PAGE, 2.6 * len(models))
+        grid = drawing.subplots(len(models), len(ratios), squeeze=False)
+        for row, model in enumerate(models):
+            for column, ratio in enumerate(ratios):
+                axes = grid[row][column]
+                _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
+                axes.set_title(f"{model}, {names.ratio(ratio)} pruned", pad=18)
+    caption = (
+        "The heat map of each model: share of the lowest-scored experts that is the same under all calibration sets."
+    )
+    return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)
+
+
+def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
+    effects = overlap.component_effects(pooled)
+    position = 0.0
+    ticks: list[tuple[float, str]] = []
+    for component in overlap.VARIANT:
+        for row in effects[effects["component"] == component].itertuples():
+            axes.bar(position, row.overlap, width=0.8, color=_SHADES[component], alpha=0.8)
+            axes.text(position, row.overlap + 0.015, f"{row.overlap:.2f}", ha="center", fontsize=6.5)
+            ticks.append((position, f"{_GREEK[component]}={row.level}"))
+            position += 1
+        position += 0.6
+    chance = float(pooled["chance_triple"].iloc[0])
+    axes.axhline(chance, color=style.INK, linestyle=(0, (4, 2)), linewidth=0.8)
+    axes.text(position - 0.6, chance + 0.01, "chance", fontsize=6.5, ha="right", color=style.MUTED)
+    axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
+    axes.set(ylim=(0, 1), ylabel="overlap")
+    axes.grid(axis="y")
+
+
+def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
+    cells = {(row.b, row.alpha, row.beta): row.triple for row in overlaps.itertuples()}
+    shades = colormaps[style.SEQUENTIAL]
+    for y, (b, alpha) in enumerate(ROWS):
+        for x, beta in enumerate(BETAS):
+            value = cells.get((b, alpha, beta), np.nan)
+            if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(value):
+                axes.add_patch(
+                    Rectangle((x, y), 1, 1, facecolor="none", edgecolor=style.RULE, hatch="///", linewidth=0)
+                )
+                axes.text(x + 0.5, y + 0.5, "N/A", ha="center", va="center", color=style.MUTED)
+                continue
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shades(float(value)), linewidth=0))
+            dark = "#000000" if value < 0.55 else "#ffffff"
+            axes.text(x + 0.5, y + 0.36, f"{value:.2f}", ha="center", va="center", color=dark, fontweight="bold")
+            axes.text(
+                x + 0.5,
+                y + 0.74,
+                overlap.variant_name(b, alpha, beta),
+                ha="center",
+                va="center",
+                color=dark,
+                fontsize=5.8,
+            )
+    axes.set(xlim=(0, len(BETAS)), ylim=(len(ROWS), 0))
+    axes.set_xticks(np.arange(len(BETAS)) + 0.5, [f"β={beta}" for beta in BETAS])
+    axes.set_yticks(np.arange(len(ROWS)) + 0.5, [f"b={b}, α={alpha}" for b, alpha in ROWS])
+    axes.xaxis.tick_top()
+    style.bare(axes)
+
+
+def coverage_figure(coverage: pd.DataFrame, *, name: str) -> Figure:
+    """Tokens of every expert relative to an even load, sorted within its layer; experts without a token are crossed."""
+    groups = list(coverage.groupby(["model", "calibration"], sort=False))
+    order = names.calibrations_in_order(calibration for (_, calibration), _ in groups)
+    groups.sort(key=lambda group: (str(group[0][0]), order.index(group[0][1])))
+    with style.look():
+        layers = max(frame["layer"].nunique() for _, frame in groups)
+        drawing = style.drawing(style.PAGE, len(groups) * (0.2 * min(layers, 24) + 0.5) + 0.5)
+        for at, ((model, calibration), frame) in enumerate(groups):
+            axes = drawing.add_subplot(len(groups), 1, at + 1)
+            _coverage_axes(axes, frame)
+            axes.set_title(f"{model}, {names.calibration(calibration)}")
+        axes.set_xlabel("experts of a layer, from the least to the most used")
+        handles = [
+            Patch(facecolor=colormaps[style.SEQUENTIAL](level), label=label)
+            for level, label in ((0.15, "a tenth of an even load"), (0.5, "even load"), (0.85, "ten times"))
+        ]
+        none = Patch(facecolor="none", edgecolor="#bb3311", hatch="xxxx", label="no token")
+        drawing.legend(handles=[none, *handles], loc="outside lower center", ncols=4, fontsize=7)
+    caption = (
+        "Each square is an expert; its shade is its share of tokens on a logarithmic scale. Crossed ones saw no token."
+    )
+    return Figure(name, "Tokens per expert", caption, drawing)
+
+
+def _coverage_axes(axes: Axes, frame: pd.DataFrame) -> None:
+    shades = colormaps[style.SEQUENTIAL]
+    layers = sorted(frame["layer"].unique())
+    widest = 1
+    for y, layer in enumerate(layers):
+        tokens = np.sort(frame.loc[frame["layer"] == layer, "tokens"].to_numpy(float))
+        widest = max(widest, len(tokens))
+        even = max(tokens.mean(), 1e-9)
+        level = 0.5 + 0.35 * np.clip(np.log10(np.maximum(tokens, 1e-9) / even), -1.4, 1.4)
+        image = shades(level)[None]
+        silent = int((tokens == 0).sum())
+        image[0, :silent, 3] = 0
+        axes.imshow(image, extent=(0, len(tokens), y + 0.94, y + 0.06), aspect="auto", interpolation="nearest")
+        if silent:
+            box = Rectangle(
+                (0, y + 0.06), silent, 0.88, facecolor="none", edgecolor="#bb3311", hatch="xxxx", linewidth=0
+            )
+            axes.add_patch(box)
+    axes.set(xlim=(0, widest), ylim=(len(layers), 0))
+    shown = layers if len(layers) <= 12 else layers[:: -(-len(layers) // 12)]
+    axes.set_yticks([layers.index(layer) + 0.5 for layer in shown], [f"layer {layer}" for layer in shown], fontsize=6.5)
+    style.bare(axes)

@@ -1,0 +1,208 @@
+"""The figures about scores: winner map (000 Fig. 2), averages with intervals, radar plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.projections.polar import PolarAxes
+
+from analysis import names, style
+from analysis.comparison import Comparison, Panel
+from analysis.style import Figure
+from analysis.winners import SETTINGS, label
+
+RADAR_LINES = 4
+"""Criteria drawn in a radar plot: the best by Avg."""
+
+
+def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
+    """A map per model and ratio from `winner_map`: columns x calibration sets, hatched where a win is within noise."""
+    with style.look():
+        maps = list(found.groupby(SETTINGS, sort=False))
+        across = min(2, len(maps))
+        down = -(-len(maps) // across)
+        rows = max(len(group["column"].unique()) for _, group in maps)
+        drawing = style.drawing(style.PAGE if across > 1 else style.PAGE * 0.6, down * (0.36 * rows + 0.75))
+        for at, (key, group) in enumerate(maps):
+            axes = drawing.add_subplot(down, across, at + 1)
+            _winner_axes(axes, group)
+            axes.set_title(f"{key[0]}, {names.ratio(key[1])} pruned", pad=20)
+        handles = [
+            Patch(facecolor=style.RULE, label="beyond noise"),
+            Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
+            Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
+        ]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
+    caption = (
+        "Each cell names the criterion with the best score in a column under a calibration set. Hatched wins are within "
+        "noise (paired test against every other criterion, Holm-corrected over the map, 5 %); ties list all names."
+    )
+    return Figure(name, title, caption, drawing)
+
+
+def _winner_axes(axes: Axes, found: pd.DataFrame) -> None:
+    columns = list(dict.fromkeys(found["column"]))
+    sets = names.calibrations_in_order(found["calibration"])
+    for win in found.to_dict("records"):
+        x, y = sets.index(win["calibration"]), columns.index(win["column"])
+        winners: tuple[str, ...] = win["winners"]
+        if len(winners) == 1:
+            noise = not win["beyond_noise"]
+            fill = {"facecolor": style.colour(winners[0]), "edgecolor": style.MUTED, "linewidth": 0}
+            axes.add_patch(Rectangle((x, y), 1, 1, alpha=0.3, hatch=style.HATCH if noise else None, **fill))
+        text, size = _fitted(winners, win["score"])
+        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
+    for edge in range(len(sets) + 1):
+        axes.axvline(edge, color=style.SURFACE, linewidth=2)
+    for edge in range(len(columns) + 1):
+        axes.axhline(edge, color=style.SURFACE, linewidth=2)
+    axes.set(xlim=(0, len(sets)), ylim=(len(columns), 0))
+    axes.set_xticks(np.arange(len(sets)) + 0.5, [names.calibration(s) for s in sets])
+    axes.set_yticks(np.arange(len(columns)) + 0.5, [names.benchmark(c) for c in columns])
+    axes.xaxis.tick_top()
+    style.bare(axes)
+
+
+def _fitted(winners: Sequence[str], score: float) -> tuple[str, float]:
+    """The text of a cell and the size at which it fits: at most three names, the rest counted."""
+    if len(winners) > 1 and score != 0:
+        shown = [names.criterion(name) for name in winners[:3]]
+        more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
+        return (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (
+            f" =\n{shown[2]}{more}" if shown[2:] else ""
+        ), 5.6
+    return label(winners, score), 7.5 if len(winners) == 1 else 6.5
+
+
+def averages_figure(comparison: Comparison, *, name: str) -> Figure:
+    """Avg of every criterion with its 95 % interval beside the unpruned model: a row of panels per ratio."""
+    panels = comparison.panels
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    groups = list(dict.fromkeys(_group(panel) for panel in panels))
+    with style.look():
+        criteria = max(len(panel.cells) for panel in panels)
+        drawing = style.drawing(style.PAGE, len(groups) * (0.17 * criteria + 0.75))
+        grid = drawing.subplots(len(groups), len(sets), sharex=True, squeeze=False)
+        for row, group in enumerate(groups):
+            members = [panel for panel in panels if _group(panel) == group]
+            order = _order(comparison, members)
+            for axes in grid[row]:
+                axes.set_visible(False)
+            for panel in members:
+                axes = grid[row][sets.index(panel.calibration)]
+                axes.set_visible(True)
+                _averages_axes(axes, comparison, panel, order)
+                axes.set_title(
+                    f"{names.calibration(panel.calibration)}, {names.ratio(panel.ratio)} pruned", fontsize=7.5
+                )
+                if panel.calibration != sets[0]:
+                    axes.set_yticklabels([])
+        drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
+    caption = (
+        "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and band are "
+        "the unpruned model. Criteria are sorted by their mean over the panels of a row."
+    )
+    return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
+
+
+def _group(panel: Panel) -> tuple[float, str, str, int]:
+    return panel.ratio, panel.allocation, panel.gate, panel.seed
+
+
+def _order(comparison: Comparison, panels: Sequence[Panel]) -> list[str]:
+    """Criteria from the lowest to the highest mean Avg."""
+    averages = pd.DataFrame(
+        {
+            panel.calibration: {name: score[cell] for name, cell in panel.cells.items()}
+            for panel in panels
+            for score in [comparison.score(panel.columns(comparison))]
+        }
+    )
+    return [str(name) for name in averages.mean(axis=1).sort_values(na_position="first", kind="stable").index]
+
+
+def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequence[str]) -> None:
+    target = panel.columns(comparison)
+    scores, (low, high) = comparison.score(target), comparison.interval(target)
+    if comparison.unpruned is not None:
+        full = comparison.unpruned
+        axes.axvspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
+        axes.axvline(scores[full], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9)
+    for y, criterion in enumerate(order):
+        cell = panel.cells.get(criterion)
+        if cell is None:
+            continue
+        if np.isnan(scores[cell]):
+            axes.text(0.02, y, "gap", fontsize=6.5, color=style.MUTED, va="center")
+            continue
+        shade = style.colour(criterion)
+        axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
+        axes.plot(scores[cell], y, marker="o", markersize=4, color=shade)
+    axes.set_yticks(range(len(order)), [names.criterion(name) for name in order], fontsize=7)
+    axes.set_ylim(-0.7, len(order) - 0.3)
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+
+
+def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
+    """Displayed columns as spokes, the unpruned model and the best criteria by Avg as lines; None below three columns."""
+    panels = [panel for panel in comparison.panels if len(panel.columns(comparison)) >= 3]
+    if not panels:
+        return None
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    groups = list(dict.fromkeys(_group(panel) for panel in panels))
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.45 * len(groups) + 0.45)
+        drawn: list[str] = []
+        for panel in panels:
+            at = groups.index(_group(panel)) * len(sets) + sets.index(panel.calibration) + 1
+            axes = drawing.add_subplot(len(groups), len(sets), at, projection="polar")
+            assert isinstance(axes, PolarAxes)
+            drawn += _radar_axes(axes, comparison, panel)
+        handles = [_line("none"), *(_line(name) for name in names.in_order(drawn, names.CRITERIA))]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=7)
+    caption = f"Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; the {RADAR_LINES} best criteria by Avg in each panel."
+    return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
+
+
+def _line(criterion: str) -> Line2D:
+    if criterion == "none":
+        return Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.criterion("none"))
+    marker = (
+        style.MARKERS[list(names.CRITERIA).index(criterion) % len(style.MARKERS)]
+        if criterion in names.CRITERIA
+        else "o"
+    )
+    shade = style.colour(criterion)
+    return Line2D([], [], color=shade, marker=marker, markersize=3.5, linewidth=1.3, label=names.criterion(criterion))
+
+
+def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel) -> list[str]:
+    target = list(panel.columns(comparison))
+    scores = pd.Series({name: comparison.score(tuple(target))[cell] for name, cell in panel.cells.items()}, dtype=float)
+    best = [str(name) for name in scores.dropna().sort_values(ascending=False, kind="stable").index[:RADAR_LINES]]
+    angles = np.linspace(0, 2 * np.pi, len(target), endpoint=False)
+    closed = np.append(angles, angles[0])
+    cells = {"none": comparison.unpruned, **{name: panel.cells[name] for name in best}}
+    for criterion, cell in cells.items():
+        if cell is None:
+            continue
+        values = comparison.columns.loc[cell, target].to_numpy(float)
+        line = _line(criterion)
+        line.set_data(closed, np.append(values, values[0]))
+        axes.add_line(line)
+    axes.set_theta_offset(np.pi / 2)
+    axes.set_theta_direction(-1)
+    axes.set_xticks(angles, [names.benchmark(column) for column in target], fontsize=6.5)
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
+    axes.spines["polar"].set_color(style.RULE)
+    axes.set_title(
+        f"{names.calibration(panel.calibration)}, {names.ratio(panel.ratio)} pruned", fontsize=7.5, pad=10, loc="center"
+    )
+    return best

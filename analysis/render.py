@@ -1,0 +1,165 @@
+"""A table as CSV, Markdown, LaTeX and HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.tables import Table
+
+GAP = "–"
+"""What a missing number looks like; a footnote explains it."""
+GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
+UNPRUNED = "Unpruned"
+
+
+def shown(value: object, form: str) -> str:
+    """A number in its format; a gap is a dash."""
+    return GAP if value is None or (isinstance(value, float) and math.isnan(value)) else form.format(value)
+
+
+def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
+    """Whether a dash is no gap: the unpruned model has no rank among criteria, a tie has no p-value."""
+    unranked = row.get("Criterion") == UNPRUNED and column in ("Avg Rank", "First")
+    return unranked or (table.name.endswith(("winners", "fig2")) and column != "Score")
+
+
+def footnotes(table: Table) -> list[str]:
+    """The table's own footnotes, and the one on gaps if it has any."""
+    rows = table.frame.to_dict("records")
+    missing = any(
+        shown(row[column], "{}") == GAP and not expected_gap(table, row, column)
+        for row in rows
+        for column in table.formats
+    )
+    return [*table.footnotes, *([GAP_NOTE] if missing else [])]
+
+
+def best(table: Table) -> pd.DataFrame:
+    """Booleans like the frame: the best of each block, the unpruned model left out, as printed (ties are all best)."""
+    marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
+    if not table.best or table.frame.empty:
+        return marks
+    competing = table.frame
+    if "Criterion" in competing:
+        competing = competing[competing["Criterion"] != UNPRUNED]
+    groups = competing.groupby(list(table.blocks), sort=False) if table.blocks else [((), competing)]
+    for _, block in groups:
+        for column, direction in table.best.items():
+            decimals = 2 if table.formats[column] == "{:.2f}" else 3
+            values = block[column].astype(float).round(decimals)
+            if len(values.dropna()) > 1:
+                marks.loc[block.index, column] = values == getattr(values, direction)()
+    return marks
+
+
+def text(table: Table) -> pd.DataFrame:
+    """The frame with every number as it is printed."""
+    columns = {
+        column: [shown(value, table.formats[column]) for value in values] if column in table.formats else list(values)
+        for column, values in table.frame.items()
+    }
+    return pd.DataFrame(columns, index=table.frame.index)
+
+
+def csv(table: Table) -> str:
+    """Full precision, with the ends of intervals as columns of their own; a gap is an empty field."""
+    frame = table.frame.copy()
+    for end, values in (("low", table.low), ("high", table.high)):
+        if values is not None:
+            for column in values.columns:
+                frame[f"{column} {end}"] = values[column].to_numpy()
+    return str(frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+
+
+def markdown(table: Table) -> str:
+    """A pipe table with title, caption and footnotes; the best of each block in bold."""
+    cells = text(table).astype(str).where(~best(table), "**" + text(table).astype(str) + "**")
+    align = [("---:" if column in table.formats else ":---") for column in cells]
+    lines = [list(map(str, cells.columns)), align, *cells.to_numpy().tolist()]
+    body = "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    notes = "".join(f"\n{note}\n" for note in footnotes(table))
+    return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
+
+
+def latex(table: Table) -> str:
+    """A booktabs table; the best of each block in bold."""
+    marks = best(table)
+    styler = text(table).style.hide(axis="index").format(_tex).format_index(_tex, axis=1)
+    styler = styler.apply(lambda _: marks.replace({True: "textbf:--rwrap;", False: ""}), axis=None)
+    layout = "".join("r" if column in table.formats else "l" for column in table.frame)
+    caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
+    made = styler.to_latex(hrules=True, column_format=layout, caption=caption, label=f"tab:{table.name}", position="t")
+    return f"% needs \\usepackage{{booktabs}}\n{made}"
+
+
+_TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {c: f"\\{c}" for c in "&%$#_{}"}
+
+
+def _tex(value: object) -> str:
+    return "".join(_TEX.get(character, character) for character in str(value))
+
+
+def html(table: Table) -> str:
+    """A table element with sort keys, intervals as titles, and the best of each block marked; styled by the page."""
+    head = "".join(_head(table, str(column)) for column in table.frame)
+    marks, cells = best(table).to_numpy(), text(table).to_numpy()
+    records = table.frame.to_dict("records")
+    fresh = _block_starts(table)
+    rows = []
+    for number, record in enumerate(records):
+        classes = " ".join(
+            word
+            for word, holds in (("first", fresh[number]), ("unpruned", record.get("Criterion") == UNPRUNED))
+            if holds
+        )
+        body = "".join(
+            _cell(table, number, str(column), record[column], str(cells[number, at]), bool(marks[number, at]))
+            for at, column in enumerate(table.frame)
+        )
+        rows.append(f'<tr class="{classes}">{body}</tr>' if classes else f"<tr>{body}</tr>")
+    return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _head(table: Table, column: str) -> str:
+    kind = "number" if column in table.formats else "text"
+    return f"<th scope=col class={kind} aria-sort=none><button type=button>{escape(column)}</button></th>"
+
+
+def _cell(table: Table, row: int, column: str, value: object, printed: str, strong: bool) -> str:
+    inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
+    if column not in table.formats:
+        return f"<td>{inner}</td>"
+    title = ""
+    if table.low is not None and table.high is not None and column in table.low:
+        low, high = table.low[column].iloc[row], table.high[column].iloc[row]
+        form = table.formats[column]
+        if not (pd.isna(low) or pd.isna(high)):
+            title = f' title="95 % interval {form.format(low)} to {form.format(high)}"'
+    key = "" if printed == GAP else f"{float(str(value)):.9g}"
+    return f'<td class=number data-key="{key}"{title}>{inner}</td>'
+
+
+def _block_starts(table: Table) -> list[bool]:
+    if not table.blocks or table.frame.empty:
+        return [False] * len(table.frame)
+    keys = table.frame[list(table.blocks)].astype(str).agg("\x1f".join, axis=1)
+    return list(keys != keys.shift())
+
+
+SUFFIXES = {"csv": csv, "md": markdown, "tex": latex, "html": html}
+
+
+def write(table: Table, folder: Path) -> list[Path]:
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for suffix, function in SUFFIXES.items():
+        path = folder / f"{table.name}.{suffix}"
+        path.write_text(function(table), encoding="utf-8")
+        written.append(path)
+    return written

@@ -1,0 +1,219 @@
+"""The papers' tables of scores: averages and ranks (T1), calibrated on the task (T2), every benchmark (T5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import names, ranks, uncertainty
+from analysis.comparison import Comparison, Panel, Target
+from analysis.load import Study
+from analysis.tables import PERCENT, RANK, SCORE, Table, setting
+
+
+def rank_table(
+    study: Study,
+    comparisons: Iterable[Comparison],
+    *,
+    name: str = "ranks",
+    criteria: Sequence[str] | None = None,
+) -> Table:
+    """T1: displayed columns, Avg and Avg Rank (with 95 % intervals) of the unpruned model and every criterion.
+
+    One block per model, ratio and calibration set. `first` is the share of bootstrap replicates in which a criterion has
+    the best Avg. Average ranks are among the criteria shown, the unpruned model excluded.
+    """
+    blocks = [_rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
+    columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
+    order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
+    frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
+    scores = [column for column in order if column not in (*_PANEL, "Avg Rank", "First")]
+    lower = {column for comparison in comparisons for column in comparison.lower_is_better}
+    return Table(
+        name=name,
+        title="Scores, average and average rank",
+        caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties share "
+        "the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best Avg "
+        f"when items are resampled. {setting(study)}",
+        frame=frame[order].rename(columns=names.benchmark),
+        formats={**{names.benchmark(column): SCORE for column in scores}, "Avg Rank": RANK, "First": PERCENT},
+        best={**{names.benchmark(c): "min" if c in lower else "max" for c in scores}, "Avg Rank": "min"},
+        blocks=_PANEL[:3],
+        low=low.rename(columns=names.benchmark),
+        high=high.rename(columns=names.benchmark),
+        footnotes=_partial_columns(comparisons),
+    )
+
+
+_PANEL = ["Model", "Pruned", "Calibration", "Criterion"]
+
+
+def _rank_block(
+    comparison: Comparison, panel: Panel, criteria: Sequence[str] | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
+    target = panel.columns(comparison)
+    shown = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
+    frame = comparison.columns.loc[list(shown.values()), list(target)]
+    low, high = frame.copy(), frame.copy()
+    for column in target:
+        ends = comparison.interval((column,))
+        low[column], high[column] = (end.loc[frame.index] for end in ends)
+    frame = frame.assign(Avg=comparison.score(target))
+    ends = comparison.interval(target)
+    low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
+    pruned = frame.loc[list(cells.values())]
+    frame["Avg Rank"] = ranks.average_rank(pruned[list(target)], lower_is_better=comparison.lower_is_better)
+    rank_low, rank_high, first = _resampled(comparison, target, list(cells.values()))
+    low["Avg Rank"], high["Avg Rank"], frame["First"] = rank_low, rank_high, first
+    labels = [
+        (comparison.model, names.ratio(panel.ratio), names.calibration(panel.calibration), names.criterion(name))
+        for name in shown
+    ]
+    text = pd.DataFrame(labels, columns=_PANEL, index=frame.index)
+    return pd.concat([text, frame], axis=1), low, high
+
+
+def _resampled(comparison: Comparison, target: Target, cells: list[int]) -> tuple[pd.Series, pd.Series, pd.Series]:
+    """Interval ends of Avg Rank and the share of replicates with the best Avg; NaN without outcomes."""
+    draws = [comparison.draws((column,)) for column in target]
+    known = [column[:, comparison.rows(cells)] for column in draws if column is not None]
+    if len(known) < len(target) or not cells:
+        missing = pd.Series(np.nan, cells, dtype=float)
+        return missing, missing, missing
+    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in target])
+    stacked = np.stack(known, axis=2)
+    low, high = uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
+    best = (stacked * -signs).mean(axis=2)
+    complete = ~np.isnan(best).any(axis=0)
+    first = np.full(len(cells), np.nan)
+    if complete.any():
+        leaders = best[:, complete].argmax(axis=1)
+        first[complete] = np.bincount(leaders, minlength=int(complete.sum())) / len(best)
+    return pd.Series(low, cells), pd.Series(high, cells), pd.Series(first, cells)
+
+
+def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
+    lacking = {column: count for comparison in comparisons for column, count in ranks.partial(comparison.parts).items()}
+    return [
+        f"{column} is the mean of the {len(names.COLUMNS[column]) - count} benchmarks that were run, of {len(names.COLUMNS[column])}."
+        for column, count in lacking.items()
+    ]
+
+
+def task_specific_table(
+    study: Study,
+    comparisons: Iterable[Comparison],
+    *,
+    name: str = "task_specific",
+    criteria: Sequence[str] | None = None,
+) -> Table:
+    """T2: coding columns of the model pruned with code calibration beside mathematics columns of the one pruned with
+    mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run."""
+    rows, low, high = [], [], []
+    for comparison in comparisons:
+        for settings, domains in _by_domain(comparison).items():
+            if {"code", "math"} <= set(domains):
+                block = _task_block(comparison, domains, criteria)
+                labels = {"Model": comparison.model, "Pruned": names.ratio(settings[0])}
+                rows.append(block[0].assign(**labels))
+                low.append(block[1])
+                high.append(block[2])
+    columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
+    empty = pd.DataFrame(columns=["Model", "Pruned", "Criterion", *columns, "Avg Rank"])
+    frame = pd.concat(rows, ignore_index=True)[list(empty.columns)] if rows else empty
+    return Table(
+        name=name,
+        title="Calibrated on the task",
+        caption="Coding columns come from the model pruned with code calibration, mathematics columns from the one pruned "
+        f"with mathematics calibration; Avg Rank is over these four columns. {setting(study)}",
+        frame=frame,
+        formats={**dict.fromkeys(columns, SCORE), "Avg Rank": RANK},
+        best={**dict.fromkeys(columns, "max"), "Avg Rank": "min"},
+        blocks=("Model", "Pruned"),
+        low=pd.concat(low, ignore_index=True) if low else None,
+        high=pd.concat(high, ignore_index=True) if high else None,
+    )
+
+
+def _by_domain(comparison: Comparison) -> dict[tuple[float, str, str, int], dict[str, Panel]]:
+    found: dict[tuple[float, str, str, int], dict[str, Panel]] = {}
+    for panel in comparison.panels:
+        domain = names.domain(panel.calibration)
+        if domain:
+            found.setdefault((panel.ratio, panel.allocation, panel.gate, panel.seed), {}).setdefault(domain, panel)
+    return found
+
+
+def _task_block(
+    comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    code, math = domains["code"].cells, domains["math"].cells
+    shown = [name for name in code if name in math and (criteria is None or name in criteria)]
+    full = comparison.unpruned
+    sources = {
+        column: ([] if full is None else [full]) + [cells[name] for name in shown]
+        for columns, cells in ((names.CODE_COLUMNS, code), (names.MATH_COLUMNS, math))
+        for column in columns
+    }
+
+    def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                column: values(column).loc[cells].to_numpy()
+                if column in comparison.parts
+                else np.full(len(cells), np.nan)
+                for column, cells in sources.items()
+            }
+        )
+
+    frame = gather(lambda column: comparison.columns[column])
+    low = gather(lambda column: comparison.interval((column,))[0])
+    high = gather(lambda column: comparison.interval((column,))[1])
+    frame["Criterion"] = [names.criterion(name) for name in ([] if full is None else ["none"]) + shown]
+    pruned = frame.iloc[len(frame) - len(shown) :]
+    frame["Avg Rank"] = ranks.average_rank(pruned[list(sources)])
+    return frame, low, high
+
+
+def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "benchmarks") -> Table:
+    """T5: every benchmark for every cell, with 95 % intervals."""
+    frames, lows, highs = [], [], []
+    for comparison in comparisons:
+        text = pd.DataFrame(
+            {
+                "Model": comparison.model,
+                "Pruned": comparison.cells["ratio"].map(names.ratio),
+                "Calibration": comparison.cells["calibration"].map(names.calibration),
+                "Criterion": comparison.cells["criterion"].map(names.criterion),
+            }
+        )
+        frames.append(pd.concat([text, comparison.benchmarks], axis=1))
+        ends = {column: comparison.interval((column,)) for column in comparison.benchmarks}
+        lows.append(pd.DataFrame({column: low for column, (low, _) in ends.items()}))
+        highs.append(pd.DataFrame({column: high for column, (_, high) in ends.items()}))
+    columns = names.in_order((c for frame in lows for c in frame), names.BENCHMARKS)
+    lower = {column for comparison in comparisons for column in comparison.lower_is_better}
+    frame, low, high = (
+        pd.concat(parts, ignore_index=True).rename(columns=names.benchmark) for parts in (frames, lows, highs)
+    )
+    return Table(
+        name=name,
+        title="Every benchmark",
+        caption=f"{_metrics(study)} {setting(study)}",
+        frame=frame[[*_PANEL, *map(names.benchmark, columns)]],
+        formats={names.benchmark(column): SCORE for column in columns},
+        best={names.benchmark(column): "min" if column in lower else "max" for column in columns},
+        blocks=_PANEL[:3],
+        low=low,
+        high=high,
+    )
+
+
+def _metrics(study: Study) -> str:
+    by_metric: dict[str, list[str]] = {}
+    for row in study.results.drop_duplicates("benchmark").itertuples():
+        by_metric.setdefault(str(row.metric), []).append(names.benchmark(str(row.benchmark)))
+    return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))

@@ -1,0 +1,142 @@
+"""One look for all figures: safe for colour-blind readers, readable in grey, at paper width, and fit for dark pages."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+
+COLUMN, PAGE = 3.35, 6.9
+"""Widths in inches: one column and the full page of a paper."""
+DPI = 200
+
+INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
+"""The four colours that follow the page's theme: in SVG they become CSS variables."""
+_THEME = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", SURFACE: "var(--surface)"}
+
+CRITERIA = {
+    "none": INK,
+    "frequency": "#b39a25",
+    "seer": "#cc6677",
+    "ean": "#117733",
+    "reap": "#2277bb",
+    "mone": "#aa4499",
+    "mone_freq": "#882255",
+    "man": "#ee7733",
+    "msan": "#bb3311",
+    "gate_ean": "#44aa99",
+    "gate_energy": "#66aadd",
+    "exact_damage": "#4b3fa0",
+    "aimer": "#8a8a2b",
+    "magnitude": "#7a7a7a",
+    "random": "#a9a9a9",
+}
+"""Colours of criteria (after Paul Tol's schemes); every figure also names them, or gives them a marker."""
+OTHER = "#5b8c9c"
+MARKERS = "osD^vPX*<>hd"
+SEQUENTIAL = "YlGnBu"
+"""From light to dark in grey as well."""
+HATCH = "/////"
+"""Within noise."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its file stem, title and caption."""
+
+    name: str
+    title: str
+    caption: str
+    drawing: Drawing
+
+
+def colour(criterion: str) -> str:
+    """The colour of a criterion in every figure."""
+    return CRITERIA.get(criterion, OTHER)
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Settings under which figures are drawn and saved."""
+    settings = {
+        "font.family": "DejaVu Sans",
+        "font.size": 8,
+        "axes.titlesize": 8.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.edgecolor": RULE,
+        "axes.labelcolor": INK,
+        "axes.titlecolor": INK,
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.linewidth": 0.8,
+        "text.color": INK,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "grid.color": RULE,
+        "grid.linewidth": 0.6,
+        "hatch.linewidth": 0.6,
+        "legend.frameon": False,
+        "figure.facecolor": SURFACE,
+        "savefig.facecolor": SURFACE,
+        "pdf.fonttype": 42,
+        "svg.fonttype": "path",
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def drawing(width: float, height: float) -> Drawing:
+    """An empty drawing of this size in inches whose parts never overlap."""
+    return Drawing(figsize=(width, height), layout="constrained")
+
+
+def write(figure: Figure, folder: Path) -> list[Path]:
+    """Write the figure as NAME.png and NAME.pdf into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{figure.name}.{suffix}" for suffix in ("png", "pdf")]
+    with look():
+        for path in paths:
+            stamp = {"Software": None} if path.suffix == ".png" else {"CreationDate": None}
+            figure.drawing.savefig(path, dpi=DPI, metadata=stamp)
+    return paths
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG element to put into a page: it scales, and its neutral colours follow the page's theme."""
+    buffer = io.StringIO()
+    with look(), matplotlib.rc_context({"svg.hashsalt": figure.name}):
+        figure.drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    made = buffer.getvalue()
+    made = made[made.index("<svg") :]
+    made = re.sub(r"<metadata>.*?</metadata>", "", made, flags=re.DOTALL)
+    made = re.sub(
+        r'<svg[^>]*?viewBox="([^"]*)"[^>]*>',
+        r'<svg viewBox="\1" role="img" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">',
+        made,
+        count=1,
+    )
+    for fixed, variable in _THEME.items():
+        made = made.replace(fixed, variable)
+    stem = re.sub(r"\W", "_", figure.name)
+    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", made)
+
+
+def bare(axes: Axes) -> None:
+    """Leave only the labels of an axes whose content is a grid of its own."""
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.tick_params(length=0)

@@ -1,0 +1,186 @@
+"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from analysis import memory, names, uncertainty
+from analysis.comparison import Comparison
+from analysis.coverage import coverage_summary
+from analysis.load import Study, versions
+from analysis.overlap import variant_name
+from analysis.winners import LEVEL, label, winner_map
+
+SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers, and how to show them. NaN is a gap."""
+
+    name: str
+    """File stem, such as unified.table1."""
+    title: str
+    caption: str
+    frame: pd.DataFrame
+    """Text columns first, spelled for people; then numbers."""
+    formats: Mapping[str, str]
+    """Number column -> format; columns not named here are text."""
+    best: Mapping[str, str] = field(default_factory=dict)
+    """Number column -> "max" or "min": the best of a block is set in bold."""
+    blocks: Sequence[str] = ()
+    """Text columns that together name a block of rows which compete."""
+    low: pd.DataFrame | None = None
+    """Lower ends of 95 % intervals, for the columns that have them."""
+    high: pd.DataFrame | None = None
+    footnotes: Sequence[str] = ()
+
+    @property
+    def gaps(self) -> int:
+        """Number of missing values in number columns that should have one."""
+        return int(self.frame[list(self.formats)].isna().to_numpy().sum()) if len(self.frame) else 0
+
+
+def setting(study: Study) -> str:
+    """What every caption states: items, seed, calibration tokens, gate, intervals and library versions."""
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    sizes = study.results["n"]
+    items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
+    tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
+    libraries = ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items())
+    parts = [
+        f"n = {items} items a benchmark",
+        f"seed {_several(pruned['seed'])}",
+        f"gate {_several(pruned['gate'])}",
+        f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
+        f"{uncertainty.CONFIDENCE:.0%} intervals",
+        libraries,
+    ]
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _several(values: pd.Series) -> str:
+    return ", ".join(str(value) for value in values.drop_duplicates()) or "none"
+
+
+def winner_table(
+    study: Study, comparisons: Iterable[Comparison], *, name: str = "winners", criteria: Sequence[str] | None = None
+) -> Table:
+    """The winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
+    found = winner_map(comparisons, criteria)
+    text = {
+        "Model": found["model"],
+        "Pruned": found["ratio"].map(names.ratio),
+        "Calibration": found["calibration"].map(names.calibration),
+        "Column": found["column"].map(names.benchmark),
+        "Winner": [label(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
+        "Runner-up": found["runner_up"].map(names.criterion),
+        "Verdict": [verdict(row) for row in found.to_dict("records")],
+    }
+    numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
+    frame = pd.DataFrame({**text, **{shown: found[column] for shown, column in numbers.items()}})
+    return Table(
+        name=name,
+        title="Winners",
+        caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a benchmark "
+        "of right-or-wrong items, sign flips for averages and graded stories); Holm: corrected for all columns "
+        f"of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
+        frame=frame,
+        formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
+        blocks=("Model", "Pruned", "Calibration"),
+        low=found[["lead_low"]].set_axis(["Lead"], axis=1),
+        high=found[["lead_high"]].set_axis(["Lead"], axis=1),
+    )
+
+
+def verdict(win: Mapping[str, object]) -> str:
+    """A cell of the winner map in words."""
+    winners = win["winners"]
+    assert isinstance(winners, tuple)
+    if not winners:
+        return "gap"
+    if len(winners) > 1:
+        return "tie"
+    if pd.isna(win["p"]):
+        return "not tested"
+    return "beyond noise" if win["beyond_noise"] else "within noise"
+
+
+def memory_table(study: Study, *, name: str = "memory") -> Table:
+    """T3: bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
+    found = memory.loading_memory(study)
+    columns = ["Model", "Pruned", "Before (MiB)", "After (MiB)", "Saved", "Before (bytes)", "After (bytes)"]
+    frame = pd.DataFrame(columns=columns)
+    if len(found):
+        values = [
+            found["model"],
+            found["ratio"].map(names.ratio),
+            found["bytes"] / 2**20,
+            found["bytes_after"] / 2**20,
+            found["saved"],
+            found["bytes"],
+            found["bytes_after"],
+        ]
+        frame = pd.DataFrame(dict(zip(columns, values, strict=True)))
+    return Table(
+        name=name,
+        title="Loading memory",
+        caption="Parameters of the whole model in bfloat16, exact from its configuration and the plans.",
+        frame=frame,
+        formats=dict(zip(columns[2:], ("{:,.2f}", "{:,.2f}", "{:.1%}", "{:,.0f}", "{:,.0f}"), strict=True)),
+    )
+
+
+def coverage_table(study: Study, *, name: str = "coverage") -> Table:
+    """How many tokens the calibration sets sent to the experts."""
+    found = coverage_summary(study.coverage)
+    columns = ["Model", "Calibration", "Experts", "Unseen", "Rare", "Least tokens", "Median tokens", "Most tokens"]
+    frame = pd.DataFrame(columns=columns)
+    if len(found):
+        keys = ["model", "calibration", "experts", "unseen", "rare", "least", "median", "most"]
+        frame = found[keys].set_axis(columns, axis=1).assign(Calibration=found["calibration"].map(names.calibration))
+    return Table(
+        name=name,
+        title="Tokens per expert",
+        caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
+        "Rare: fewer than a tenth of the tokens an even load would give.",
+        frame=frame,
+        formats=dict.fromkeys(columns[2:], "{:,.0f}"),
+    )
+
+
+def overlap_table(overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
+    """Overlap over calibration sets of every S(b, alpha, beta), by three readings, with chance levels."""
+    columns = ["Model", "Pruned", "Variant", "b", "α", "β", "Triple", "Pairwise", "Jaccard"]
+    chance = ["Triple, by chance", "Pairwise, by chance", "Jaccard, by chance"]
+    frame = pd.DataFrame(columns=[*columns, *chance])
+    if len(overlaps):
+        keys = [
+            "b",
+            "alpha",
+            "beta",
+            "triple",
+            "pairwise",
+            "jaccard",
+            "chance_triple",
+            "chance_pairwise",
+            "chance_jaccard",
+        ]
+        numbers = overlaps[keys].set_axis([*columns[3:], *chance], axis=1)
+        variants = [variant_name(row.b, row.alpha, row.beta) for row in overlaps.itertuples()]
+        text = {"Model": overlaps["model"], "Pruned": overlaps["ratio"].map(names.ratio), "Variant": variants}
+        frame = pd.concat([pd.DataFrame(text), numbers], axis=1)
+    shown = dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys((*columns[6:], *chance), SCORE)
+    return Table(
+        name=name,
+        title="Overlap of the experts to prune across calibration sets",
+        caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
+        "pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for every expert and left out.",
+        frame=frame,
+        formats=shown,
+        best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
+        blocks=("Model", "Pruned"),
+    )
