@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
-from moe_lab.config import ModelConfig
-from moe_lab.models import files
+from moe_lab.paths import resolve
 from moe_lab.study.identity import Step
 
 ROOM = 1.2
@@ -20,8 +21,16 @@ def memory(steps: Iterable[Step]) -> dict[str, str]:
     most: dict[str, float] = {}
     for step in steps:
         if step.kind in LOADS:
-            settings = ModelConfig(**step.runtime["model"])
-            size = files.weight_bytes(settings)
-            if size is not None:
+            size = _weight_bytes(step.runtime["model"])
+            if size:
                 most[step.kind] = max(most.get(step.kind, 0), BASE + ROOM * size)
     return {kind: f"{size / 2**30:.1f} GiB" for kind, size in most.items()}
+
+
+def _weight_bytes(model: Mapping[str, Any]) -> int:
+    """Bytes of the weights in memory; 0 for a model that is not on this machine yet."""
+    folder = Path(resolve(model["path"])).expanduser()
+    if not folder.is_dir():
+        return 0
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return stored * 2 if model["dtype"] in ("float32", "auto") else stored

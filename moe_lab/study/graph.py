@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_lab import criteria
@@ -12,6 +13,7 @@ from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig,
 from moe_lab.evaluation import suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
+from moe_lab.paths import resolve
 from moe_lab.study.identity import Part, Step
 
 Made = TypeVar("Made")
@@ -83,8 +85,12 @@ class Maker:
         return found
 
     def _model_part(self, model: ModelConfig) -> Part:
-        settings = {**files.identity(model.path, model.revision), "dtype": model.dtype}
-        return self._once(("model part", model), lambda: Part(settings))
+        def make() -> Part:
+            folder = Path(resolve(model.path)).expanduser()
+            what = {"sha256": files.fingerprint(model.path)} if folder.is_dir() else {"hub": model.path}
+            return Part({**what, "revision": model.revision, "dtype": model.dtype})
+
+        return self._once(("model part", model), make)
 
     def model(self, model: ModelConfig) -> Step:
         """Facts about the model's layers, experts and parameters, from its configuration."""
@@ -177,8 +183,7 @@ class Maker:
         """All steps of one cell; criterion "none" is the unpruned model."""
         pruned = cell.criterion is not NO_CRITERION
         plan = self.plan(cell) if pruned else None
-        needs = criteria.get(cell.criterion.name).needs if pruned else "nothing"
-        reads = needs in ("statistics", "damage")
+        reads = pruned and criteria.reads_text(cell.criterion.name)
         return CellSteps(
             cell=cell,
             model=self.model(cell.model),
@@ -192,8 +197,7 @@ class Maker:
 
 def normalized(cell: Cell) -> Cell:
     """The cell without a calibration set, if its criterion reads none: one cell instead of one per set."""
-    reads = criteria.get(cell.criterion.name).needs in ("statistics", "damage")
-    return cell if reads else replace(cell, calibration=NO_CALIBRATION)
+    return cell if criteria.reads_text(cell.criterion.name) else replace(cell, calibration=NO_CALIBRATION)
 
 
 def unpruned(cell: Cell) -> Cell:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import subprocess
 import traceback
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import moe_lab
 from moe_lab.errors import UserError
-from moe_lab.study.identity import Step
+from moe_lab.study.identity import Step, digest
 from moe_lab.study.store import Store
 
 TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM}
@@ -62,4 +66,20 @@ def error_document(error: BaseException) -> dict[str, Any]:
         "user": isinstance(error, UserError),
         "transient": transient,
         "trace": "" if isinstance(error, UserError) else "".join(traceback.format_exception(error)),
+        "code": code_state(),
     }
+
+
+@lru_cache(maxsize=1)
+def code_state() -> dict[str, Any]:
+    """Version of moe_lab; in a checkout also the commit and a digest of what was edited since."""
+
+    def git(*words: str) -> str:
+        folder = Path(moe_lab.__file__).parent
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+    state: dict[str, Any] = {"version": moe_lab.__version__}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # installed, not a checkout
+        edits = git("diff", "HEAD", "--", ".")
+        state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edits)[:12] if edits else None}
+    return state

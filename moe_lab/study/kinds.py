@@ -11,7 +11,6 @@ import os
 import platform
 import resource
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,9 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import moe_lab
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
-from moe_lab.study.job import Job
+from moe_lab.study.job import Job, code_state
 from moe_lab.study.store import write_json
 
 PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy")
@@ -41,8 +39,7 @@ def perform(job: Job) -> None:
 def provenance(start: float) -> dict[str, Any]:
     """How a result came about: versions, commit, host, time, peak memory."""
     return {
-        "moe_lab": moe_lab.__version__,
-        "code": commit(),
+        "code": code_state(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "host": socket.gethostname(),
@@ -58,21 +55,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-@lru_cache(maxsize=1)
-def commit() -> dict[str, Any]:
-    """Commit of the checkout moe_lab runs from and whether it was edited since; empty when it is installed."""
-
-    def git(*words: str) -> str:
-        folder = Path(moe_lab.__file__).parent
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "edited": bool(git("status", "--porcelain", "--", ".", "../conf"))}
-    except (OSError, subprocess.CalledProcessError):
-        return {}
 
 
 @lru_cache(maxsize=1)
@@ -119,15 +101,16 @@ def damage(job: Job) -> None:
     from moe_lab.statistics.damage import measure
 
     network, tokenizer = model_and_tokenizer(job)
-    measure(network, _calibration(job, tokenizer), fingerprint=job.settings).save(job.output(STATISTICS))
+    rows = _calibration(job, tokenizer)
+    measure(network, rows, fingerprint=job.settings, out=Path(job.partial), groups=GROUP).save(job.output(STATISTICS))
 
 
 def weights(job: Job) -> None:
     """Sums over the weights of each expert, read from the checkpoint without building the model."""
-    from moe_lab.models.paths import resolve
+    from moe_lab.models.files import local_folder
     from moe_lab.statistics.weights import weigh
 
-    weigh(resolve(job.runtime["model"]["path"]), fingerprint=job.settings).save(job.output(STATISTICS))
+    weigh(local_folder(ModelConfig(**job.runtime["model"])), fingerprint=job.settings).save(job.output(STATISTICS))
 
 
 def scores(job: Job) -> None:
@@ -176,6 +159,7 @@ def plan(job: Job) -> None:
         remove,
         top_k={layer: facts["top_k"] for layer, facts in layers.items()},
         n_group={layer: facts["n_group"] for layer, facts in layers.items()},
+        topk_group={layer: facts["topk_group"] for layer, facts in layers.items()},
         provenance={"allocation": job.settings["allocation"], "scores": job.inputs["scores"].rsplit("/", 2)[-1]},
     )
     made.save(job.output("plan.json"))
@@ -202,11 +186,12 @@ def evaluate(job: Job) -> None:
 
 def export(job: Job) -> None:
     """The pruned model as a checkpoint that stock transformers loads."""
-    from moe_lab.models.paths import resolve
+    from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
     from moe_lab.pruning.plan import Plan
 
-    write(resolve(job.runtime["model"]["path"]), Plan.load(job.input("plan", "plan.json")), job.output("checkpoint"))
+    source = local_folder(ModelConfig(**job.runtime["model"]))
+    write(source, Plan.load(job.input("plan", "plan.json")), job.output("checkpoint"))
 
 
 def _facts(job: Job) -> dict[str, Any]:

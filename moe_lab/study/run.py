@@ -16,6 +16,7 @@ from moe_lab.grid import Cell
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
+from moe_lab.study.job import code_state
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
 from moe_lab.study.progress import console, watch
@@ -35,8 +36,8 @@ def run(config: Config, requests: Sequence[Request]) -> int:
     steps = graph.steps()
     done = {step.id for step in steps if store.done(step)}
     for notice in store.notices:
-        console.print(f"moe_lab: {notice}", markup=False)
-    console.print(_summary(config, graph, steps, done), markup=False)
+        console.print(f"moe_lab: {notice}", markup=False, soft_wrap=True)
+    console.print(_summary(config, graph, steps, done), markup=False, soft_wrap=True)
     if config.dry_run:
         show(config, steps, done)
         return 0
@@ -70,11 +71,11 @@ def show(config: Config, steps: Sequence[Step], done: set[str]) -> None:
 
 
 def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *, retry: str | None) -> None:
-    """Steps that failed in an earlier run stay failed, with their error, until asked for with retry=failed."""
+    """Steps that failed in an earlier run stay failed, with their error, until retry=failed or other code tries again."""
     for step in steps:
         if step.id not in schedule.waiting or (document := store.error(step)) is None:
             continue
-        if retry == "failed":
+        if retry == "failed" or document.get("code") != code_state():
             store.forget(step)
         else:
             again = {**document, "message": f"{document['message']} (failed before; retry=failed tries again)"}
@@ -84,11 +85,11 @@ def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *,
 def _complain(schedule: Schedule, store: Store) -> None:
     messages = Counter(str(error) for error in schedule.failed.values())
     for message, count in messages.items():
-        console.print(f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", markup=False, style="red")
+        console.print(f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", markup=False, soft_wrap=True, style="red")
     if schedule.skipped:
-        console.print(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those", markup=False)
+        console.print(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those", markup=False, soft_wrap=True)
     if any(not error.document.get("user") for error in schedule.failed.values()):
-        console.print(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}", markup=False)
+        console.print(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}", markup=False, soft_wrap=True)
 
 
 def _report(config: Config, store: Store) -> int:
@@ -99,12 +100,12 @@ def _report(config: Config, store: Store) -> int:
         command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.experiment}"]
         done = subprocess.run([*command, f"out={page.parent}"], capture_output=True, text=True)
         if done.returncode not in (0, 1):
-            console.print(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", markup=False, style="red")
+            console.print(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", markup=False, soft_wrap=True, style="red")
             return 1
         record.mark_report(store, config.experiment)
         _track(config, store, page.parent)
-        console.print(f"report written in {time.monotonic() - start:.0f} s", markup=False)
-    console.print(f"report: {page.absolute()}", markup=False)
+        console.print(f"report written in {time.monotonic() - start:.0f} s", markup=False, soft_wrap=True)
+    console.print(f"report: {page.absolute()}", markup=False, soft_wrap=True)
     return 0
 
 
