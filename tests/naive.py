@@ -1,0 +1,150 @@
+"""The slow and obvious way, in fp64: each expert alone on its own tokens, by transformers' own eager code.
+
+`routed(name)` gives what happened in one batch of a tiny model: per layer and expert the tokens it served with their gates
+and outputs. Whatever moe_lab sums on the way is compared with what these lists give.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import tiny
+import torch
+
+from moe_lab.models.discover import MoELayer, moe_layers
+
+
+@dataclass
+class Served:
+    """The valid tokens one expert served: (N,), (N, K), (N, H) and (N, I), all fp64."""
+
+    token: torch.Tensor
+    gate: torch.Tensor
+    """What the model multiplies with."""
+    gates: torch.Tensor
+    """Those of all experts of the token."""
+    softmax_gate: torch.Tensor
+    """softmax(softmax(logits)) at this expert."""
+    f: torch.Tensor
+    phi: torch.Tensor
+
+    def by(self, gate: str) -> torch.Tensor:
+        """The gate (N,) of that name."""
+        if gate == "renormalized":
+            return self.gate / self.gates.sum(-1)
+        return self.softmax_gate if gate == "double_softmax" else self.gate
+
+
+@dataclass
+class Seen:
+    """One layer in one batch of T tokens, T' of them valid."""
+
+    experts: list[Served]
+    mixed: torch.Tensor
+    """(T, H) sum of gated outputs."""
+    stream: torch.Tensor
+    """(T, H) output of the decoder layer."""
+    valid: torch.Tensor
+    """(T,) bool."""
+    block_input: torch.Tensor
+    """(B, S, H) what enters the MoE block."""
+    index: torch.Tensor
+    """(T, K) expert ids."""
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and their mask, the first rows padded on the left."""
+    ids = tiny.tokens()
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    valid[0, :7] = False
+    valid[1, :1] = False
+    return ids, valid
+
+
+@lru_cache(maxsize=None)
+def model(name: str) -> Any:
+    """The tiny model of an architecture; nobody changes it."""
+    return tiny.build(name)
+
+
+@lru_cache(maxsize=None)
+def routed(name: str) -> dict[int, Seen]:
+    """Layer -> what its experts did on `batch()`."""
+    network = model(name)
+    ids, valid = batch()
+    calls: dict[int, dict[str, Any]] = {}
+    hooks = []
+    for layer in moe_layers(network):
+        kept = calls.setdefault(layer.index, {})
+        around = network.get_submodule(layer.name[: layer.name.index(f".{layer.index}.") + len(f".{layer.index}")])
+
+        def keep(*given: Any, kept: dict[str, Any] = kept) -> None:
+            kept["experts"] = given[1]
+
+        def keep_block(*given: Any, kept: dict[str, Any] = kept) -> None:
+            kept["block"] = given[1][0]
+
+        def keep_router(*given: Any, kept: dict[str, Any] = kept) -> None:
+            kept["logits"] = given[2][0]
+
+        def keep_layer(*given: Any, kept: dict[str, Any] = kept) -> None:
+            kept["stream"] = given[2][0] if isinstance(given[2], tuple) else given[2]
+
+        hooks.append(layer.experts.register_forward_pre_hook(keep))
+        hooks.append(layer.block.register_forward_pre_hook(keep_block))
+        hooks.append(layer.router.register_forward_hook(keep_router))
+        hooks.append(around.register_forward_hook(keep_layer))
+    with torch.no_grad():
+        network(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return {layer.index: _seen(layer, calls[layer.index], valid.flatten()) for layer in moe_layers(network)}
+
+
+def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
+    hidden, index, weights = (part.clone() for part in call["experts"])
+    hidden, weights = hidden.double(), weights.double()
+    double = call["logits"].double().reshape(-1, layer.n_experts).softmax(-1).softmax(-1)
+    module = copy.deepcopy(layer.experts).double()
+    experts = []
+    mixed = torch.zeros_like(hidden)
+    for expert in range(layer.n_experts):
+        token, column = (index == expert).nonzero(as_tuple=True)
+        f = module(hidden[token], torch.full((len(token), 1), expert), torch.ones(len(token), 1).double())
+        mixed.index_add_(0, token, f * weights[token, column, None])
+        keep = valid[token]
+        served = Served(
+            token[keep],
+            weights[token, column][keep],
+            weights[token][keep],
+            double[token, expert][keep],
+            f[keep],
+            _channels(module, hidden[token[keep]], expert),
+        )
+        experts.append(served)
+    stream = call["stream"].double().flatten(0, -2)
+    return Seen(experts, mixed, stream, valid, call["block"].clone(), index)
+
+
+def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:
+    """phi by hand, for the two kinds of experts the tiny models have."""
+    weight = module.gate_up_proj[expert]
+    gate_up = hidden @ (weight if module.is_transposed else weight.T)
+    if module.has_bias:
+        gate_up = gate_up + module.gate_up_proj_bias[expert]
+    if not module.is_concatenated:  # gpt_oss: interleaved, clamped
+        gate, up = gate_up[:, 0::2].clamp(max=module.limit), gate_up[:, 1::2].clamp(-module.limit, module.limit)
+        return (up + 1) * gate * torch.sigmoid(module.alpha * gate)
+    gate, up = gate_up.chunk(2, -1)
+    return module.act_fn(gate) * up
+
+
+def relative(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest |measured - expected| / |expected|; 0 where both are 0."""
+    measured, expected = torch.as_tensor(measured).double(), torch.as_tensor(expected).double()
+    assert measured.shape == expected.shape
+    error = (measured - expected).abs() / expected.abs()
+    return float(torch.where(measured == expected, 0, error).max())

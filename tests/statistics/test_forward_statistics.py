@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from typing import Any
+
+import naive
+import pytest
+import tiny
+import torch
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.statistics import dispatch
+from moe_lab.statistics.forward import ForwardTap, inside_backward, is_softmax
+from moe_lab.statistics.observe import Observer
+
+SOFTMAX_ROUTERS = {
+    *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v2:grouped"),
+    *("ernie4_5_moe", "gpt_oss", "granitemoe", "minimax", "hunyuan_v1_moe", "jamba"),
+}
+
+
+def observed(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
+    with Observer(model, ForwardTap) as observer:
+        observer.read(ids, valid)
+    return observer.layers()
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_observed_logits_are_those_of_eager(name: str) -> None:
+    model, (ids, valid) = naive.model(name), naive.batch()
+    with torch.no_grad():
+        plain = model(input_ids=ids, attention_mask=valid.long()).logits
+        with Observer(model, ForwardTap) as observer:
+            observer.valid = valid
+            watched = model(input_ids=ids, attention_mask=valid.long()).logits
+        after = model(input_ids=ids, attention_mask=valid.long()).logits
+    assert torch.equal(plain, watched)
+    assert torch.equal(plain, after)
+    assert model.get_experts_implementation()[""] == "eager"
+    assert not any(dispatch.SLOT in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
+    layers = observed(naive.model(name), *naive.batch())
+    assert layers.keys() == naive.routed(name).keys()
+    for index, seen in naive.routed(name).items():
+        named = layers[index]
+        assert all(tensor.dtype == torch.float64 for tensor in named.values())
+        assert named["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
+        assert ("sums_double_softmax" in named) == (name in SOFTMAX_ROUTERS)
+        for gate in ("model", "renormalized", "double_softmax"):
+            if f"sums_{gate}" in named:
+                expected = torch.stack([moments(expert, gate) for expert in seen.experts])
+                assert naive.relative(named[f"sums_{gate}"], expected) < 1e-5
+        check_columns(named, seen)
+        check_ala(named, seen)
+
+
+def moments(expert: naive.Served, gate: str) -> torch.Tensor:
+    g, norm = expert.by(gate), expert.f.norm(dim=-1)
+    return torch.stack([torch.stack([(g**a * norm**b).sum() for b in range(3)]) for a in range(3)])
+
+
+def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+    for j, expert in enumerate(seen.experts):
+        if len(expert.token) == 0:
+            continue
+        gated = expert.phi * expert.gate[:, None]
+        assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(dim=-1).sum()
+        for name, expected in (
+            ("channel_square", expert.phi.square().sum(0)),
+            ("channel_max", expert.phi.abs().amax(0)),
+            ("gate_channel_square", gated.square().sum(0)),
+            ("gate_channel_max", gated.abs().amax(0)),
+        ):
+            # one channel may be a difference of large numbers: held against the largest of the expert
+            assert (named[name][j] - expected).abs().max() < 1e-5 * expected.max(), name
+
+
+def check_ala(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+    energy = seen.stream.square().sum(-1) + 1e-6
+    loss = (seen.mixed.square().sum(-1) / energy)[seen.valid].sum()
+    assert naive.relative(named["layer_loss"], loss) < 1e-5
+    for j, expert in enumerate(seen.experts):
+        terms = expert.gate * (expert.f * seen.mixed[expert.token]).sum(-1) / energy[expert.token]
+        second = expert.gate.square() * expert.f.square().sum(-1) / energy[expert.token]
+        assert abs(named["ala_first"][j] - terms.sum()) <= 1e-5 * terms.abs().sum()
+        assert naive.relative(named["ala_second"][j], second.sum()) < 1e-5
+
+
+def test_padding_changes_no_statistic() -> None:
+    model, ids = naive.model("olmoe"), tiny.tokens(rows=2, length=12)
+    padded = torch.cat((torch.zeros(2, 5, dtype=torch.int64), ids), 1)
+    valid = torch.arange(17).expand(2, 17) >= 5
+    # rotary positions are relative, so rows padded on the left mean the same
+    alone, beside = observed(model, ids, torch.ones_like(ids, dtype=torch.bool)), observed(model, padded, valid)
+    for layer in alone:
+        assert torch.equal(alone[layer]["tokens"], beside[layer]["tokens"])
+        assert naive.relative(alone[layer]["sums_model"], beside[layer]["sums_model"]) < 1e-4
+        assert naive.relative(alone[layer]["layer_loss"], beside[layer]["layer_loss"]) < 1e-4
+
+
+def test_what_stands_in_padding_is_never_counted() -> None:
+    model, (ids, valid) = naive.model("qwen3_moe"), naive.batch()
+    other = torch.where(valid, ids, 5)
+    first, second = observed(model, ids, valid), observed(model, other, valid)
+    for layer in first:
+        for name, tensor in first[layer].items():
+            assert torch.equal(tensor, second[layer][name]), name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_repeated_by_autograd_counts_once(reentrant: bool) -> None:
+    model, (ids, valid) = tiny.build("qwen3_moe"), naive.batch()
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with Observer(model, ForwardTap) as observer:
+        observer.valid = valid
+        loss = model(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits.square().sum()
+        loss.backward()
+        calls = [tap.calls for tap in observer.taps]
+    assert calls == [2, 2, 2]  # it was repeated
+    expected = observed(naive.model("qwen3_moe"), ids, valid)
+    for layer, named in observer.layers().items():
+        assert torch.equal(named["tokens"], expected[layer]["tokens"])
+        assert torch.allclose(named["sums_model"], expected[layer]["sums_model"], rtol=1e-6)
+        assert torch.allclose(named["layer_loss"], expected[layer]["layer_loss"], rtol=1e-6)
+
+
+def test_inside_backward_is_known() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(inside_backward()))
+    assert not inside_backward()
+    y.backward()
+    assert seen == [True]
+
+
+def test_half_precision_is_summed_in_full() -> None:
+    model = tiny.build("olmoe", dtype=torch.bfloat16)
+    ids, valid = naive.batch()
+    with torch.no_grad():
+        plain = model(input_ids=ids, attention_mask=valid.long()).logits
+        with Observer(model, ForwardTap) as observer:
+            observer.valid = valid
+            assert torch.equal(plain, model(input_ids=ids, attention_mask=valid.long()).logits)
+    for named in observer.layers().values():
+        assert named["tokens"].sum() == valid.sum() * 4
+        assert "sums_double_softmax" in named
+
+
+def test_softmax_routers_are_told_by_what_they_do() -> None:
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    for k in (1, 3):
+        p, index = logits.softmax(-1).topk(k)
+        assert is_softmax(logits, index, p)
+        assert is_softmax(logits, index, 16 * p)
+        assert not is_softmax(logits, index, logits.sigmoid().gather(1, index))
+    assert is_softmax(logits, index, p / p.sum(-1, keepdim=True))
+    assert not is_softmax(logits, index, torch.full_like(p, float("nan")))
+
+
+def test_experts_beside_the_registry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, valid) = tiny.build("olmoe"), naive.batch()
+    monkeypatch.setattr(type(model), "_can_set_experts_implementation_cached_value", False, raising=False)
+    monkeypatch.setattr(type(model.model), "_can_set_experts_implementation_cached_value", False, raising=False)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts .*registry"), Observer(model, ForwardTap):
+        pass
+    assert not any(dispatch.SLOT in vars(module) for module in model.modules())
+
+
+def test_experts_that_are_never_called_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, valid) = tiny.build("olmoe"), naive.batch()
+    block = moe_layers(model)[1].block
+    monkeypatch.setattr(block, "forward", lambda hidden: hidden)
+    with Observer(model, ForwardTap) as observer, pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.experts"):
+        observer.read(ids, valid)
+
+
+def test_a_mask_of_another_size_is_refused() -> None:
+    model, (ids, valid) = naive.model("olmoe"), naive.batch()
+    with Observer(model, ForwardTap) as observer:
+        observer.valid = valid[:1]
+        with torch.no_grad(), pytest.raises(UserError, match="saw 96 tokens, expected the batch's 24"):
+            model(input_ids=ids)
