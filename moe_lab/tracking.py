@@ -14,10 +14,12 @@ from moe_lab.errors import UserError, unknown
 
 TRACKERS = ("none", "wandb")
 MODES = ("online", "offline")
+FORMER_HOST = "api.wandb.ai"
+"""Where keys of the public server were filed before it moved; wandb still looks there."""
 
 
 def check(settings: TrackerConfig) -> None:
-    """UserError for an unknown tracker or mode, and for mode=online without a key. Imports no tracker."""
+    """UserError for an unknown tracker or mode, and for mode=online without a key."""
     if settings.name not in TRACKERS:
         raise unknown("tracker", settings.name, TRACKERS)
     if settings.mode is not None and settings.mode not in MODES:
@@ -30,9 +32,11 @@ def has_key() -> bool:
     """Whether wandb will find a key of its own accord: in the environment or in .netrc. The key itself is not kept."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    import wandb
+
+    hosts = {urlsplit(wandb.setup(_quiet()).settings.base_url).netloc, FORMER_HOST}
     places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    return any(_has_entry(Path(place).expanduser(), host) for place in places)
+    return any(_has_entry(Path(place).expanduser(), host) for place in places for host in hosts)
 
 
 def _has_entry(file: Path, host: str) -> bool:
@@ -58,6 +62,7 @@ def log_study(
     import pandas
     import wandb
 
+    wandb.setup(_quiet())  # before init, which would announce where it found a key
     try:
         with wandb.init(
             project=settings.project,
@@ -71,7 +76,11 @@ def log_study(
             run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"tracker=wandb was not told ({reason}); everything is in the store") from error
+        raise UserError(
+            f"tracker=wandb was not told ({reason}): everything is in the store; tracker.mode=offline needs no server"
+        ) from error
+    finally:
+        wandb.teardown()  # what its background process holds is on disk, or sent, only then
 
 
 def _mode(settings: TrackerConfig) -> Any:
@@ -86,6 +95,7 @@ def _quiet() -> Any:
     return wandb.Settings(
         silent=True,
         console="off",
+        init_timeout=30,
         disable_code=True,
         disable_git=True,
         disable_job_creation=True,

@@ -104,7 +104,7 @@ def test_where_a_key_is_looked_for(alone: Path, monkeypatch: pytest.MonkeyPatch)
     assert not has_key()
     (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     assert has_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    (alone / "netrc").write_text(f"machine github.com login user password {KEY}\n")
     assert not has_key()
     (alone / "netrc").write_text("machine")
     assert not has_key()
@@ -134,7 +134,5 @@ def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, monkeypatch: pyte
         raise wandb.Error("the server said no\nand more")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(
-        UserError, match=r"^tracker=wandb was not told \(the server said no\); everything is in the store$"
-    ):
+    with pytest.raises(UserError, match=r"^tracker=wandb was not told \(the server said no\): .*needs no server$"):
         log_study(TrackerConfig(name="wandb"), STUDY, {}, [])
