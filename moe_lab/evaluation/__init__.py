@@ -1,0 +1,1 @@
+"""Suites, harness adapters, and the confinement that programs written by a model run in."""

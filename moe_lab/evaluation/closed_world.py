@@ -1,0 +1,47 @@
+"""Which programs cannot reach outside themselves: no import, no hidden attribute, no builtin that opens anything.
+
+Used where a shipped model's programs run without namespaces. It is a list of what is allowed, so what is forgotten is
+refused; it is a second wall beside the limits of the subprocess, not a sandbox for programs of unknown models.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+
+_BUILTINS = frozenset(
+    "abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int isinstance iter len "
+    "list map max min next oct ord pow print range repr reversed round set slice sorted str sum tuple zip "
+    "True False None Exception ValueError TypeError KeyError IndexError ZeroDivisionError StopIteration".split()
+)
+_ATTRIBUTES = frozenset(
+    name
+    for kind in (str, list, tuple, dict, set, frozenset, int, float, bytes)
+    for name in dir(kind)
+    if not name.startswith("_") and name not in ("format", "format_map")
+)
+
+
+def leaves_closed_world(program: str) -> str | None:
+    """What in `program` could reach outside, as a few words; None when nothing can or it is not Python at all."""
+    try:
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # it will fail to run, and that is its verdict
+    for node in ast.walk(tree):
+        found = _reaches_out(node)
+        if found:
+            return found
+    return None
+
+
+def _reaches_out(node: ast.AST) -> str | None:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return "an import"
+    if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:
+        return f"the attribute {node.attr}"
+    if isinstance(node, ast.Name) and (node.id.startswith("_") or (hasattr(builtins, node.id) and node.id not in _BUILTINS)):
+        return f"the name {node.id}"
+    if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and node.decorator_list):
+        return "a class or a decorator"
+    return None

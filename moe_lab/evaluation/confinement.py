@@ -1,0 +1,163 @@
+"""Linux namespaces for one process: no network, nothing writable, nothing to read but Python itself.
+
+Standard library only, because the process that calls this has nothing else in memory. Every step that fails ends the
+confinement with an OSError: there is no weaker variant to fall back to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
+_DETACH = 2
+_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 1, 4, 38
+_NOBODY = 65534
+_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [text.encode() if text is not None else None for text in (source, target, kind, options)]
+    _call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+
+
+def _visible_paths() -> list[str]:
+    """What programs can read: the system's libraries, the interpreter and its packages; parents before children."""
+    wanted = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix, *sys.path}
+    wanted |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
+    chosen: list[str] = []
+    for path in sorted(path for path in wanted if path and os.path.exists(path)):
+        if not any(path == parent or path.startswith(parent + "/") for parent in chosen):
+            chosen.append(path)
+    return chosen
+
+
+def _bind(source: str, root: str) -> None:
+    target = root + source
+    if os.path.islink(source):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT, 0o600))
+    _mount(source, target, None, _BIND | _RECURSIVE)
+
+
+def _make_read_only(root: str) -> None:
+    """Every mount below `root`, those that came along with a recursive bind too."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    for point in points:
+        if point == root or point.startswith(root + "/"):
+            kept = os.statvfs(point).f_flag & _KEPT_FLAGS
+            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | kept)
+
+
+def _replace_root(root: str, hidden: Iterable[str]) -> None:
+    """Make `root`, an empty folder, the only file system: read-only, with what Python needs, without `hidden`."""
+    _mount("none", "/", None, _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
+    for source in _visible_paths():
+        _bind(source, root)
+    for path in hidden:
+        if os.path.isdir(root + path):
+            _mount("tmpfs", root + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
+    _make_read_only(root)
+    os.chdir(root)
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", _DETACH)
+    os.chdir("/")
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    _call("capset", header, nothing)
+
+
+def _become_own_user() -> None:
+    """A user namespace in which this user is the only one, and may mount."""
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", _NEW_USER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def enter(root: str, hidden: Iterable[str] = ()) -> None:
+    """Confine this process for good. `root` is an empty folder to build the new file system on.
+
+    Afterwards: no network, own processes, IPC and host name, a read-only root without /proc, /home or /tmp, no capability
+    and no way to gain one. The caller goes on as process 1 of its tree (in a fork: a waiting parent stays outside).
+    Root becomes the user `nobody` first, because limits on processes do not bind root.
+
+    Raises OSError naming the call the kernel refused.
+    """
+    is_root = os.geteuid() == 0
+    if not is_root:
+        _become_own_user()
+    _call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NETWORK | _NEW_PIDS)
+    _replace_root(root, hidden)
+    if is_root:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _drop_capabilities()
+    _continue_as_first_process()
+    _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _continue_as_first_process() -> None:
+    child = os.fork()
+    if child == 0:
+        _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        return
+    _, status = os.waitpid(child, 0)
+    os._exit(1 if status else 0)
+
+
+def new_process_tree() -> None:
+    """The next child is process 1 of a tree of its own: it sees nobody else, and all of the tree dies with it."""
+    _call("unshare", _NEW_USER | _NEW_PIDS)
+    _drop_capabilities()
+
+
+def limit_process(memory: int, processes: int) -> None:
+    """Hard limits of this process and its children: `memory` bytes of address space, no file output, no core dump."""
+    for kind, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+    ):
+        _, hard = resource.getrlimit(kind)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (allowed, allowed))

@@ -1,0 +1,116 @@
+"""The grader's handle on `runner.py`: send a program and inputs, get back what it returned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from moe_lab.evaluation.runner import Request, command
+from moe_lab.evaluation.values import decode
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program went."""
+
+    status: str
+    """ok (every call returned), failed (an exception), timeout, crash (it died), or output (it sent too much)."""
+    error: str
+    """Exception of a failed program."""
+    encoded: list[str]
+    """What each call returned, as JSON text of an encoded value; shorter than the inputs unless status is ok."""
+    seconds: list[float]
+    """CPU seconds of each call."""
+
+    def values(self) -> list[Any]:
+        """What each call returned. Raises ValueError when the program sent something else than encoded values."""
+        try:
+            return [decode(json.loads(text)) for text in self.encoded]
+        except RecursionError as error:
+            raise ValueError("values nested too deeply") from error
+
+
+class RunnerError(RuntimeError):
+    """The process that runs programs could not be started, or died; says why."""
+
+
+class Runner:
+    """One runner process, confined by namespaces or only limited. Programs are run one after the other."""
+
+    def __init__(self, *, confined: bool) -> None:
+        self._root = tempfile.mkdtemp(prefix="moe_lab-root-") if confined else None
+        line, environment = command(self._root)
+        self._process = subprocess.Popen(
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            cwd="/",
+        )
+        first = self._read()
+        if not first["ready"]:
+            self.close()
+            raise RunnerError(first["reason"])
+
+    def run(self, request: Request) -> Outcome:
+        """Run one program; whatever it does costs only its own outcome."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
+        self._process.stdin.flush()
+        reply = self._read()
+        return Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        line = self._process.stdout.readline()
+        if not line:
+            reason = self._process.stderr.read().decode("utf-8", "replace").strip().splitlines()
+            self.close()
+            raise RunnerError(reason[-1] if reason else f"the runner ended with code {self._process.returncode}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        """End the runner and everything a program may have left behind."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        if self._root is not None and Path(self._root).is_dir():
+            Path(self._root).rmdir()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@lru_cache(maxsize=1)
+def namespaces_missing() -> str | None:
+    """Why programs cannot be confined on this machine, or None when they can; tried out once a process."""
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform} has no namespaces"
+    try:
+        with Runner(confined=True):
+            return None
+    except RunnerError as error:
+        return str(error)

@@ -1,0 +1,236 @@
+"""The process that runs programs a model wrote. It knows programs and inputs, never what is expected of them.
+
+It reads one JSON request a line from standard input and answers with one line each: the program is executed in a child
+of its own, called on each input, and what it returned comes back as encoded values (`values.py`). A program can only
+harm its own child: the child has no network, no writable file, no view of other processes, limits on memory, processes,
+time and output, and is killed with all it started before the answer is given. Nothing it sends is executed or unpickled.
+
+Standard library only, so that a child holds nothing worth stealing and starts within milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_lab.evaluation.confinement import enter, limit_process, new_process_tree
+from moe_lab.evaluation.values import decode, encode_result
+
+_USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
+_LEAST_WAIT = 0.01
+
+
+@dataclass(frozen=True)
+class Request:
+    """One program to run."""
+
+    program: str
+    """Source text; executed once, then the entry point is called."""
+    entry_point: str
+    """Name of the function the program defines."""
+    inputs: list[Any]
+    """Encoded argument lists, one a call."""
+    seconds: list[float]
+    """CPU seconds each call may take; loading the program may take the first."""
+    total_seconds: float
+    """CPU seconds all of it may take."""
+    memory: int
+    """Bytes of address space of each process of the program."""
+    output: int
+    """Bytes of encoded results the program may send."""
+
+
+def main(root: str | None, hidden: list[str]) -> None:
+    """Serve requests until standard input ends. `root` is an empty folder to confine in, None for limits alone."""
+    for name in _USUAL_IMPORTS:
+        __import__(name)
+    start: Callable[[Request, int], int] = _start_limited
+    if root is not None:
+        try:
+            enter(root, hidden)
+        except OSError as error:
+            _answer({"ready": False, "reason": str(error)})
+            return
+        start = _start_confined
+    _answer({"ready": True})
+    for line in sys.stdin.buffer:
+        _answer(_run(Request(**json.loads(line)), start))
+
+
+def _answer(reply: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()
+
+
+# The parent's side: start, watch, kill.
+
+
+def _start_confined(request: Request, results: int) -> int:
+    """A child that is process 1 of its own tree. A helper in between makes the tree, tells the child's id and leaves."""
+    told, tell = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        code = 1
+        try:
+            new_process_tree()
+            child = os.fork()
+            if child == 0:
+                _child(request, results)
+            os.write(tell, str(child).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(tell)
+    _, status = os.waitpid(helper, 0)
+    child_id = os.read(told, 32)
+    os.close(told)
+    if status != 0 or not child_id:
+        raise SystemExit("the kernel refused a process tree for a program")
+    return int(child_id)
+
+
+def _start_limited(request: Request, results: int) -> int:
+    child = os.fork()
+    if child == 0:
+        _child(request, results)
+    return child
+
+
+def _run(request: Request, start: Callable[[Request, int], int]) -> dict[str, Any]:
+    """Run one program and describe how it went: status ok, failed, timeout, crash or output, and encoded outputs."""
+    results, sending = os.pipe()
+    child = start(request, sending)
+    os.close(sending)
+    try:
+        return _watch(child, results, request)
+    finally:
+        os.close(results)
+        _kill(child)
+
+
+def _kill(child: int) -> None:
+    for target in (-child, child):
+        try:
+            os.kill(target, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+    os.waitpid(child, 0)
+
+
+def _cpu_seconds(process: int) -> float:
+    """CPU time of another process. Busy machines make programs slow, but do not change their verdicts."""
+    if not sys.platform.startswith("linux"):
+        return time.monotonic()
+    return time.clock_gettime((~process << 3) | 2)
+
+
+def _watch(child: int, results: int, request: Request) -> dict[str, Any]:
+    limits = [request.seconds[0] if request.seconds else request.total_seconds, *request.seconds]
+    lines: list[str] = []
+    times: list[float] = []
+    rest = b""
+    received = 0
+    begin = since = _cpu_seconds(child)
+    wall = time.monotonic()
+
+    def reply(status: str, error: str = "") -> dict[str, Any]:
+        return {"status": status, "error": error, "outputs": lines[1:], "seconds": times[1:]}
+
+    while True:
+        used = _cpu_seconds(child)
+        limit = limits[min(len(lines), len(limits) - 1)]
+        left = min(since + limit - used, begin + request.total_seconds - used)
+        wall_left = wall + 4 * limit + 1 - time.monotonic()  # for programs that sleep
+        if left <= 0 or wall_left <= 0:
+            return reply("timeout")
+        ready, _, _ = select.select([results, 0], [], [], max(_LEAST_WAIT, min(left, wall_left)))
+        if 0 in ready and results not in ready:
+            raise SystemExit("the grader is gone")
+        if results not in ready:
+            continue
+        chunk = os.read(results, 1 << 16)
+        if not chunk:
+            done = len(lines) == len(limits) and not rest
+            return reply("ok" if done else "crash")
+        received += len(chunk)
+        if received > request.output:
+            return reply("output")
+        *complete, rest = (rest + chunk).split(b"\n")
+        now = _cpu_seconds(child)
+        for line in complete:
+            text = line.decode("utf-8", "replace")
+            if text.startswith("error "):
+                return reply("failed", text[6:300])
+            lines.append(text)
+            times.append(now - since)
+            since, wall = now, time.monotonic()
+        if len(lines) > len(limits):
+            return reply("crash", "more results than calls")
+
+
+# The child's side: nothing here is to be trusted once the program has started.
+
+
+def _child(request: Request, results: int) -> None:
+    """Execute the program, call it, send what it returns. Never comes back."""
+    try:
+        os.setsid()  # a signal to "my process group" must not reach the runner
+        nothing = os.open("/dev/null", os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
+        os.dup2(results, 3)
+        os.closerange(4, 256)
+        limit_process(request.memory, 8)
+        random.seed(0)
+        _call_program(request)
+    except BaseException as error:  # noqa: BLE001 - whatever the program raised, SystemExit too, is its own failure
+        _send(f"error {type(error).__name__}: {_text(error)}")
+    finally:
+        os._exit(0)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:200].replace("\n", " ")
+    except BaseException:  # noqa: BLE001 - the program may have written __str__
+        return ""
+
+
+def _call_program(request: Request) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(request.program, "<program>", "exec"), names)  # noqa: S102 - the purpose of this process
+    function = names[request.entry_point]
+    _send("loaded")
+    for encoded in request.inputs:
+        _send(json.dumps(encode_result(function(*decode(encoded)))))
+
+
+def _send(line: str) -> None:
+    data = line.encode("utf-8", "replace") + b"\n"
+    while data:
+        data = data[os.write(3, data) :]
+
+
+# How another process starts this one.
+
+_BOOT = (
+    "import sys; sys.path[0] = sys.argv[1]; from moe_lab.evaluation.runner import main; del sys.path[0]; "
+    "main(sys.argv[2] or None, sys.argv[3:])"
+)
+
+
+def command(root: str | None) -> tuple[list[str], dict[str, str]]:
+    """Command line and whole environment of a runner confined in the empty folder `root`, or limited when None."""
+    package = Path(__file__).resolve().parents[1]
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **kept}
+    return [sys.executable, "-s", "-c", _BOOT, str(package.parent), root or "", str(package)], environment
