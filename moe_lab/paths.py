@@ -13,8 +13,8 @@ DATA = Path(__file__).parent / "pocket" / "data"
 def resolve(path: str) -> str:
     """The file or folder that `pocket:NAME` stands for; any other path or hub id as it is.
 
-    NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as pocket:calibration/general.jsonl.
-    UserError with the nearest name for one that does not exist.
+    NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as
+    pocket:calibration/general.jsonl. UserError with the nearest name for one that does not exist.
     """
     if not path.startswith(PREFIX):
         return path

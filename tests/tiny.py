@@ -1,16 +1,20 @@
 """Tiny models with random weights, one of every architecture the tests cover.
 
-`ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager experts, `tokens()` something
-to feed it, `plan(model, ratio)` a random plan. Weights are random but not degenerate: the initialisation of transformers leaves routers near zero and correction
-biases at zero, so that every expert would be as good as any other.
+`ARCHITECTURES` lists the names; `build(name)` gives a model in eval mode on the CPU with eager experts, `tokens()`
+something to feed it, `plan(model, ratio)` a random plan, `save(name, folder)` a checkpoint with tokenizer. Weights
+are random but not degenerate: the initialisation of transformers leaves routers near zero and correction biases at
+zero, so that every expert would be as good as any other.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from moe_lab.allocation.uniform import uniform
@@ -158,3 +162,17 @@ def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
         **limits,
         provenance={"ratio": ratio, "seed": seed},
     )
+
+
+def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> PreTrainedModel:
+    """Write a model of one architecture, with a tokenizer, as a checkpoint in files of at most `shard`; returns it."""
+    model = build(name, **changes)
+    model.save_pretrained(folder, max_shard_size=shard)
+    words = {
+        word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))])
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), eos_token="</s>"
+    )
+    tokenizer.save_pretrained(folder)
+    return model

@@ -62,7 +62,8 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards; UserError when one is missing, cut or damaged, or when they contradict the index."""
+    """Read the headers of all shards; UserError when one is missing, cut or damaged, or when they contradict the
+    index."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}

@@ -58,8 +58,8 @@ class MoELayer:
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """All layers of `model` with routed experts, in the order of the decoder.
 
-    Works on the meta device, so that a model can be judged before its weights are read. Raises UserError naming the reason
-    when the model has no routed experts, or has experts or routers of a kind that moe_lab does not handle.
+    Works on the meta device, so that a model can be judged before its weights are read. Raises UserError naming the
+    reason when the model has no routed experts, or has experts or routers of a kind that moe_lab does not handle.
     """
     kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     if kind in UNSUPPORTED:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from moe_lab.config import ModelConfig
 from moe_lab.models.discover import moe_layers
-from moe_lab.paths import resolve
+from moe_lab.models.files import local_folder
+from moe_lab.models.load import skeleton
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
@@ -18,19 +16,17 @@ BYTES_LOADED = 2
 def facts(settings: ModelConfig) -> dict[str, Any]:
     """Layers, experts and parameters of the model, built on the meta device: no weight is read.
 
-    `layers`: decoder layer -> n_experts, top_k, n_group, hidden, width. `parameters`: all of them, and those of one
-    routed expert by layer, so that the size of any plan follows. Raises UserError for a model that is not supported.
+    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width. `parameters`: all of them, and
+    those of one routed expert by layer, so that the size of any plan follows. Raises UserError for a model that is
+    not supported.
     """
-    config = AutoConfig.from_pretrained(
-        resolve(settings.path), revision=settings.revision, trust_remote_code=settings.trust_remote_code
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
     layers = {
         layer.index: {
             "n_experts": layer.n_experts,
             "top_k": layer.top_k,
             "n_group": layer.n_group,
+            "topk_group": layer.topk_group,
             "hidden": layer.hidden,
             "width": layer.width,
             "expert_parameters": sum(weight.numel() for weight in layer.experts.parameters()) // layer.n_experts,
@@ -40,7 +36,7 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     }
     return {
         "model": settings.name,
-        "model_type": config.model_type,
+        "model_type": model.config.model_type,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "bytes_per_parameter": BYTES_LOADED,
         "layers": layers,

@@ -1,7 +1,7 @@
 """The exceptions: everything moe_lab has to know about a model family by name. No torch.
 
-What a family shares with the others is found by looking at the model, not listed here. Model names appear in this file and in
-conf/model, nowhere else.
+What a family shares with the others is found by looking at the model, not listed here. Model names appear in this
+file and in conf/model, nowhere else.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Configuration fields that hold the number of experts a token is routed to."""
 
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
-"""Count fields that readers of config.json look up besides the one that is there: transformers 5 writes num_local_experts,
-transformers 4 and servers read num_experts and would take its default."""
+"""Count fields that readers of config.json look up besides the one that is there: transformers 5 writes
+num_local_experts, transformers 4 and servers read num_experts and would take its default."""
 
 UNGROUPED_METHODS = ("greedy",)
 """Values of a router's topk_method that ignore its groups."""

@@ -26,14 +26,16 @@ SAMPLES, SAMPLE = 64, 1 << 20
 def check(settings: ModelConfig) -> None:
     """Everything about a model that can be found wrong without torch and without network; raises UserError.
 
-    A folder must hold config.json, whole safetensors files that agree with their index (or pickles, if they are allowed), and
-    a family that is not known to be unsupported. A hub id is only looked at as a name.
+    A folder must hold config.json, whole safetensors files that agree with their index (or pickles, if they are
+    allowed), and a family that is not known to be unsupported. A hub id is only looked at as a name.
     """
     path = resolve(settings.path)
     if Path(path).expanduser().is_dir():
         _check_folder(Path(path).expanduser(), settings.allow_pickle)
     elif not HUB_ID.fullmatch(path):
-        raise UserError(f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME")
+        raise UserError(
+            f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
+        )
 
 
 def local_folder(settings: ModelConfig) -> Path:
@@ -55,13 +57,15 @@ def has_pickles_only(folder: Path) -> bool:
 def fingerprint(path: str) -> str:
     """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
 
-    Weights of up to 1 GiB are read whole; of larger ones the headers, sizes and 64 samples of 1 MiB a file. Independent of
-    the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder.
+    Weights of up to 1 GiB are read whole; of larger ones the headers, sizes and 64 samples of 1 MiB a file.
+    Independent of the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder.
     """
     folder = Path(resolve(path)).expanduser()
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
-    described = [file for file in folder.iterdir() if file.suffix in DESCRIBING and not file.name.endswith(".index.json")]
+    described = [
+        file for file in folder.iterdir() if file.suffix in DESCRIBING and not file.name.endswith(".index.json")
+    ]
     weights = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
     whole = sum(file.stat().st_size for file in weights) <= HASHED_WHOLE
     digest = hashlib.sha256()
@@ -84,7 +88,8 @@ def _check_folder(folder: Path, allow_pickle: bool) -> None:
         open_checkpoint(folder)
     elif not allow_pickle:
         raise UserError(
-            f"{folder} has only pickled weights (.bin), which run code when loaded: convert them to safetensors, or set "
+            f"{folder} has only pickled weights (.bin), which run code when loaded: convert them to safetensors, or "
+            "set "
             "model.allow_pickle=true if you trust the author"
         )
 
@@ -105,7 +110,8 @@ def _download(settings: ModelConfig) -> Path:
         at = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: {reason}): "
+            f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: "
+            f"{reason}): "
             "check the name, the revision and the network, or give a folder"
         ) from None
     return Path(folder)

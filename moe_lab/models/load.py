@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -26,12 +26,13 @@ DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
-    """The model and its tokenizer: eval mode, frozen weights, a pad token, and `settings.threads` CPU threads if that is set.
+    """The model and its tokenizer: eval mode, frozen weights, a pad token, and `settings.threads` CPU threads if that
+    is set.
 
-    Experts run eagerly on the CPU and by grouped_mm on CUDA; dtype auto is float32 on the CPU and the stored one on CUDA.
-    Everything that can be is judged before weights are read. Raises UserError, one sentence, for a folder that is incomplete
-    or damaged, pickles that are not allowed, an unsupported architecture, weights that are missing, of the wrong shape, NaN or
-    infinite, an unknown dtype or device.
+    Experts run eagerly on the CPU and by grouped_mm on CUDA; dtype auto is float32 on the CPU and the stored one on
+    CUDA. Everything that can be is judged before weights are read. Raises UserError, one sentence, for a folder that
+    is incomplete or damaged, pickles that are not allowed, an unsupported architecture, weights that are missing, of
+    the wrong shape, NaN or infinite, an unknown dtype or device.
     """
     dtype, device = _dtype(settings), _device(settings)
     folder = local_folder(settings)
@@ -41,10 +42,11 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         moe_layers(skeleton(folder, trust_remote_code=settings.trust_remote_code))
         model = _weights(folder, settings, dtype, device)
         tokenizer = _tokenizer(folder, settings.trust_remote_code)
+    model.eval().requires_grad_(False)
     check_finite(model)
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model.eval().requires_grad_(False), tokenizer
+    return model, tokenizer
 
 
 def skeleton(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -70,12 +72,12 @@ def check_finite(model: nn.Module) -> None:
         raise UserError(f"weights: {name}{where} holds {value} at {int(bad.sum())} places: expected finite numbers")
 
 
-def _configuration(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     raw = read_json(folder / "config.json")
     kind, remote = raw["model_type"], "auto_map" in raw
     if remote and trust_remote_code:
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    if kind not in CONFIG_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "transformers has no causal language model of that type"
         hint = "; its own code is used with model.trust_remote_code=true, if you trust the author" if remote else ""
         raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
@@ -86,7 +88,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         device_map=device,
@@ -96,13 +98,17 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         ignore_mismatched_sizes=True,  # reported below, in one sentence
         output_loading_info=True,
     )
+    model, report = loaded
     if wrong := sorted(report["mismatched_keys"]):
         name, found, expected = wrong[0]
         raise UserError(
-            f"{folder}: {name} has shape {tuple(found)}, but config.json asks for {tuple(expected)}: they are of two models"
+            f"{folder}: {name} has shape {tuple(found)}, but config.json asks for {tuple(expected)}: they are of two "
+            "models"
         )
     if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}")
+        raise UserError(
+            f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
+        )
     return model
 
 
@@ -126,7 +132,9 @@ def _device(settings: ModelConfig) -> str:
     kind, _, number = device.partition(":")
     if kind == "cuda" and (not number or number.isdigit()):
         if int(number or 0) >= torch.cuda.device_count():
-            raise UserError(f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, cpu is there")
+            raise UserError(
+                f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, cpu is there"
+            )
     elif device != "cpu" and device not in DEVICE_MAPS:
         raise unknown("model.device", device, ["auto", "cpu", "cuda", "cuda:N", *DEVICE_MAPS])
     return device

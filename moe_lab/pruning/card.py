@@ -10,15 +10,18 @@ FENCE = "---\n"
 
 
 def model_card(plan: Plan, name: str, original: str | None) -> str:
-    """Markdown: what was pruned and how, then the card of the original model, whose front matter (licence and so on) stays."""
+    """Markdown: what was pruned and how, then the card of the original model, whose front matter (licence and so on)
+    stays."""
     front, body = _split(original or "")
     before, after = sum(plan.n_experts.values()), sum(map(len, plan.experts.values()))
     counts = sorted({len(kept) for kept in plan.experts.values()})
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
-        f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in "
-        f"each of {len(plan.experts)} layers. Whole experts were removed, with their rows of the router; all other weights "
+        f"{after} of {before} routed experts are kept: "
+        f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in "
+        f"each of {len(plan.experts)} layers. Whole experts were removed, with their rows of the router; all other "
+        "weights "
         "are those of the original model, byte for byte. Nothing was trained afterwards.\n\n",
         "Kept experts are listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",

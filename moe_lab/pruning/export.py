@@ -1,7 +1,7 @@
 """Write a pruned checkpoint from the files of the original one, by copying byte ranges. No torch, no tensor in memory.
 
-Dropping whole experts only ever removes entries along the axis of the experts, and those lie next to each other in a file:
-an expert's own tensors are copied or left out; of tensors that hold all experts the kept entries are copied.
+Dropping whole experts only ever removes entries along the axis of the experts, and those lie next to each other in a
+file: an expert's own tensors are copied or left out; of tensors that hold all experts the kept entries are copied.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns it.
 
     The result has the layout, the shards and the config.json of the original (only its expert counts are edited), its
-    tokenizer and other files, plan.json and a model card with the plan's provenance; stock transformers loads it, and it
-    equals `prune` bit for bit. `out` appears at the end, whole. UserError when the plan does not fit, keeps different numbers
-    in different layers, or when the checkpoint is damaged, has an unknown tensor in a MoE block, or the disk is too full.
+    tokenizer and other files, plan.json and a model card with the plan's provenance; stock transformers loads it, and
+    it equals `prune` bit for bit. `out` appears at the end, whole. UserError when the plan does not fit, keeps
+    different numbers in different layers, or when the checkpoint is damaged, has an unknown tensor in a MoE block, or
+    the disk is too full.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -182,13 +183,14 @@ def _edited(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     if not fields:
         raise UserError(f"config.json has no expert count: expected one of {', '.join(COUNT_FIELDS)}")
     for field in fields:
-        for layer, count in plan.n_experts.items():
-            if text[field] not in (count, [count] * len(text[field]) if isinstance(text[field], list) else count):
-                raise UserError(
-                    f"plan is for another model: its layer {layer} has {count} experts, config.json says "
-                    f"{field}={text[field]}"
-                )
-        text[field] = [kept] * len(text[field]) if isinstance(text[field], list) else kept
+        said = text[field] if isinstance(text[field], list) else [text[field]]
+        if set(said) != set(plan.n_experts.values()):
+            counts = " or ".join(map(str, sorted(set(plan.n_experts.values()))))
+            raise UserError(
+                f"plan is for another model: it is about layers of {counts} experts, config.json says "
+                f"{field}={text[field]}"
+            )
+        text[field] = [kept] * len(said) if isinstance(text[field], list) else kept
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), kept))
     text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
     return edited

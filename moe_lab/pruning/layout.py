@@ -50,9 +50,9 @@ class Block:
 def pieces(checkpoint: Checkpoint, plan: Plan, hidden_layers: int) -> dict[str, list[Piece]]:
     """The tensors of the pruned checkpoint by file, in the order of their bytes.
 
-    Layers for extra predicted tokens (numbered from `hidden_layers` on, or named so) are left out if they have experts: no
-    plan is about them. UserError when the blocks on disk are not those of the plan, when experts or a router are
-    missing, or when a MoE block holds a tensor that moe_lab does not know.
+    Layers for extra predicted tokens (numbered from `hidden_layers` on, or named so) are left out if they have
+    experts: no plan is about them. UserError when the blocks on disk are not those of the plan, when experts or a
+    router are missing, or when a MoE block holds a tensor that moe_lab does not know.
     """
     blocks, extra = _blocks(checkpoint, hidden_layers)
     _check_layers(checkpoint, blocks, plan)
@@ -92,9 +92,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
 
 
-def _piece(
-    name: str, entry: Entry, block: Block, plan: Plan, seen: Counter[tuple[int, object]]
-) -> Piece | None:
+def _piece(name: str, entry: Entry, block: Block, plan: Plan, seen: Counter[tuple[int, object]]) -> Piece | None:
     """What becomes of one tensor of a MoE block; None for a dropped expert's. Notes what was seen in `seen`."""
     rest = name.removeprefix(block.prefix)
     kept, count = plan.experts[block.layer], plan.n_experts[block.layer]
@@ -143,7 +141,8 @@ def _check_layers(checkpoint: Checkpoint, blocks: Mapping[str, Block], plan: Pla
         raise UserError(f"{checkpoint.folder}: a decoder layer has several MoE blocks ({', '.join(sorted(blocks))})")
     if layers != sorted(plan.experts):
         raise UserError(
-            f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has experts in "
+            f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has "
+            "experts in "
             f"layers {layers}"
         )
 
@@ -160,7 +159,8 @@ def _check_complete(checkpoint: Checkpoint, plan: Plan, seen: Counter[tuple[int,
             continue
         if sorted(numbered) != list(range(count)):
             raise UserError(
-                f"plan is for another model: its layer {layer} has {count} experts, {checkpoint.folder} has {len(numbered)}"
+                f"plan is for another model: its layer {layer} has {count} experts, {checkpoint.folder} has "
+                f"{len(numbered)}"
             )
         if len({seen[layer, expert] for expert in numbered}) > 1:
             raise UserError(f"{checkpoint.folder}: the experts of layer {layer} do not all have the same tensors")

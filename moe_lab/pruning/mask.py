@@ -21,10 +21,11 @@ from moe_lab.pruning.surgery import check_fit, count_attributes, replace_tensor,
 def mask(model: nn.Module, plan: Plan) -> Iterator[None]:
     """While this context is open, `model` computes what `prune(model, plan)` would, bit for bit under eager experts.
 
-    Each router runs on the rows and biases of its kept experts only, whatever its formula, and the ids it gives are mapped
-    back to the original ones. Expert weights are neither copied nor changed; layers may keep different numbers. The model is
-    restored on exit, with the very tensors it had. Contexts of one model do not nest. UserError when the plan does not fit
-    the model; RuntimeError when experts are called with a routing that did not come from the masked router.
+    Each router runs on the rows and biases of its kept experts only, whatever its formula, and the ids it gives are
+    mapped back to the original ones. Expert weights are neither copied nor changed; layers may keep different
+    numbers. The model is restored on exit, with the very tensors it had. Contexts of one model do not nest. UserError
+    when the plan does not fit the model; RuntimeError when experts are called with a routing that did not come from
+    the masked router.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -38,10 +39,10 @@ def mask(model: nn.Module, plan: Plan) -> Iterator[None]:
 def mask_logits(model: nn.Module, drop: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """While this context is open, dropped experts have logits and correction biases of minus infinity.
 
-    `drop`: layer -> bool, True for dropped, of shape (E,), or (T, E) for a choice per token, where T counts the rows the
-    router sees (batch x length, row-major); so several candidates fit in one batch. Layers left out are untouched. Within
-    rounding of structural pruning (2e-5 in fp32; the softmax sums more terms). Restored on exit. UserError for unknown
-    layers, wrong shapes, or fewer experts left than the router needs.
+    `drop`: layer -> bool, True for dropped, of shape (E,), or (T, E) for a choice per token, where T counts the rows
+    the router sees (batch x length, row-major); so several candidates fit in one batch. Layers left out are
+    untouched. Within rounding of structural pruning (2e-5 in fp32; the softmax sums more terms). Restored on exit.
+    UserError for unknown layers, wrong shapes, or fewer experts left than the router needs.
     """
     layers = {layer.index: layer for layer in moe_layers(model)}
     if strange := sorted(set(drop) - set(layers)):
@@ -95,7 +96,8 @@ def _map_ids(layer: MoELayer, ids: torch.Tensor) -> list[Any]:
 def _check_drop(layer: MoELayer, dropped: torch.Tensor) -> None:
     if dropped.dtype != torch.bool or dropped.dim() not in (1, 2) or dropped.shape[-1] != layer.n_experts:
         raise UserError(
-            f"mask of layer {layer.index} is {dropped.dtype} of shape {tuple(dropped.shape)}: expected torch.bool of shape "
+            f"mask of layer {layer.index} is {dropped.dtype} of shape {tuple(dropped.shape)}: expected torch.bool of "
+            "shape "
             f"({layer.n_experts},) or (tokens, {layer.n_experts})"
         )
     left = int((~dropped).sum(-1).min())

@@ -1,8 +1,10 @@
 """A plan: which experts each layer keeps. The only thing pruning needs, and plain JSON. No torch.
 
-    {"schema": 1, "digest": "<sha256 of layers>", "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
+    {"schema": 1, "digest": "<sha256 of layers>",
+     "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
-A layer is an object so that it can say more one day, such as kept channels per expert; readers refuse what they do not know.
+A layer is an object so that it can say more one day, such as kept channels per expert; readers refuse what they do
+not know.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.routing import fewest_experts
+from moe_lab.models.routing import PerLayer, at, fewest_experts
 
 SCHEMA = 1
 
@@ -47,27 +49,32 @@ class Plan:
         """sha256 of what is kept: equal for plans that give the same pruned model."""
         return hashlib.sha256(_canonical(self._layers()).encode()).hexdigest()
 
-    def check(self, top_k: int, n_group: int = 1, topk_group: int | None = None) -> None:
-        """Raise UserError, naming the layer and the nearest feasible number, unless a router can work with what is kept.
+    def check(self, top_k: PerLayer, n_group: PerLayer = 1, topk_group: PerLayer | None = None) -> None:
+        """Raise UserError, naming the layer and the nearest feasible number, unless the routers can work with what is
+        kept.
 
-        `top_k` is the number of experts a token is routed to; `n_group` and `topk_group` describe group-limited routers,
-        which need the same number of survivors in each group of adjacent experts.
+        `top_k` is the number of experts a token is routed to; `n_group` and `topk_group` (None: all) describe
+        group-limited routers, which need the same number of survivors in each group of adjacent experts. Each is one
+        number for all layers, or a number per layer.
         """
-        fewest = fewest_experts(top_k, n_group, topk_group)
         for layer, kept in self.experts.items():
+            k, groups, reached = (at(value, layer) for value in (top_k, n_group, topk_group or n_group))
+            fewest = fewest_experts(k, groups, reached)
             if len(kept) < fewest:
                 raise UserError(
-                    f"plan: layer {layer} keeps {len(kept)} of {self.n_experts[layer]} experts, but its router needs at "
-                    f"least {fewest} (top_k={top_k}{f', n_group={n_group}' if n_group > 1 else ''}): keep {fewest} or more"
+                    f"plan: layer {layer} keeps {len(kept)} of {self.n_experts[layer]} experts, but its router needs "
+                    "at "
+                    f"least {fewest} (top_k={k}{f', n_group={groups}' if groups > 1 else ''}): keep {fewest} or more"
                 )
-            _check_groups(layer, kept, self.n_experts[layer], n_group)
+            _check_groups(layer, kept, self.n_experts[layer], groups)
 
     def uniform_count(self) -> int:
         """The number of experts every layer keeps; UserError when layers differ."""
         counts = sorted({len(kept) for kept in self.experts.values()})
         if len(counts) > 1:
             raise UserError(
-                f"plan keeps {counts[0]} to {counts[-1]} experts a layer, but a stock checkpoint has one number for all: "
+                f"plan keeps {counts[0]} to {counts[-1]} experts a layer, but a stock checkpoint has one number for "
+                "all: "
                 "evaluate it with a mask, or use allocation=uniform"
             )
         return counts[0]
@@ -128,16 +135,17 @@ def make_plan(
     scores: Mapping[int, Sequence[float]],
     remove: Mapping[int, int],
     *,
-    top_k: int,
-    n_group: int = 1,
-    topk_group: int | None = None,
+    top_k: PerLayer,
+    n_group: PerLayer = 1,
+    topk_group: PerLayer | None = None,
     provenance: Mapping[str, Any],
 ) -> Plan:
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
-    `scores`: layer -> one finite number per expert, higher means keep; equal scores fall by expert index, lower first. Layers
-    of group-limited routers (`n_group` > 1) lose the same number in each group. UserError for scores that are not finite, for
-    layers that differ between `scores` and `remove`, and for what `Plan.check` refuses.
+    `scores`: layer -> one finite number per expert, higher means keep; equal scores fall by expert index, lower
+    first. Layers of group-limited routers (`n_group` > 1) lose the same number in each group. `top_k`, `n_group` and
+    `topk_group` are as in `Plan.check`. UserError for scores that are not finite, for layers that differ between
+    `scores` and `remove`, and for what `Plan.check` refuses.
     """
     if set(scores) != set(remove):
         raise UserError(
@@ -145,7 +153,7 @@ def make_plan(
         )
     values = {layer: _finite(layer, scores[layer]) for layer in sorted(scores)}
     plan = Plan(
-        experts={layer: _survivors(layer, row, remove[layer], n_group) for layer, row in values.items()},
+        experts={layer: _survivors(layer, row, remove[layer], at(n_group, layer)) for layer, row in values.items()},
         n_experts={layer: len(row) for layer, row in values.items()},
         provenance=dict(provenance),
     )
@@ -161,7 +169,8 @@ def _survivors(layer: int, scores: list[float], remove: int, n_group: int) -> tu
     if remove % n_group or count % n_group:
         nearest = min((remove // n_group) * n_group, count - n_group)
         raise UserError(
-            f"allocation: removes {remove} of {count} experts in layer {layer}, whose router has {n_group} groups that must "
+            f"allocation: removes {remove} of {count} experts in layer {layer}, whose router has {n_group} groups "
+            "that must "
             f"lose equally: {nearest} is the nearest below"
         )
     size, share = count // n_group, remove // n_group
@@ -199,7 +208,8 @@ def _check_groups(layer: int, kept: tuple[int, ...], count: int, n_group: int) -
     survivors = [sum(1 for expert in kept if expert // size == group) for group in range(n_group)]
     if len(set(survivors)) > 1:
         raise UserError(
-            f"plan: layer {layer} keeps {survivors} experts of the {n_group} groups of its router, which must keep equally "
+            f"plan: layer {layer} keeps {survivors} experts of the {n_group} groups of its router, which must keep "
+            "equally "
             f"many: {max(1, round(len(kept) / n_group))} each is nearest"
         )
 

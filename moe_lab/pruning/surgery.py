@@ -18,11 +18,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def prune(model: Model, plan: Plan) -> Model:
-    """A smaller copy of `model` that has only the experts `plan` keeps; `save_pretrained` writes a stock checkpoint of it.
+    """A smaller copy of `model` that has only the experts `plan` keeps; `save_pretrained` writes a stock checkpoint
+    of it.
 
-    `model` stays as it is. Weights that do not change are shared with it, not copied: the copy costs the memory of the kept
-    experts. Every layer must keep the same number, because a stock configuration has one; `mask` takes any plan. UserError
-    when the plan does not fit the model.
+    `model` stays as it is. Weights that do not change are shared with it, not copied: the copy costs the memory of
+    the kept experts. Every layer must keep the same number, because a stock configuration has one; `mask` takes any
+    plan. UserError when the plan does not fit the model.
     """
     check_fit(plan, moe_layers(model))
     count = plan.uniform_count()
@@ -62,7 +63,8 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
 
 
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
-    """Names of a module's own attributes that hold its number of experts (`out_features` of a linear router included)."""
+    """Names of a module's own attributes that hold its number of experts (`out_features` of a linear router
+    included)."""
     names = (*COUNT_FIELDS, "out_features")
     return [name for name in names if vars(module).get(name) == n_experts]
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moe_lab.allocation import ALLOCATIONS, get
+from moe_lab.allocation import ALLOCATIONS, allocate, check, get
 from moe_lab.allocation.uniform import uniform
+from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_plan
 
@@ -67,7 +68,7 @@ def test_infeasible_ratios(ratio: float, message: str) -> None:
 
 
 def test_largest_ratio_is_that_of_the_smallest_layer() -> None:
-    with pytest.raises(UserError, match="0.5 is the largest feasible ratio"):
+    with pytest.raises(UserError, match=r"0.5 is the largest feasible ratio"):
         uniform({0: 64, 1: 8}, 0.9, top_k=4)
 
 
@@ -77,7 +78,7 @@ def test_granularity() -> None:
         UserError, match=r"ratio=0.0 leaves 60 of 60.*multiple of 16: 0.2 is the smallest feasible ratio"
     ):
         uniform({0: 60}, 0.0, top_k=4, multiple_of=16)
-    with pytest.raises(UserError, match="multiple_of=80: layer 0 has 60 experts"):
+    with pytest.raises(UserError, match="multiple_of: layer 0 has 60 experts and cannot keep a multiple of 80"):
         uniform({0: 60}, 0.25, top_k=4, multiple_of=80)
     with pytest.raises(UserError, match="multiple_of=0"):
         uniform({0: 60}, 0.25, top_k=4, multiple_of=0)
@@ -85,5 +86,28 @@ def test_granularity() -> None:
 
 def test_registry() -> None:
     assert get("uniform") is ALLOCATIONS["uniform"]
-    with pytest.raises(UserError, match="allocation=unifrom is unknown: did you mean uniform?"):
+    with pytest.raises(UserError, match="allocation=unifrom is unknown: did you mean uniform"):
         get("unifrom")
+
+
+def test_settings_are_checked() -> None:
+    check(AllocationConfig())
+    for settings, message in [
+        (AllocationConfig(name="unifrom"), "did you mean uniform"),
+        (AllocationConfig(multiple_of=0), "multiple_of=0"),
+        (AllocationConfig(parameters={"top_k": 1}), "allocation.parameters=top_k is unknown"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            check(settings)
+
+
+def test_layers_have_limits_of_their_own() -> None:
+    settings = {"name": "uniform", "ratio": 0.5, "multiple_of": 1, "parameters": {}}
+    facts = {
+        0: {"n_experts": 16, "top_k": 2, "n_group": 1, "topk_group": 1},
+        1: {"n_experts": 24, "top_k": 4, "n_group": 4, "topk_group": 2},
+    }
+    assert allocate(settings, facts, {0: [0.0] * 16, 1: [0.0] * 24}) == {0: 8, 1: 12}
+    assert allocate({**settings, "ratio": 0.45}, facts, {0: [0.0] * 16, 1: [0.0] * 24}) == {0: 7, 1: 8}
+    with pytest.raises(UserError, match="scores are of another model"):
+        allocate(settings, facts, {0: [0.0] * 16, 1: [0.0] * 16})

@@ -75,7 +75,7 @@ def test_families_outside_the_registry_are_refused_by_name(kind: str, settings: 
 
 def test_unlisted_family_outside_the_registry_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.models.discover.UNSUPPORTED", {})
-    with pytest.raises(UserError, match="jetmoe.*experts registry"):
+    with pytest.raises(UserError, match=r"jetmoe.*experts registry"):
         moe_layers(skeleton("jetmoe", num_local_experts=4, kv_channels=8))
 
 

@@ -95,7 +95,7 @@ def test_unequal_groups_are_refused() -> None:
     uneven.check(top_k=2)
     with pytest.raises(UserError, match=r"layer 3 keeps \[3, 2\] experts of the 2 groups.*2 each is nearest"):
         uneven.check(top_k=2, n_group=2)
-    with pytest.raises(UserError, match="removes 3 of 8 experts in layer 0.*2 groups.*: 2 is the nearest below"):
+    with pytest.raises(UserError, match=r"removes 3 of 8 experts in layer 0.*2 groups.*: 2 is the nearest below"):
         make_plan({0: [1.0] * 8}, {0: 3}, top_k=2, n_group=2, provenance={})
 
 

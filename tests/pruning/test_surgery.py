@@ -51,6 +51,6 @@ def test_one_number_for_all_layers_is_asked_for() -> None:
     model = tiny.build("olmoe")
     plan = Plan({0: tuple(range(8)), 1: tuple(range(8)), 2: tuple(range(5))}, dict.fromkeys(range(3), 16))
     with pytest.raises(
-        UserError, match="keeps 5 to 8 experts a layer.*evaluate it with a mask, or use allocation=uniform"
+        UserError, match=r"keeps 5 to 8 experts a layer.*evaluate it with a mask, or use allocation=uniform"
     ):
         prune(model, plan)

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning import export as exporting
+from moe_lab.pruning.export import export
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tiny.tokens()).logits
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_masked_pruned_and_exported_are_one_model(name: str, tmp_path: Path) -> None:
+    """The project's central test: the same plan, applied in three ways, gives the same logits bit for bit."""
+    model = tiny.save(name, tmp_path / "model", shard="60KB")
+    plan = tiny.plan(model, 0.5)
+    pruned = prune(model, plan)
+    written, report = AutoModelForCausalLM.from_pretrained(
+        export(tmp_path / "model", plan, tmp_path / "pruned"), experts_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values())
+    with mask(model, plan):
+        expected = logits(model)
+    assert torch.equal(logits(pruned), expected)
+    assert torch.equal(logits(written), expected)
+    ours, theirs = pruned.state_dict(), written.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "ernie4_5_moe"])
+def test_stored_precision_is_kept(name: str, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", dtype=torch.bfloat16)
+    plan = tiny.plan(model, 0.25)
+    out = export(tmp_path / "model", plan, tmp_path / "pruned")
+    written = AutoModelForCausalLM.from_pretrained(out, experts_implementation="eager", dtype="auto")
+    with mask(model, plan):
+        assert torch.equal(logits(written), logits(model))
+
+
+def test_saved_pruned_model_reloads(tmp_path: Path) -> None:
+    model = tiny.build("glm4_moe")
+    pruned = prune(model, tiny.plan(model, 0.5))
+    pruned.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert torch.equal(logits(again), logits(pruned))
+
+
+def test_files_beside_the_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = tiny.save("olmoe", folder, shard="60KB")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Nice model\nIt talks.\n")
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), "note": "ä"}))
+    plan = Plan(tiny.plan(model, 0.5).experts, dict.fromkeys(range(3), 16), {"model": "little", "criterion": "man"})
+    out = export(folder, plan, tmp_path / "deep" / "pruned")
+    names = {file.name for file in folder.iterdir()} - {"pytorch_model.bin"} | {"plan.json"}
+    assert {file.name for file in out.iterdir()} == names
+    assert [path.name for path in out.parent.iterdir()] == ["pruned"]
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, out))
+    assert list(before) == list(after) and after == {**before, "num_experts": 8}
+    assert Plan.load(out / "plan.json") == plan
+    card = (out / "README.md").read_text()
+    assert card.startswith(
+        "---\nlicense: mit\n---\n\n# little, pruned\n\n24 of 48 routed experts are kept: 8 in each of 3"
+    )
+    assert '"criterion": "man"' in card and plan.digest in card and card.endswith("# Nice model\nIt talks.\n")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    found = {}
+    for shard in sorted(set(index["weight_map"].values())):
+        with safe_open(out / shard, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            found.update({key: (shard, file.get_tensor(key).nbytes) for key in file.keys()})  # noqa: SIM118
+    assert {key: shard for key, (shard, _) in found.items()} == index["weight_map"]
+    assert sum(size for _, size in found.values()) == index["metadata"]["total_size"]
+
+
+def test_both_counts_are_written_where_readers_differ(tmp_path: Path) -> None:
+    model = tiny.save("qwen3_moe", tmp_path / "model")
+    config = json.loads(
+        (export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out") / "config.json").read_text()
+    )
+    assert config["num_experts"] == config["num_local_experts"] == 8
+
+
+def test_kernel_copy_and_buffered_copy_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.save("granitemoe", tmp_path / "model", shard="60KB")
+    plan = tiny.plan(model, 0.5)
+    first = export(tmp_path / "model", plan, tmp_path / "first")
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EXDEV, "other disk")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(exporting, "BUFFER", 1000)
+    second = export(tmp_path / "model", plan, tmp_path / "second")
+    for file in first.iterdir():
+        assert file.read_bytes() == (second / file.name).read_bytes()
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_layers_for_extra_tokens_are_left_out(tmp_path: Path) -> None:
+    model = tiny.save("deepseek_v3", tmp_path / "model")
+    plan = tiny.plan(model, 0.5)
+    clean = export(tmp_path / "model", plan, tmp_path / "clean")
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        last = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
+        tensors.update({name.replace(".layers.2.", ".layers.3."): tensor.clone() for name, tensor in last.items()})
+        tensors.update(
+            {name.replace("model.layers.2.", "mtp.layers.0."): tensor.clone() for name, tensor in last.items()}
+        )
+        tensors["mtp.fc.weight"] = torch.ones(2)
+
+    rewrite(tmp_path / "model", add)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    assert load_file(out / "model.safetensors").keys() == load_file(clean / "model.safetensors").keys()
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({"model.layers.1.mlp.scale": torch.ones(16)}),
+            r"layers\.1\.mlp\.scale \(16,\) belongs to a MoE",
+        ),
+        (lambda t: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has 0 router weights, expected 1"),
+        (lambda t: t.pop(EXPERT.format(3)), "the experts of layer 1 do not all have the same tensors"),
+        (lambda t: t.update({EXPERT.format(16): torch.ones(1)}), "its layer 1 has 16 experts, .* has 17"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.gate.weight": torch.ones(8, 32)}),
+            r"gate\.weight has shape \(8, 32\)",
+        ),
+        (
+            lambda t: [t.pop(key) for key in list(t) if ".layers.1.mlp" in key],
+            r"about layers \[0, 1, 2\], .*layers \[0, 2\]",
+        ),
+    ],
+)
+def test_checkpoints_that_do_not_fit(tmp_path: Path, change: Callable[[Any], object], message: str) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    rewrite(tmp_path / "model", change)
+    with pytest.raises(UserError, match=message):
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_plans_that_do_not_fit(tmp_path: Path) -> None:
+    tiny.save("deepseek_v3:grouped", tmp_path / "model")
+    kept = tuple(range(8))
+    for plan, message in [
+        (Plan({1: kept, 2: kept}, {1: 16, 2: 16}), r"keeps \[4, 4, 0, 0\] experts of the 4 groups"),
+        (
+            Plan({1: (0, 4, 8, 12), 2: (0, 4, 8, 12)}, {1: 16, 2: 16}),
+            "keeps 4 of 16 experts, but its router needs at least 8",
+        ),
+        (Plan({1: kept, 2: kept}, {1: 8, 2: 8}), "layers of 8 experts, config.json says n_routed_experts=16"),
+        (tiny.plan(tiny.build("deepseek_v3:grouped", num_hidden_layers=4), 0.5), r"about layers \[1, 2, 3\]"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            export(tmp_path / "model", plan, tmp_path / "out")
+
+
+def test_layers_must_keep_equally_many(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    plan = Plan({0: tuple(range(8)), 1: tuple(range(8)), 2: tuple(range(5))}, dict.fromkeys(range(3), 16))
+    with pytest.raises(UserError, match="keeps 5 to 8 experts a layer"):
+        export(tmp_path / "model", plan, tmp_path / "out")
+
+
+def test_target_must_be_free(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "empty")
+    with pytest.raises(UserError, match="empty exists already"):
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "empty")
+
+
+def test_room_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(UserError, match=r"0\.00 GB are needed in .*, 0\.00 GB are free"):
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+
+
+def test_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(UserError, match="no room left on the disk"):
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
+def test_neither_torch_nor_memory_is_needed(tmp_path: Path) -> None:
+    """64 MB are written by a process that may not use more than 50 MB."""
+    count, rows = 16, 1 << 20
+    header = {"model.layers.0.mlp.gate.weight": {"dtype": "F32", "shape": [count, 8], "data_offsets": [0, 512]}}
+    for expert in range(count):
+        start = 512 + expert * rows * 8
+        header[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] = {
+            "dtype": "F32",
+            "shape": [rows, 2],
+            "data_offsets": [start, start + rows * 8],
+        }
+    text = json.dumps(header).encode()
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 512 + count * rows * 8)
+    settings = {"model_type": "olmoe", "num_experts": count, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    code = f"""
+import sys
+from moe_lab.pruning.export import export
+from moe_lab.pruning.plan import Plan
+export({str(tmp_path / "model")!r}, Plan({{0: tuple(range(0, {count}, 2))}}, {{0: {count}}}), {str(tmp_path / "out")!r})
+assert "torch" not in sys.modules
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50_000  # kB
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 64_000_000
+
+
+def test_router_rows_and_experts_move_together(tmp_path: Path) -> None:
+    model = tiny.save("mixtral", tmp_path / "model")
+    plan = Plan(dict.fromkeys(range(3), (1, 2, 6)), dict.fromkeys(range(3), 8))
+    export(tmp_path / "model", plan, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    layer = moe_layers(model)[2]
+    prefix = "model.layers.2.block_sparse_moe"
+    assert torch.equal(tensors[f"{prefix}.gate.weight"], layer.router.weight[[1, 2, 6]])
+    assert torch.equal(tensors[f"{prefix}.experts.2.w2.weight"], layer.experts.down_proj[6])
