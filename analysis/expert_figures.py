@@ -60,7 +60,7 @@ def pooled_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
             row.suptitle(f"{names.ratio(ratio)} pruned", fontsize=8.5, fontweight="bold", x=0.01, ha="left")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers and models). "
-        "Left: mean over all usable variants with this b, α or β. Right: each variant; dashed line and bracket: random sets; "
+        "Left: mean over all usable variants with this b, α or β. Right: each variant. Dashed: random sets; "
         "(1,0,0) scores all experts alike."
     )
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
@@ -96,7 +96,7 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
         position += 0.6
     chance = float(pooled["chance_triple"].iloc[0])
     axes.axhline(chance, color=style.INK, linestyle=(0, (4, 2)), linewidth=0.8)
-    axes.text(position - 0.6, chance + 0.01, "chance", fontsize=6.5, ha="right", color=style.MUTED)
+    axes.text(position - 0.9, chance, "chance", fontsize=6.5, va="center", color=style.MUTED)
     axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
     axes.set(ylim=(0, 1), ylabel="overlap")
     axes.grid(axis="y")
@@ -179,4 +179,5 @@ def _coverage_axes(axes: Axes, frame: pd.DataFrame) -> None:
     axes.set(xlim=(0, widest), ylim=(len(layers), 0))
     shown = layers if len(layers) <= 12 else layers[:: -(-len(layers) // 12)]
     axes.set_yticks([layers.index(layer) + 0.5 for layer in shown], [f"layer {layer}" for layer in shown], fontsize=6.5)
+    axes.set_xticks([])
     style.bare(axes)

@@ -199,6 +199,10 @@ def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel) -> list[s
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
     axes.set_xticks(angles, [names.benchmark(column) for column in target], fontsize=6.5)
+    for angle, text in zip(angles, axes.get_xticklabels(), strict=True):
+        side = round(float(np.sin(angle)), 6)
+        text.set_horizontalalignment("center" if side == 0 else "left" if side > 0 else "right")
+    axes.tick_params(axis="x", pad=-1)
     axes.set_ylim(0, 1)
     axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
     axes.spines["polar"].set_color(style.RULE)

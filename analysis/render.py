@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.tables import Table
+from analysis.tables import SCORE, Table
 
 GAP = "–"
 """What a missing number looks like; a footnote explains it."""
@@ -105,7 +105,7 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """A table element with sort keys, intervals as titles, and the best of each block marked; styled by the page."""
+    """A table element with sort keys, intervals under the numbers, and the best of each block marked; the page styles it."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks, cells = best(table).to_numpy(), text(table).to_numpy()
     records = table.frame.to_dict("records")
@@ -134,14 +134,18 @@ def _cell(table: Table, row: int, column: str, value: object, printed: str, stro
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
         return f"<td>{inner}</td>"
-    title = ""
-    if table.low is not None and table.high is not None and column in table.low:
-        low, high = table.low[column].iloc[row], table.high[column].iloc[row]
-        form = table.formats[column]
-        if not (pd.isna(low) or pd.isna(high)):
-            title = f' title="95 % interval {form.format(low)} to {form.format(high)}"'
-    key = "" if printed == GAP else f"{float(str(value)):.9g}"
-    return f'<td class=number data-key="{key}"{title}>{inner}</td>'
+    if printed == GAP:
+        return '<td class=number data-key="">' + GAP + "</td>"
+    number, form = float(str(value)), table.formats[column]
+    bar = f' style="--v:{number:.3f}"' if form == SCORE and column in table.best and 0 <= number <= 1 else ""
+    return f'<td class=number data-key="{number:.9g}"{bar}>{inner}{_interval(table, row, column, form)}</td>'
+
+
+def _interval(table: Table, row: int, column: str, form: str) -> str:
+    if table.low is None or table.high is None or column not in table.low:
+        return ""
+    low, high = table.low[column].iloc[row], table.high[column].iloc[row]
+    return "" if pd.isna(low) or pd.isna(high) else f"<small>{form.format(low)} to {form.format(high)}</small>"
 
 
 def _block_starts(table: Table) -> list[bool]:

@@ -1,0 +1,182 @@
+"""What a study found, in sentences: what was run, what won, what it costs, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import names, overlap
+from analysis.comparison import Comparison, Panel
+from analysis.coverage import coverage_summary
+from analysis.load import Study
+from analysis.winners import LEVEL, SETTINGS, wins
+
+NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """`one win`, `two wins`, `13 wins`."""
+    word = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
+    return f"{word} {noun if number == 1 else plural or noun + 's'}"
+
+
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def what_was_run(study: Study) -> str:
+    """Models, criteria, calibration sets, ratios, benchmarks and items in one sentence."""
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    sets = names.calibrations_in_order(set(pruned["calibration"]) - {"none"})
+    ratios = names.listing(names.ratio(ratio) for ratio in sorted(pruned["ratio"].unique()))
+    by_data = f", with {names.listing(names.calibration(s).lower() for s in sets)} calibration" if sets else ""
+    sizes = sorted(study.results["n"].unique())
+    items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
+    return capitalised(
+        f"{count(pruned['criterion'].nunique(), 'criterion', 'criteria')} chose which experts of "
+        f"{names.listing(dict.fromkeys(study.cells['model']))} to remove ({ratios} of each layer{by_data}). "
+        f"That gave {count(len(pruned), 'pruned model')}, each evaluated like the unpruned one on "
+        f"{count(study.results['benchmark'].nunique(), 'benchmark')} of {items} items."
+    )
+
+
+def who_won(found: pd.DataFrame) -> list[str]:
+    """A sentence per model and ratio: wins of the leading criteria, and how many of them are beyond noise."""
+    return [_who_won(key, group) for key, group in found.groupby(SETTINGS, sort=False)]
+
+
+def _who_won(key: Sequence[object], found: pd.DataFrame) -> str:
+    counts = wins(found)
+    where = f"With {names.ratio(float(str(key[1])))} of the experts of {key[0]} removed"
+    total = int((found["winners"].map(len) > 0).sum())
+    if counts.empty or not counts["wins"].iloc[0]:
+        return f"{where}, no criterion won a column alone."
+    most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
+    leader = names.criterion(str(counts.index[0]))
+    if sure == most:
+        certainty = "all of these wins are beyond noise" if most > 1 else "the win is beyond noise"
+    elif sure == 0:
+        certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
+    else:
+        certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
+    others = [
+        f"{names.criterion(str(name))} {row['wins']}" for name, row in counts.iloc[1:].iterrows() if row["wins"]
+    ]
+    ties = int((found["winners"].map(len) > 1).sum())
+    rest = [f"others: {', '.join(others)}"] if others else []
+    rest += [count(ties, "column is tied", "columns are tied")] if ties else []
+    tail = f" ({'; '.join(rest)})" if rest else ""
+    return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."
+
+
+def best_plan(comparison: Comparison) -> list[str]:
+    """A sentence per ratio: the pruned model with the best Avg, its distance to the unpruned one and to the runner-up."""
+    groups: dict[tuple[float, str, str, int], list[Panel]] = {}
+    for panel in comparison.panels:
+        groups.setdefault((panel.ratio, panel.allocation, panel.gate, panel.seed), []).append(panel)
+    return [sentence for panels in groups.values() if (sentence := _best_plan(comparison, panels))]
+
+
+def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
+    target = panels[0].columns(comparison)
+    by_cell = {cell: (name, panel) for panel in panels for name, cell in panel.cells.items()}
+    scores = comparison.score(target)
+    averages = scores[list(by_cell)].dropna().sort_values(ascending=False, kind="stable")
+    if averages.empty or len({panel.columns(comparison) for panel in panels}) > 1:
+        return None
+    if set(target) & set(comparison.lower_is_better):
+        return None
+    cell = int(averages.index[0])
+    name, panel = by_cell[cell]
+    data = "" if comparison.cells["calibration"][cell] == "none" else f", calibrated on {names.calibration(panel.calibration).lower()}"
+    sentence = f"The best average at {names.ratio(panel.ratio)} is {averages.iloc[0]:.3f}, by {names.criterion(name)}{data}"
+    full = comparison.unpruned
+    if full is not None and not np.isnan(scores[full]):
+        low, high = comparison.lead(target, cell, full)
+        sentence += f": {averages.iloc[0] / scores[full]:.0%} of the unpruned model's {scores[full]:.3f}"
+        sentence += f" (difference {averages.iloc[0] - scores[full]:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
+    return sentence + "." + _runner_up(comparison, by_cell, averages, target)
+
+
+def _runner_up(
+    comparison: Comparison, by_cell: dict[int, tuple[str, Panel]], averages: pd.Series, target: tuple[str, ...]
+) -> str:
+    if len(averages) < 2:
+        return ""
+    first, second = int(averages.index[0]), int(averages.index[1])
+    p = float(comparison.p_values(target, first, [second])[0])
+    name, panel = by_cell[second]
+    rival = names.criterion(name)
+    if comparison.cells["calibration"][second] != "none":
+        rival += f" with {names.calibration(panel.calibration).lower()} calibration"
+    lead = averages.iloc[0] - averages.iloc[1]
+    if np.isnan(p):
+        return f" {rival} follows {lead:.3f} behind."
+    if p < LEVEL:
+        return f" Its lead of {lead:.3f} over {rival} is beyond noise (p = {p:.2g})."
+    return f" Its lead of {lead:.3f} over {rival} is within noise (p = {p:.2g})."
+
+
+def calibration_effect(comparison: Comparison) -> list[str]:
+    """How much coding and mathematics columns depend on what the calibration set is about, averaged over criteria."""
+    sentences = []
+    for domain, columns, word in (("code", names.CODE_COLUMNS, "Coding"), ("math", names.MATH_COLUMNS, "Mathematics")):
+        if not set(columns) <= set(comparison.parts):
+            continue
+        scores = comparison.score(tuple(columns))
+        by_set = scores.groupby(comparison.cells["calibration"]).mean().drop("none", errors="ignore").dropna()
+        matching = [name for name in by_set.index if names.domain(str(name)) == domain]
+        others = by_set.drop(matching)
+        if matching and len(others):
+            rest = names.listing(f"{value:.3f} after {names.calibration(str(name)).lower()}" for name, value in others.items())
+            sentences.append(
+                f"{word} columns keep {by_set[matching].mean():.3f} on average over criteria and ratios after {domain} "
+                f"calibration, {rest} calibration."
+            )
+    return sentences
+
+
+def overlap_finding(overlaps: pd.DataFrame) -> list[str]:
+    """Which part of the score makes the choice of experts depend on the calibration set."""
+    sentences = []
+    if overlaps.empty:
+        return sentences
+    pooled = overlap.pooled(overlaps)
+    for ratio, frame in pooled.groupby("ratio"):
+        effect = overlap.component_effects(frame).query("component == 'b'").set_index("level")["overlap"]
+        best = frame.loc[frame["triple"].idxmax()]
+        name = overlap.variant_name(int(best["b"]), int(best["alpha"]), int(best["beta"]))
+        if len(effect) == 2:
+            sentences.append(
+                f"At {names.ratio(float(str(ratio)))}, scores divided by the token count (b=1) agree on {effect[1]:.0%} of the "
+                f"experts to remove across calibration sets, sums (b=0) on {effect[0]:.0%}; random sets would on "
+                f"{frame['chance_triple'].iloc[0]:.0%}. {name} agrees most ({best['triple']:.0%})."
+            )
+    return sentences
+
+
+def coverage_finding(study: Study) -> list[str]:
+    """Experts that no calibration token reached."""
+    return [
+        f"{names.calibration(str(row.calibration))} calibration of {row.model} left "
+        + (f"{row.unseen} of {row.experts} experts without a token." if row.unseen else "no expert without a token.")
+        for row in coverage_summary(study.coverage).itertuples()
+    ]
+
+
+def completeness(study: Study) -> str:
+    """Whether anything is missing."""
+    if not study.gaps:
+        return "Nothing is missing: every result that was asked for is here."
+    return capitalised(f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never as zero.")
+
+
+def headline(study: Study, comparisons: Iterable[Comparison], found: pd.DataFrame) -> list[str]:
+    """The sentences at the top of the report, in the order a reader asks."""
+    sentences = [what_was_run(study)]
+    sentences += who_won(found) if len(found) else []
+    for comparison in comparisons:
+        sentences += best_plan(comparison)
+    return [*sentences, completeness(study)]
