@@ -61,9 +61,7 @@ def _who_won(key: Sequence[object], found: pd.DataFrame) -> str:
         certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
     else:
         certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
-    others = [
-        f"{names.criterion(str(name))} {row['wins']}" for name, row in counts.iloc[1:].iterrows() if row["wins"]
-    ]
+    others = [f"{names.criterion(str(name))} {row['wins']}" for name, row in counts.iloc[1:].iterrows() if row["wins"]]
     ties = int((found["winners"].map(len) > 1).sum())
     rest = [f"others: {', '.join(others)}"] if others else []
     rest += [count(ties, "column is tied", "columns are tied")] if ties else []
@@ -90,8 +88,14 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
         return None
     cell = int(averages.index[0])
     name, panel = by_cell[cell]
-    data = "" if comparison.cells["calibration"][cell] == "none" else f", calibrated on {names.calibration(panel.calibration).lower()}"
-    sentence = f"The best average at {names.ratio(panel.ratio)} is {averages.iloc[0]:.3f}, by {names.criterion(name)}{data}"
+    data = (
+        ""
+        if comparison.cells["calibration"][cell] == "none"
+        else f", calibrated on {names.calibration(panel.calibration).lower()}"
+    )
+    sentence = (
+        f"The best average at {names.ratio(panel.ratio)} is {averages.iloc[0]:.3f}, by {names.criterion(name)}{data}"
+    )
     full = comparison.unpruned
     if full is not None and not np.isnan(scores[full]):
         low, high = comparison.lead(target, cell, full)
@@ -130,7 +134,9 @@ def calibration_effect(comparison: Comparison) -> list[str]:
         matching = [name for name in by_set.index if names.domain(str(name)) == domain]
         others = by_set.drop(matching)
         if matching and len(others):
-            rest = names.listing(f"{value:.3f} after {names.calibration(str(name)).lower()}" for name, value in others.items())
+            rest = names.listing(
+                f"{value:.3f} after {names.calibration(str(name)).lower()}" for name, value in others.items()
+            )
             sentences.append(
                 f"{word} columns keep {by_set[matching].mean():.3f} on average over criteria and ratios after {domain} "
                 f"calibration, {rest} calibration."
@@ -170,7 +176,9 @@ def completeness(study: Study) -> str:
     """Whether anything is missing."""
     if not study.gaps:
         return "Nothing is missing: every result that was asked for is here."
-    return capitalised(f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never as zero.")
+    return capitalised(
+        f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never as zero."
+    )
 
 
 def headline(study: Study, comparisons: Iterable[Comparison], found: pd.DataFrame) -> list[str]:

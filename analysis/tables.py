@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from analysis import memory, names, uncertainty
-from analysis.comparison import Comparison
 from analysis.coverage import coverage_summary
 from analysis.load import Study, versions
 from analysis.overlap import variant_name
-from analysis.winners import LEVEL, label, winner_map
+from analysis.winners import LEVEL, label
 
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
 
@@ -66,11 +65,8 @@ def _several(values: pd.Series) -> str:
     return ", ".join(str(value) for value in values.drop_duplicates()) or "none"
 
 
-def winner_table(
-    study: Study, comparisons: Iterable[Comparison], *, name: str = "winners", criteria: Sequence[str] | None = None
-) -> Table:
-    """The winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
-    found = winner_map(comparisons, criteria)
+def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") -> Table:
+    """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
     text = {
         "Model": found["model"],
         "Pruned": found["ratio"].map(names.ratio),
@@ -183,4 +179,61 @@ def overlap_table(overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
         formats=shown,
         best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
         blocks=("Model", "Pruned"),
+    )
+
+
+def proxy_table(found: pd.DataFrame, *, name: str = "proxy") -> Table:
+    """Fig. 3 as numbers: how many of the experts with the lowest exact damage the proxy S(0,1,1) finds too."""
+    columns = ["Model", "Calibration", "Pruned", "Overlap", "Lowest layer", "By chance"]
+    frame = pd.DataFrame(columns=columns)
+    if len(found):
+        frame = found[["model", "calibration", "ratio", "overlap", "lowest", "chance"]].set_axis(columns, axis=1)
+        frame = frame.assign(
+            Calibration=found["calibration"].map(names.calibration), Pruned=found["ratio"].map(names.ratio)
+        )
+    return Table(
+        name=name,
+        title="Overlap of proxy and exact damage",
+        caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over layers, "
+        "the lowest layer, and what random sets would share.",
+        frame=frame,
+        formats=dict.fromkeys(columns[3:], SCORE),
+    )
+
+
+def artefact_table(study: Study, *, name: str = "artefacts") -> Table:
+    """Which folders of the store a cell's numbers come from."""
+    evaluations = study.results.groupby("cell")["folder"].unique()
+    text = {
+        "Model": study.cells["model"],
+        "Pruned": study.cells["ratio"].map(names.ratio),
+        "Calibration": study.cells["calibration"].map(names.calibration),
+        "Criterion": study.cells["criterion"].map(names.criterion),
+        "Plan": study.cells["plan_folder"].fillna(""),
+        "Scores": study.cells["scores_folder"].fillna(""),
+        "Statistics": study.cells["statistics_folder"].fillna(""),
+        "Evaluations": [" ".join(evaluations.get(cell, [])) for cell in study.cells.index],
+    }
+    return Table(
+        name=name,
+        title="Where the artefacts are",
+        caption=f"Folders inside {study.store}. Each holds its identity (step.json), how it came about (provenance.json) and "
+        "checksums (manifest.json); evaluations also hold every prompt's outcome (samples.parquet).",
+        frame=pd.DataFrame(text),
+        formats={},
+    )
+
+
+def gap_table(study: Study, *, name: str = "gaps") -> Table:
+    """What is missing: each reason once, with the places where it holds."""
+    places: dict[str, list[str]] = {}
+    for gap in study.gaps:
+        places.setdefault(gap.what, []).append(gap.where)
+    rows = [(what, len(where), "; ".join(where)) for what, where in places.items()]
+    return Table(
+        name=name,
+        title="Gaps",
+        caption="Missing results stand as – in every table and are left out of averages, ranks and tests.",
+        frame=pd.DataFrame(rows, columns=["What", "Times", "Where"]),
+        formats={"Times": "{:.0f}"},
     )

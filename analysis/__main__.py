@@ -1,0 +1,102 @@
+"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lab.errors import UserError, unknown
+
+USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER]
+
+NAME   report (the page with everything; the default), all (every table and figure), or any of
+       {names}
+store  the folder a run wrote to
+study  which study in it; by default the newest
+out    where to write; by default STORE/reports/STUDY
+
+Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
+
+OPTIONS = ("store", "study", "out")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    names: list[str]
+    store: Path
+    study: str | None
+    out: Path | None
+
+
+def parse(words: Sequence[str]) -> Request:
+    """The command line as a request. UserError for an unknown option."""
+    options: dict[str, str] = {}
+    wanted: list[str] = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            wanted.append(word)
+        elif key not in OPTIONS:
+            raise unknown("option", key, OPTIONS)
+        elif not value:
+            raise UserError(f"{key}= has no value: write {key}=VALUE")
+        else:
+            options[key] = value
+    return Request(
+        names=wanted or ["report"],
+        store=Path(options.get("store", "store")),
+        study=options.get("study"),
+        out=Path(options["out"]) if "out" in options else None,
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the command line asks; returns the exit code."""
+    if {"-h", "--help", "help"} & set(words):
+        from analysis.catalogue import CATALOGUE
+
+        print(USAGE.format(names=", ".join(CATALOGUE)))
+        return 0
+    try:
+        return _run(parse(words))
+    except UserError as error:
+        print(f"analysis: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(request: Request) -> int:
+    from analysis import catalogue, report
+    from analysis.load import load, studies
+
+    for name in request.names:
+        if name not in (*catalogue.CATALOGUE, "all", "report"):
+            raise unknown("name", name, [*catalogue.CATALOGUE, "all", "report"])
+    newest = studies(request.store)[0]
+    study = load(request.store, request.study or newest)
+    if study.results.empty:
+        raise UserError(f"study={study.name} in {request.store} has no results yet: run it first")
+    out = request.out or request.store / "reports" / study.name
+    try:
+        if "report" in request.names:
+            print(report.write_report(study, out))
+        else:
+            wanted = catalogue.CATALOGUE if "all" in request.names else request.names
+            made = catalogue.make(wanted, catalogue.Material(study))
+            for path in catalogue.write((output for outputs in made.values() for output in outputs), out):
+                print(path)
+            for name in (name for name in request.names if made.get(name) == []):
+                print(f"analysis: {name} needs results that study={study.name} does not have", file=sys.stderr)
+                return 1
+    except OSError as error:
+        raise UserError(f"out={out} cannot be written ({error.strerror}): name a folder you own") from None
+    for gap in study.gaps:
+        print(f"analysis: {gap.where}: {gap.what}", file=sys.stderr)
+    return 1 if study.gaps else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""Every table and figure by name, and what each is made from. Names follow the papers: unified.fig2, unified.table1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from analysis import expert_figures, figures, names, overlap, render, score_tables, style, tables
+from analysis.comparison import Comparison, compare
+from analysis.load import Study
+from analysis.style import Figure
+from analysis.tables import Table
+from analysis.winners import winner_map
+from moe_lab.errors import unknown
+
+Output = Table | Figure
+
+
+class Material:
+    """A study and what several outputs need of it, computed once."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Models with at least one pruned cell and one result."""
+        return [found for found in compare(self.study) if found.panels and found.parts]
+
+    @cached_property
+    def winners(self) -> pd.DataFrame:
+        """The winner map of all criteria."""
+        return winner_map(self.comparisons)
+
+    @cached_property
+    def baseline_winners(self) -> pd.DataFrame:
+        """The winner map of the papers' five baselines; empty when none of them was run."""
+        known = set(self.study.cells["criterion"]) & set(names.BASELINES)
+        return winner_map(self.comparisons, names.BASELINES) if known else pd.DataFrame()
+
+    @cached_property
+    def overlaps(self) -> pd.DataFrame:
+        """Overlap over calibration sets of every S(b, alpha, beta)."""
+        return overlap.calibration_overlap(self.study.family)
+
+    @cached_property
+    def proxy(self) -> pd.DataFrame:
+        """Overlap of proxy and exact damage."""
+        return overlap.proxy_overlap(self.study.family, self.study.damage)
+
+
+def _winner_outputs(material: Material, found: pd.DataFrame, name: str, title: str) -> list[Output]:
+    if found.empty:
+        return []
+    return [
+        figures.winner_figure(found, name=name, title=title),
+        tables.winner_table(material.study, found, name=name),
+    ]
+
+
+def _baseline_map(material: Material) -> list[Output]:
+    return _winner_outputs(
+        material, material.baseline_winners, "unified.fig2", "Who wins where, among the five baselines"
+    )
+
+
+def _full_map(material: Material) -> list[Output]:
+    return _winner_outputs(material, material.winners, "winners", "Who wins where, among all criteria")
+
+
+def _proxy(material: Material) -> list[Output]:
+    if material.proxy.empty:
+        return []
+    name = "unified.fig3"
+    return [expert_figures.proxy_figure(material.proxy, name=name), tables.proxy_table(material.proxy, name=name)]
+
+
+def _pooled_overlap(material: Material) -> list[Output]:
+    if material.overlaps.empty:
+        return []
+    name = "unified.fig4"
+    return [
+        expert_figures.pooled_figure(material.overlaps, name=name),
+        tables.overlap_table(material.overlaps, name=name),
+    ]
+
+
+def _overlap_per_model(material: Material) -> list[Output]:
+    return [] if material.overlaps.empty else [expert_figures.per_model_figure(material.overlaps, name="unified.fig5")]
+
+
+def _ranks(material: Material) -> list[Output]:
+    return [score_tables.rank_table(material.study, material.comparisons)] if material.comparisons else []
+
+
+def _published_ranks(material: Material) -> list[Output]:
+    if not set(material.study.cells["criterion"]) & set(names.RANKED):
+        return []
+    name, criteria = "unified.table1", names.RANKED
+    return [score_tables.rank_table(material.study, material.comparisons, name=name, criteria=criteria)]
+
+
+def _task_specific(material: Material) -> list[Output]:
+    return _unless_empty(score_tables.task_specific_table(material.study, material.comparisons))
+
+
+def _published_task_specific(material: Material) -> list[Output]:
+    name, criteria = "unified.table2", names.TASK_SPECIFIC
+    return _unless_empty(
+        score_tables.task_specific_table(material.study, material.comparisons, name=name, criteria=criteria)
+    )
+
+
+def _memory(material: Material) -> list[Output]:
+    return _unless_empty(tables.memory_table(material.study, name="unified.table3"))
+
+
+def _benchmarks(material: Material) -> list[Output]:
+    if not material.comparisons:
+        return []
+    return [score_tables.benchmark_table(material.study, material.comparisons, name="unified.table5")]
+
+
+def _averages(material: Material) -> list[Output]:
+    return [
+        figures.averages_figure(comparison, name=_of_model(material, "averages", comparison))
+        for comparison in material.comparisons
+    ]
+
+
+def _radar(material: Material) -> list[Output]:
+    made = [
+        figures.radar_figure(comparison, name=_of_model(material, "radar", comparison))
+        for comparison in material.comparisons
+    ]
+    return [figure for figure in made if figure is not None]
+
+
+def _coverage(material: Material) -> list[Output]:
+    if material.study.coverage.empty:
+        return []
+    figure = expert_figures.coverage_figure(material.study.coverage, name="coverage")
+    return [figure, tables.coverage_table(material.study)]
+
+
+def _artefacts(material: Material) -> list[Output]:
+    return [tables.artefact_table(material.study)]
+
+
+def _gaps(material: Material) -> list[Output]:
+    return _unless_empty(tables.gap_table(material.study))
+
+
+def _unless_empty(table: Table) -> list[Output]:
+    return [table] if len(table.frame) else []
+
+
+def _of_model(material: Material, name: str, comparison: Comparison) -> str:
+    return name if len(material.comparisons) == 1 else f"{name}.{comparison.model}"
+
+
+CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
+    "winners": _full_map,
+    "unified.fig2": _baseline_map,
+    "averages": _averages,
+    "ranks": _ranks,
+    "radar": _radar,
+    "unified.table1": _published_ranks,
+    "task_specific": _task_specific,
+    "unified.table2": _published_task_specific,
+    "unified.table5": _benchmarks,
+    "unified.fig3": _proxy,
+    "unified.fig4": _pooled_overlap,
+    "unified.fig5": _overlap_per_model,
+    "coverage": _coverage,
+    "unified.table3": _memory,
+    "artefacts": _artefacts,
+    "gaps": _gaps,
+}
+"""Name -> what makes its tables and figures; an empty list when the study has no data for them."""
+
+
+def make(wanted: Iterable[str], material: Material) -> dict[str, list[Output]]:
+    """The named outputs. UserError for an unknown name."""
+    made: dict[str, list[Output]] = {}
+    for name in wanted:
+        if name not in CATALOGUE:
+            raise unknown("name", name, [*CATALOGUE, "all", "report"])
+        made[name] = CATALOGUE[name](material)
+    return made
+
+
+def write(outputs: Iterable[Output], out: Path) -> list[Path]:
+    """Write tables into OUT/tables and figures into OUT/figures."""
+    written: list[Path] = []
+    for output in outputs:
+        if isinstance(output, Figure):
+            written += style.write(output, out / "figures")
+        else:
+            written += render.write(output, out / "tables")
+    return written
