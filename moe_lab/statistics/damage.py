@@ -83,7 +83,7 @@ class DamageTap(Tap):
         """
         used = (gates != 0).any(1)
         n = max(int(used.sum(1).max()), 1)
-        order = used.int().sort(1, descending=True, stable=True)
+        order = used.int().sort(dim=1, descending=True, stable=True)
         some, chosen = order.values[:, :n].bool(), order.indices[:, :n]
         outputs = torch.zeros(*chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device)
         module, n_experts = self.layer.experts, self.layer.n_experts

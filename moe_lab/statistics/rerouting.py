@@ -78,9 +78,15 @@ class _Replay(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and args[1].shape[0] == self.logits.shape[1]:
             return self.logits
-        if func in (torch.topk, torch.Tensor.topk) and self.removed is not None:
-            scores = args[0]
-            if scores.numel() == self.logits.numel():  # all experts, perhaps in groups
-                hidden = scores.reshape(self.logits.shape).scatter(1, self.removed[:, None], float("-inf"))
-                args = (hidden.reshape(scores.shape), *args[1:])
+        best = func in (torch.topk, torch.Tensor.topk) and args[0].numel() == self.logits.numel()
+        if best and self.removed is not None:  # of all experts, perhaps in groups
+            return self._without(args[0], func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _without(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """The best of `scores` without the removed experts; where too few are left, the removed one at value 0."""
+        assert self.removed is not None
+        left = scores.reshape(self.logits.shape).scatter(1, self.removed[:, None], float("-inf")).reshape(scores.shape)
+        values, indices = func(left, *args[1:], **kwargs)
+        filled = values.isneginf() & ~scores.gather(-1, indices).isneginf()
+        return torch.return_types.topk((values.masked_fill(filled, 0.0), indices))

@@ -54,7 +54,7 @@ class Statistics:
         """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
         path = Path(path)
         tensors = {
-            f"{layer}/{name}": part.contiguous() for layer, named in self.layers.items() for name, part in named.items()
+            f"{layer}/{name}": part.clone(memory_format=torch.contiguous_format) for layer, named in self.layers.items() for name, part in named.items()
         }
         metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,9 +48,9 @@ def absolute_and_square(weights: torch.Tensor) -> tuple[float, float]:
     absolute = square = 0.0
     buffer = torch.empty(min(CHUNK, flat.numel()), dtype=torch.float32, device=flat.device)
     for chunk in flat.split(CHUNK):
-        part = buffer[: chunk.numel()].copy_(chunk)
-        square += torch.dot(part, part).item()
-        absolute += part.abs_().sum().item()
+        part = buffer[: chunk.numel()].copy_(chunk).abs_()
+        absolute += part.sum().item()
+        square += part.square_().sum().item()  # as fast as a dot product, which rounds to 4e-6 at this length
     return absolute, square
 
 

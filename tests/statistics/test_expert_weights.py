@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import naive
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.statistics.weights import CHUNK, absolute_and_square, weigh
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_sums_are_those_of_the_weights_in_memory(name: str, tmp_path: Path) -> None:
+    model = naive.model(name)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    layers = weigh(tmp_path, fingerprint={}).layers
+    expected = {layer.index: layer.experts for layer in moe_layers(model)}
+    assert list(layers) == sorted(expected)
+    for index, experts in expected.items():
+        tensors = [part.double() for part in (experts.gate_up_proj, experts.down_proj)]
+        flat = torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+        assert layers[index]["count"] == flat.shape[1]
+        assert naive.relative(layers[index]["abs_sum"], flat.abs().sum(1)) < 1e-6
+        assert naive.relative(layers[index]["square_sum"], flat.square().sum(1)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_tensors_lose_nothing(dtype: torch.dtype) -> None:
+    weights = torch.randn(5, CHUNK // 2 + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    absolute, square = absolute_and_square(weights)
+    assert absolute == pytest.approx(float(weights.double().abs().sum()), rel=1e-6)
+    assert square == pytest.approx(float(weights.double().square().sum()), rel=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    naive.model("olmoe").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change or (None) drop tensors of the only shard; __ in a name stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+DOWN = "model__layers__1__mlp__experts__3__down_proj__weight"
+
+
+def test_a_broken_weight_is_named(folder: Path) -> None:
+    rewrite(folder, **{DOWN: torch.full((32, 24), torch.nan)})
+    with pytest.raises(UserError, match=r"layer 1, expert 3: weights model\.layers\.1\.mlp\.experts\.3\.down_proj"):
+        weigh(folder, fingerprint={})
+
+
+def test_quantised_weights_are_refused(folder: Path) -> None:
+    rewrite(folder, **{DOWN: torch.ones(32, 24).to(torch.float8_e4m3fn)})
+    with pytest.raises(UserError, match=r"down_proj\.weight is stored as torch\.float8_e4m3fn, expected plain"):
+        weigh(folder, fingerprint={})
+
+
+def test_missing_weights_are_noticed(folder: Path) -> None:
+    rewrite(folder, **{DOWN: None})
+    with pytest.raises(UserError, match="lacks weights of some experts of layer 1"):
+        weigh(folder, fingerprint={})
+
+
+def test_layers_that_predict_further_tokens_are_left_out(folder: Path) -> None:
+    extra = {f"model__layers__3__mlp__experts__0__{part}__weight": torch.ones(4, 4) for part in ("up_proj", "down_proj")}
+    rewrite(folder, **extra, mtp__layers__0__mlp__experts__0__up_proj__weight=torch.ones(4, 4))
+    assert list(weigh(folder, fingerprint={}).layers) == [0, 1, 2]
+    assert weigh(folder, fingerprint={}).layers[0]["count"] == 3 * 24 * 32
+
+
+def test_folders_without_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        weigh(tmp_path, fingerprint={})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="no weights of routed experts"):
+        weigh(tmp_path, fingerprint={})
