@@ -17,6 +17,7 @@ from moe_lab.paths import resolve
 from moe_lab.study.identity import Part, Step
 
 Made = TypeVar("Made")
+PLAIN = (str, int, float)
 
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
@@ -77,7 +78,7 @@ class Maker:
         self._kept: list[object] = []  # ids stay valid while the objects live
 
     def _once(self, key: Sequence[object], make: Callable[[], Made]) -> Made:
-        name = tuple(part if isinstance(part, (str, int, float, type(None))) else id(part) for part in key)
+        name = tuple([part if part.__class__ in PLAIN else id(part) for part in key])
         if name not in self._made:
             self._kept.extend(key)
             self._made[name] = make()
@@ -165,15 +166,15 @@ class Maker:
 
     def evaluate(self, model: ModelConfig, plan: Step | None, benchmark: BenchmarkConfig) -> Step:
         """One benchmark on the model under one plan."""
-        policy = {"allow_code_execution": self.config.allow_code_execution, "sandbox": self.config.sandbox}
-        part = self._once(("benchmark", benchmark), lambda: Part(suite.identity(benchmark)))
-        runtime = self._once(
-            ("runtime", model, benchmark),
-            lambda: {"model": plain(model), "benchmark": plain(benchmark), "policy": policy},
-        )
-        label = f"{plan.label if plan else model.name}-{benchmark.name}"
-        inputs = {"model": self.model(model), **({"plan": plan} if plan else {})}
-        return Step("evaluate", label, {"benchmark": part}, inputs, runtime)
+
+        def make() -> tuple[Mapping[str, Part], Mapping[str, Any], Step]:
+            policy = {"allow_code_execution": self.config.allow_code_execution, "sandbox": self.config.sandbox}
+            runtime = {"model": plain(model), "benchmark": plain(benchmark), "policy": policy}
+            return {"benchmark": Part(suite.identity(benchmark))}, runtime, self.model(model)
+
+        parts, runtime, facts = self._once(("benchmark", model, benchmark), make)
+        inputs = {"model": facts, "plan": plan} if plan else {"model": facts}
+        return Step("evaluate", f"{plan.label if plan else model.name}-{benchmark.name}", parts, inputs, runtime)
 
     def export(self, model: ModelConfig, plan: Step) -> Step:
         """The pruned model as a checkpoint."""
@@ -211,20 +212,16 @@ def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Benc
     `config` says what holds for all requests: permissions, exports, whether overlaps are wanted.
     """
     maker = Maker(config)
-    distinct: dict[Cell, CellSteps] = {}
+    asked: dict[Cell, dict[str, BenchmarkConfig]] = {}
     families: dict[str, Step] = {}
     damages: dict[str, Step] = {}
     for cells, benchmarks in requests:
+        named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
-                if candidate in distinct:
-                    made = distinct[candidate]
-                    extra = {b.name: maker.evaluate(cell.model, made.plan, b) for b in benchmarks}
-                    distinct[candidate] = replace(made, evaluate={**made.evaluate, **extra})
-                else:
-                    distinct[candidate] = maker.cell(candidate, benchmarks)
+                asked.setdefault(candidate, {}).update(named)
             if config.overlap:
                 name = f"{cell.calibration.name}@{cell.model.name}"
                 families[name] = maker.family(cell.model, cell.calibration, cell.gate, cell.seed)
                 damages[name] = maker.scores(replace(cell, criterion=EXACT_DAMAGE))
-    return Graph(list(distinct.values()), families, damages)
+    return Graph([maker.cell(cell, list(named.values())) for cell, named in asked.items()], families, damages)

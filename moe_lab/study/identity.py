@@ -48,10 +48,9 @@ class Step:
     @cached_property
     def id(self) -> str:
         """sha256 over kind, parts and inputs."""
-        lines = [self.kind]
-        lines += [f"{role}={part.digest}" for role, part in sorted(self.parts.items())]
-        lines += [f"{role}<{step.id}" for role, step in sorted(self.inputs.items())]
-        return sha256("\n".join(lines).encode()).hexdigest()
+        lines = [f"{role}={part.digest}" for role, part in self.parts.items()]
+        lines += [f"{role}<{step.id}" for role, step in self.inputs.items()]
+        return sha256("\n".join([self.kind, *sorted(lines)]).encode()).hexdigest()
 
     @cached_property
     def folder(self) -> str:

@@ -1,0 +1,101 @@
+"""The graph: work that cells share stands in it once, and big grids are no obstacle."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from moe_lab.config import Config, GridConfig, ModelConfig, SuiteConfig
+from moe_lab.grid import Files, benchmarks, cells, choose
+from moe_lab.study.graph import Graph, build
+
+CONF = Path(__file__).parents[2] / "conf"
+SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
+
+
+def _load(group: str, name: str) -> DictConfig:
+    content = OmegaConf.load(CONF / group / f"{name}.yaml")
+    assert isinstance(content, DictConfig)
+    return content
+
+
+FILES = Files(lambda group: sorted(file.stem for file in (CONF / group).glob("*.yaml")), _load)
+
+
+def graph(suite: list[str] = SUITE, overlap: bool = False, **grid: object) -> Graph:
+    config = Config(
+        model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
+        suite=SuiteConfig(name="s", benchmarks=suite),
+        grid=GridConfig(**grid),  # type: ignore[arg-type]
+        overlap=overlap,
+    )
+    return build(config, [(cells(config, FILES), benchmarks(config, FILES))])
+
+
+def kinds(made: Graph) -> Counter[str]:
+    return Counter(step.kind for step in made.steps())
+
+
+SETS = ["pocket_general", "pocket_code", "pocket_math"]
+SEVEN = ["frequency", "seer", "ean", "reap", "mone", "man", "msan"]
+
+
+def test_seven_criteria_two_ratios_three_sets_are_three_passes() -> None:
+    found = kinds(graph(criterion=SEVEN, calibration=SETS, ratio=[0.25, 0.5]))
+    assert found["statistics"] == 3 and found["model"] == 1
+    assert found["scores"] == 21 and found["plan"] == 42
+    assert found["evaluate"] == (42 + 1) * len(SUITE)
+
+
+def test_inputs_come_first() -> None:
+    seen: set[str] = set()
+    for step in graph(criterion=SEVEN, calibration=SETS, overlap=True).steps():
+        assert all(needed.id in seen for needed in step.inputs.values())
+        seen.add(step.id)
+
+
+def test_criteria_that_read_no_text_are_one_cell_for_all_sets() -> None:
+    made = graph(criterion=["aimer", "random", "man"], calibration=SETS)
+    named = Counter((c.cell.criterion.name, c.cell.calibration.name) for c in made.cells)
+    assert named[("aimer", "none")] == named[("random", "none")] == 1
+    assert sum(count for (criterion, _), count in named.items() if criterion == "man") == 3
+
+
+@pytest.mark.parametrize(("criterion", "distinct"), [("frequency", 1), ("reap", 2)])
+def test_a_gate_counts_only_for_criteria_that_look_at_it(criterion: str, distinct: int) -> None:
+    assert kinds(graph(criterion=[criterion], calibration=SETS[:1], gate=["model", "renormalized"]))["plan"] == distinct
+
+
+@pytest.mark.parametrize(("criterion", "distinct"), [("aimer", 1), ("random", 2), ("man", 2)])
+def test_a_seed_counts_for_chance_and_for_the_order_of_texts(criterion: str, distinct: int) -> None:
+    assert kinds(graph(criterion=[criterion], calibration=SETS[:1], seed=[1, 2]))["plan"] == distinct
+
+
+def test_the_unpruned_model_is_there_once() -> None:
+    made = graph(criterion=["man"], ratio=[0.25, 0.5], calibration=SETS)
+    assert sum(cell.plan is None for cell in made.cells) == 1
+
+
+def test_ids_are_the_same_in_a_second_composition() -> None:
+    first, second = (graph(criterion=SEVEN, calibration=SETS).steps() for _ in range(2))
+    assert [step.id for step in first] == [step.id for step in second]
+
+
+def test_ten_thousand_cells_in_five_seconds() -> None:
+    """Processor time, since the clock on the wall also runs for others."""
+    start = time.process_time()
+    made = graph(
+        suite=sorted(file.stem for file in (CONF / "benchmark").glob("pocket_*.yaml")),
+        criterion=[*SEVEN, "gate_ean", "gate_energy", "mone_freq"],
+        calibration=SETS,
+        gate=["model", "renormalized"],
+        ratio=[number / 100 for number in range(1, 18)],
+        seed=list(range(10)),
+    )
+    steps = made.steps()
+    assert len(made.cells) == 10_201 and len(steps) > 100_000
+    assert time.process_time() - start <= 5

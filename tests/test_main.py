@@ -1,0 +1,80 @@
+"""The command line as a stranger meets it: what it prints, how fast, and what a mistake gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT = 1.5
+"""Seconds for --help and for any mistake found in the configuration."""
+
+
+def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_lab", *words]
+    if words and words[0] != "--help":
+        command.append(f"store={store}")
+    return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
+
+
+def test_alone_it_says_how_to_start(tmp_path: Path) -> None:
+    done = moe_lab(store=tmp_path / "store")
+    assert done.returncode == 0
+    assert done.stdout.count("python -m moe_lab ") >= 3
+
+
+def test_help_lists_every_group_quickly(tmp_path: Path) -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = moe_lab("--help", store=tmp_path / "store")
+        seconds.append(time.monotonic() - start)
+    assert all(group in done.stdout for group in ("criterion:", "calibration:", "model:", "suite:", "experiment:"))
+    assert min(seconds) <= LIMIT
+
+
+MISTAKES = {
+    "a criterion nobody knows": (["criterion=reep"], "did you mean reap?"),
+    "a model nobody knows": (["model=pocket_olmo"], "did you mean pocket_olmoe?"),
+    "a suite nobody knows": (["suite=pocket61"], "did you mean pocket16?"),
+    "an experiment nobody knows": (["+experiment=task_agnostik"], "did you mean task_agnostic?"),
+    "a setting nobody knows": (["ratoi=0.5"], "did you mean ratio?"),
+    "a nested setting nobody knows": (["calibration.lenght=5"], "did you mean calibration.length?"),
+    "a ratio above one": (["ratio=1.5"], "ratio=1.5 is not in [0, 1)"),
+    "a ratio that is a word": (["ratio=much"], "ratio: Value 'much'"),
+    "several values without a grid": (["criterion=man,reap"], "grid.criterion=[man,reap]"),
+    "a gate nobody knows": (["gate=modle"], "did you mean model?"),
+    "a launcher nobody knows": (["launcher.name=lokal"], "did you mean local?"),
+    "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
+    "a model without its folder": (["model=local"], "model.path is not set"),
+    "a text without its file": (["calibration=text"], "calibration.path is not set"),
+    "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
+    "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
+    "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
+    "programs without permission": (["suite=pocket16"], "allow_code_execution"),
+    "more than top-k removed": (["ratio=0.95", "suite=pocket_quick", "allow_code_execution=true"], "0.87"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_path: Path) -> None:
+    words, sentence = MISTAKES[mistake]
+    seconds = []
+    for _ in range(2):
+        start = time.monotonic()
+        done = moe_lab(*words, store=tmp_path / "store")
+        seconds.append(time.monotonic() - start)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert min(seconds) <= LIMIT
+
+
+def test_several_mistakes_are_told_together(tmp_path: Path) -> None:
+    done = moe_lab("calibration.packing=reep", "allocation.name=unifrom", "suite=pocket16", store=tmp_path / "store")
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in ("did you mean reap", "did you mean uniform", "allow_code_execution"))
