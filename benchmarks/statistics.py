@@ -2,8 +2,9 @@
 
 Two ratios, each the median over pairs that ran one after the other in this process:
 - the pass with all forward statistics against the plain eager forward (bar: at most 1.10);
-- every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts, else 9).
-Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar fails.
+- every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts, else
+9). Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar
+fails.
 """
 
 from __future__ import annotations
@@ -85,10 +86,14 @@ def _model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedModel:
         eos_token_id=1,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
     for layer in moe_layers(model):
-        torch.nn.init.normal_(layer.router.weight, std=arguments.hidden**-0.5)
-    return model.eval().requires_grad_(False)
+        for part in layer.routing:
+            torch.nn.init.normal_(part.tensor, std=arguments.hidden**-0.5)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def _batch(rows: int, length: int) -> Batch:
@@ -107,7 +112,7 @@ def _observe(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
-    """The REAP observer's way: the forward as it is, and beside each block all experts on all tokens, kept in one buffer."""
+    """The REAP observer's way: the forward as it is, and after each block all experts on all tokens."""
     with ExitStack() as stack, torch.no_grad():
         for layer in moe_layers(model):
             hook = functools.partial(_observe_every_expert, layer)

@@ -1,14 +1,14 @@
 """The slow and obvious way, in fp64: each expert alone on its own tokens, by transformers' own eager code.
 
-`routed(name)` gives what happened in one batch of a tiny model: per layer and expert the tokens it served with their gates
-and outputs. Whatever moe_lab sums on the way is compared with what these lists give.
+`routed(name)` gives what happened in one batch of a tiny model: per layer and expert the tokens it served with their
+gates and outputs. Whatever moe_lab sums on the way is compared with what these lists give.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import tiny
@@ -64,13 +64,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, valid
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(name: str) -> Any:
     """The tiny model of an architecture; nobody changes it."""
     return tiny.build(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def routed(name: str) -> dict[int, Seen]:
     """Layer -> what its experts did on `batch()`."""
     network = model(name)

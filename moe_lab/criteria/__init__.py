@@ -1,4 +1,7 @@
-"""Statistics or weights -> scores, higher always meaning keep. Every module in this folder is a place for criteria. No torch."""
+"""Statistics or weights -> scores, higher always meaning keep. No torch.
+
+Every module in this folder is a place for criteria.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -15,7 +15,8 @@ AIMER = "AIMER, arXiv 2603.18492"
 
 @criterion("aimer", needs="weights", reference=AIMER)
 def aimer(layer: Layer) -> Array:
-    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so the ratio is negated.
+    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so the ratio is
+    negated.
 
     An expert of zeros scores 0, as in the released code: it is never pruned first.
     """

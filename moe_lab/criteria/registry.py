@@ -90,9 +90,10 @@ def score(
 ) -> dict[int, Array]:
     """Scores of every layer: layer -> (E,) fp64, higher meaning keep.
 
-    `inputs`: layer -> statistics of that layer, those that `get(name).needs` says, by the names of statistics/sums.py (numpy
-    arrays or CPU tensors). `experts`: layer -> E. `gate` weighs expert outputs (None: model); `seed` is for random choices.
-    UserError for an unknown name, gate or parameter, missing or ill-fitting statistics, and scores that are NaN or infinite.
+    `inputs`: layer -> statistics of that layer, those that `get(name).needs` says, by the names of statistics/sums.py
+    (numpy arrays or CPU tensors). `experts`: layer -> E. `gate` weighs expert outputs (None: model); `seed` is for
+    random choices. UserError for an unknown name, gate or parameter, missing or ill-fitting statistics, and scores
+    that are NaN or infinite.
     """
     chosen = get(name)
     parameters = dict(parameters or {})

@@ -1,7 +1,8 @@
 """Criteria from what routed experts did on calibration tokens.
 
-N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's output before the gate, ||.||
-the Euclidean norm over the hidden dimension. An expert that saw no token scores 0, which is the lowest possible score.
+N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's output before the gate,
+||.|| the Euclidean norm over the hidden dimension. An expert that saw no token scores 0, which is the lowest possible
+score.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
 
 @criterion("exact_damage", needs="damage", reference=UNIFIED)
 def exact_damage(layer: Layer) -> Array:
-    """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed and tokens are re-routed."""
+    """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed."""
     return layer["damage"]
 
 

@@ -2,9 +2,9 @@
 
     D_j = sum over valid tokens t with j in their top-k of || y_t - y_t without j ||
 
-y is the routed output. Without j, the model's own routing rule chooses again among the other experts and gives new gates,
-so every other gate of the token changes and a replacement comes in. Shared experts cancel; tokens that j did not serve
-lose nothing.
+y is the routed output. Without j, the model's own routing rule chooses again among the other experts and gives new
+gates, so every other gate of the token changes and a replacement comes in. Shared experts cancel; tokens that j did
+not serve lose nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Put a function of ours in the place of every experts module of a model, through transformers' registry of experts functions.
+"""Put a function of ours in the place of every experts module of a model, through transformers' registry of experts
+functions.
 
 The registry hands it exactly the routed tokens and the weights the router gave them, for every family that uses it.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -39,8 +41,8 @@ def replaced(
 ) -> Iterator[None]:
     """While open, layer i of `layers` computes its experts with `functions[i]`; afterwards the model is as before.
 
-    UserError when a layer's experts ignore the registry (transformers then silently keeps their own forward) or are sharded
-    over devices by expert.
+    UserError when a layer's experts ignore the registry (transformers then silently keeps their own forward) or are
+    sharded over devices by expert.
     """
     before = model.get_experts_implementation()
     for layer in layers:
@@ -65,14 +67,15 @@ def replaced(
 def not_called(layer: MoELayer) -> UserError:
     """The error for experts that the registry does not reach."""
     return UserError(
-        f"{layer.name} ({type(layer.experts).__name__}) does not compute its experts through transformers' registry of experts "
-        "functions, so what it does cannot be observed: this architecture is not supported"
+        f"{layer.name} ({type(layer.experts).__name__}) does not compute its experts through transformers' registry "
+        "of experts functions, so what it does cannot be observed: this architecture is not supported"
     )
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) bool is the attention mask."""
-    device = model.get_input_embeddings().weight.device
+    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) is the attention mask."""
+    embeddings: Any = model.get_input_embeddings()
+    device = embeddings.weight.device
     # All ones mean the same as no mask, which is the faster attention.
     mask = None if bool(valid.all()) else valid.to(device, torch.int64)
     model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)

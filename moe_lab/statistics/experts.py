@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -13,7 +14,8 @@ from torch.nn.functional import linear
 class Rows:
     """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k, then by token.
 
-    That is the order in which the eager forward of transformers meets them, so equal bits come out of equal matrix products.
+    That is the order in which the eager forward of transformers meets them, so equal bits come out of equal matrix
+    products.
     """
 
     token: torch.Tensor
@@ -52,15 +54,16 @@ def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
 
 def intermediate(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
     """phi (n, I): what enters down_proj of `expert`, for its rows of the hidden states (n, H)."""
-    if module.has_gate:
-        return module._apply_gate(_project(module, hidden, "gate_up_proj", expert))
-    return module.act_fn(_project(module, hidden, "up_proj", expert))
+    activate: Any = module._apply_gate if module.has_gate else module.act_fn
+    phi: torch.Tensor = activate(_project(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", expert))
+    return phi
 
 
 def output(module: torch.nn.Module, phi: torch.Tensor, expert: int) -> torch.Tensor:
     """f (n, H): the output of `expert` before the gate."""
     f = _project(module, phi, "down_proj", expert)
-    return module.post_expert_norm(f) if module.has_post_expert_norm else f
+    norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
+    return f if norm is None else norm(f)
 
 
 def _project(module: torch.nn.Module, rows: torch.Tensor, name: str, expert: int) -> torch.Tensor:

@@ -31,8 +31,9 @@ class ForwardTap(Tap):
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the router's logits (T, E) for the call of the experts that follows."""
         first = result[0] if isinstance(result, tuple) else None
-        fits = isinstance(first, torch.Tensor) and first.shape[-1] == self.layer.n_experts
-        self.logits = first.detach().reshape(-1, self.layer.n_experts) if fits else None
+        self.logits = None
+        if isinstance(first, torch.Tensor) and first.shape[-1] == self.layer.n_experts:
+            self.logits = first.detach().reshape(-1, self.layer.n_experts)
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output m (T, H), observed on the way."""

@@ -35,9 +35,10 @@ def gather(
     """All forward statistics of `model` over `batches`.
 
     Every `groups` batches the sums are saved in the folder `out`; a pass that finds sums there, of the same fingerprint
-    and the same batches, goes on from them, to the very numbers of a pass that was never stopped. Anything else it finds
-    is another pass's and is overwritten. `first_row` is the number of the first row within the whole calibration set, if
-    `batches` are a part of it whose statistics will be merged. `progress` is called with (batches done, of how many).
+    and the same batches, goes on from them, to the very numbers of a pass that was never stopped. Anything else it
+    finds is another pass's and is overwritten. `first_row` is the number of the first row within the whole
+    calibration set, if `batches` are a part of it whose statistics will be merged. `progress` is called with (batches
+    done, of how many).
 
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """

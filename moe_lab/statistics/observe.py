@@ -19,8 +19,8 @@ from moe_lab.statistics.sums import Layers, combine
 class Tap:
     """One layer under observation: its sums so far, and what stands in for its experts.
 
-    Subclasses say in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, as in sums.py, on the device
-    of the activations they came from.
+    Subclasses say in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, as in sums.py, on the
+    device of the activations they came from.
     """
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
@@ -61,7 +61,8 @@ class Observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    Whatever else runs the model meanwhile is observed too, under the `valid` mask set last. `start` are sums to go on from.
+    Whatever else runs the model meanwhile is observed too, under the `valid` mask set last. `start` are sums to go on
+    from.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Read a file of statistics without torch: scores come from a few sums per expert, a process that scores needs no more."""
+"""Read a file of statistics without torch: a process that scores needs a few sums per expert and no more."""
 
 from __future__ import annotations
 

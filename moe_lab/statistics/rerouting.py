@@ -17,10 +17,10 @@ Routing = tuple[torch.Tensor, torch.Tensor]
 class Rerouting:
     """A router and the arguments of one of its calls, ready to be called again on its own logits.
 
-    `rule` runs the router's own code with two differences. Its linear map gives the logits of the recorded call, so that
-    hidden states are projected once; and the logit of the removed expert is -inf, as is its entry wherever the router
-    picks the best of all experts, so that no correction bias can win it back. Probabilities, groups and the selection
-    follow as if the expert's row were not there; groups of a group-limited router then differ in size.
+    `rule` runs the router's own code with two differences. Its linear map gives the logits of the recorded call, so
+    that hidden states are projected once; and the logit of the removed expert is -inf, as is its entry wherever the
+    router picks the best of all experts, so that no correction bias can win it back. Probabilities, groups and the
+    selection follow as if the expert's row were not there; groups of a group-limited router then differ in size.
     UserError for routers that are not one linear map followed by a choice.
     """
 

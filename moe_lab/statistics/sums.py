@@ -1,14 +1,14 @@
 """Sums over tokens, a set of tensors per MoE layer: kept, saved, loaded, merged.
 
-Names and shapes for a layer of E experts, hidden size H and I channels per expert; t runs over the valid tokens that the
-router sent to expert j, f is the expert's output before the gate, g the gate, phi the input of down_proj:
+Names and shapes for a layer of E experts, hidden size H and I channels per expert; t runs over the valid tokens that
+the router sent to expert j, f is the expert's output before the gate, g the gate, phi the input of down_proj:
 
     tokens               (E,)      N_j, the number of such tokens
     sums_model           (E, 3, 3) sum_t g^alpha * ||f||^beta at [j, alpha, beta], g as the model multiplies with it
     sums_renormalized    (E, 3, 3) the same with g divided by its sum over the token's top-k
-    sums_double_softmax  (E, 3, 3) the same with g = softmax over all experts of the router's probabilities (softmax routers)
+    sums_double_softmax  (E, 3, 3) the same with g = softmax over all experts of a softmax router's probabilities
     output_sum           (E, H)    sum_t f
-    ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output of the token, y its residual stream
+    ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream after
     ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)
     layer_loss           ()        sum over all valid tokens of ||m||^2 / (||y||^2 + eps)
     channel_square       (E, I)    sum_t phi^2
@@ -16,7 +16,7 @@ router sent to expert j, f is the expert's output before the gate, g the gate, p
     gate_channel_square  (E, I)    sum_t (g phi)^2
     gate_channel_max     (E, I)    max_t |g phi|
     damage               (E,)      sum_t ||y - y without j||                          (a pass of its own, damage.py)
-    abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights  (no pass, weights.py)
+    abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights (no pass, weights.py)
     count                ()        number of those weights per expert
 """
 
@@ -42,9 +42,9 @@ Layers = dict[int, dict[str, torch.Tensor]]
 class Statistics:
     """Sums per MoE layer, and what they are sums of.
 
-    `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage
-    or weights), `fingerprint` (model, data and settings: only equal ones can be merged) and `rows` (ranges [start, stop) of
-    the calibration rows that were summed).
+    `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
+    damage or weights), `fingerprint` (model, data and settings: only equal ones can be merged) and `rows` (ranges
+    [start, stop) of the calibration rows that were summed).
     """
 
     layers: Layers
@@ -54,7 +54,9 @@ class Statistics:
         """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
         path = Path(path)
         tensors = {
-            f"{layer}/{name}": part.clone(memory_format=torch.contiguous_format) for layer, named in self.layers.items() for name, part in named.items()
+            f"{layer}/{name}": part.clone(memory_format=torch.contiguous_format)
+            for layer, named in self.layers.items()
+            for name, part in named.items()
         }
         metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ class Statistics:
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:
-        """Read what `save` wrote. UserError when the file is missing, damaged, foreign, or written by a newer moe_lab."""
+        """Read what `save` wrote. UserError when it is missing, damaged, foreign, or of a newer moe_lab."""
         return cls(read(path, framework="pt"), header(path))
 
     def merge(self, other: Statistics) -> Statistics:
@@ -133,7 +135,7 @@ def unseen(statistics: Statistics) -> dict[int, list[int]]:
 
 
 def _union(first: Iterable[Iterable[int]], second: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Ranges [start, stop) of both, joined where they touch; UserError where they overlap (tokens would count twice)."""
+    """Ranges [start, stop) of both, joined where they touch; UserError where they overlap."""
     union: list[list[int]] = []
     for start, stop in sorted([*map(list, first), *map(list, second)]):
         if union and start < union[-1][1]:

@@ -16,7 +16,7 @@ from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16
-"""Weights that are summed in fp32 at once: they fit the processor's cache, and sums of so few lose nothing that matters."""
+"""Weights that are summed in fp32 at once: they fit the cache, and sums of so few lose nothing that matters."""
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 DECODER = r"^(?!mtp\.)(?:\w+\.)*layers\.(\d+)\.(?:\w+\.)*"
@@ -25,7 +25,8 @@ ALL_EXPERTS = re.compile(DECODER + r"(?:experts\.(?:gate_up_proj|up_proj|down_pr
 
 
 def weigh(folder: Path | str, *, fingerprint: Mapping[str, Any]) -> Statistics:
-    """abs_sum (E,), square_sum (E,) and count () of every layer: sum |w|, sum w^2 and the number of an expert's weights.
+    """abs_sum (E,), square_sum (E,) and count () of every layer: sum |w|, sum w^2 and the number of an expert's
+    weights.
 
     `folder` is a checkpoint in safetensors; an expert's gate, up and down weights count, biases, routers and shared
     experts do not. Sums are fp32 within a chunk and fp64 across. UserError for a folder without experts, quantised
@@ -62,7 +63,9 @@ class _Totals:
 
     def add(self, layer: int, expert: int, name: str, weights: torch.Tensor) -> None:
         if weights.dtype not in PLAIN:
-            raise UserError(f"{name} is stored as {weights.dtype}, expected plain weights: load and save it dequantised")
+            raise UserError(
+                f"{name} is stored as {weights.dtype}, expected plain weights: load and save it dequantised"
+            )
         absolute, square = absolute_and_square(weights)
         if not math.isfinite(square):
             raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
@@ -72,13 +75,17 @@ class _Totals:
 
     def layers(self, folder: Path) -> Layers:
         if not self.sums:
-            raise UserError(f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint")
+            raise UserError(
+                f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint"
+            )
         layers: Layers = {}
         for layer in sorted({layer for layer, _ in self.sums}):
             experts = sorted(expert for other, expert in self.sums if other == layer)
             counts = {self.sums[layer, expert][2] for expert in experts}
             if experts != list(range(len(experts))) or len(counts) > 1:
-                raise UserError(f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing")
+                raise UserError(
+                    f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing"
+                )
             columns = torch.tensor([self.sums[layer, expert] for expert in experts], dtype=torch.float64).unbind(1)
             layers[layer] = {"abs_sum": columns[0], "square_sum": columns[1], "count": columns[2][0]}
         return layers

@@ -76,9 +76,7 @@ def test_damage_of_group_limited_routers(name: str) -> None:
     assert naive.relative(measured[layer.index]["damage"], expected) < 1e-5
 
 
-def by_hand(
-    name: str, router: Any, logits: torch.Tensor, removed: set[int], k: int
-) -> tuple[set[int], torch.Tensor]:
+def by_hand(name: str, router: Any, logits: torch.Tensor, removed: set[int], k: int) -> tuple[set[int], torch.Tensor]:
     """Experts of one token, and gates (E,), by the papers of DeepSeek-V2 and V3."""
     n = len(logits)
     size = n // router.num_group
@@ -146,7 +144,7 @@ def test_without_a_replacement_the_rest_carries_on() -> None:
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe", "gpt_oss"])
 def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.statistics.damage.TOKENS", 40)  # 96 tokens: three parts, the last one shorter
-    model, (ids, valid) = naive.model(name), naive.batch()
+    model, (ids, _) = naive.model(name), naive.batch()
     with torch.no_grad():
         plain = model(input_ids=ids).logits
         with Observer(model, DamageTap) as observer:
@@ -166,7 +164,7 @@ def test_a_router_without_a_linear_map_is_refused() -> None:
             return hidden, hidden[:, :1], torch.zeros(len(hidden), 1, dtype=torch.int64)
 
     layer: Any = SimpleNamespace(name="hash", n_experts=4, router=Hash())
-    with pytest.raises(UserError, match="router of hash .* not supported"):
+    with pytest.raises(UserError, match=r"router of hash .* not supported"):
         Rerouting(layer, (torch.ones(3, 4),), {})
 
 

@@ -76,7 +76,9 @@ def test_missing_weights_are_noticed(folder: Path) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out(folder: Path) -> None:
-    extra = {f"model__layers__3__mlp__experts__0__{part}__weight": torch.ones(4, 4) for part in ("up_proj", "down_proj")}
+    extra = {
+        f"model__layers__3__mlp__experts__0__{part}__weight": torch.ones(4, 4) for part in ("up_proj", "down_proj")
+    }
     rewrite(folder, **extra, mtp__layers__0__mlp__experts__0__up_proj__weight=torch.ones(4, 4))
     assert list(weigh(folder, fingerprint={}).layers) == [0, 1, 2]
     assert weigh(folder, fingerprint={}).layers[0]["count"] == 3 * 24 * 32

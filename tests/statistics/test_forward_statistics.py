@@ -164,7 +164,7 @@ def test_softmax_routers_are_told_by_what_they_do() -> None:
 
 
 def test_experts_beside_the_registry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (ids, valid) = tiny.build("olmoe"), naive.batch()
+    model = tiny.build("olmoe")
     monkeypatch.setattr(type(model), "_can_set_experts_implementation_cached_value", False, raising=False)
     monkeypatch.setattr(type(model.model), "_can_set_experts_implementation_cached_value", False, raising=False)
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts .*registry"), Observer(model, ForwardTap):

@@ -42,13 +42,13 @@ def test_merging_knows_no_order(a: list[float], b: list[float], c: list[float]) 
 def test_what_does_not_belong_together_is_not_merged() -> None:
     one, two = statistics([1, 2, 3], 0), statistics([1, 2, 3], 1)
     two.header["fingerprint"] = {"model": "n"}
-    with pytest.raises(UserError, match="different fingerprint .*model is 'm' in one and 'n' in the other"):
+    with pytest.raises(UserError, match=r"different fingerprint .*model is 'm' in one and 'n' in the other"):
         one.merge(two)
     with pytest.raises(UserError, match="row 0 is in both"):
         one.merge(statistics([1, 2, 3], 0))
     two = statistics([1, 2, 3], 1)
     two.header["kind"] = "damage"
-    with pytest.raises(UserError, match="different kind .*'forward' and 'damage'"):
+    with pytest.raises(UserError, match=r"different kind .*'forward' and 'damage'"):
         one.merge(two)
     two = statistics([1, 2, 3], 1)
     del two.layers[5]["channel_max"]

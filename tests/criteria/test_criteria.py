@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import naive
+import numpy
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lab import criteria
+from moe_lab.config import GATES
+from moe_lab.errors import UserError
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import Observer
+
+
+def s(b: int, alpha: int, beta: int) -> Callable[[naive.Served, str], torch.Tensor]:
+    """S(b, alpha, beta), one token after the other."""
+
+    def formula(e: naive.Served, gate: str) -> torch.Tensor:
+        return (e.by(gate) ** alpha * e.f.norm(dim=-1) ** beta).sum() / len(e.token) ** b
+
+    return formula
+
+
+def spread(e: naive.Served) -> torch.Tensor:
+    return e.f.var(0).sqrt().norm() if len(e.token) > 1 else torch.tensor(0.0)
+
+
+NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
+    "frequency": s(0, 0, 0),
+    "seer": s(0, 1, 0),
+    "ean": s(0, 0, 1),
+    "reap": s(1, 1, 1),
+    "man": s(1, 0, 1),
+    "msan": s(1, 0, 2),
+    "gate_ean": s(0, 1, 1),
+    "gate_energy": s(0, 2, 2),
+    "mone": lambda e, gate: e.by(gate).mean() * spread(e),
+    "mone_freq": lambda e, gate: e.by(gate).sum() * spread(e),
+}
+"""Criterion -> its formula on the tokens one expert served. Scores of experts that served none are 0."""
+
+PARAMETERS: dict[str, dict[str, Any]] = {"s_family": {"b": 1, "alpha": 1, "beta": 2}}
+
+
+@cache
+def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
+    with Observer(naive.model(name), ForwardTap) as observer:
+        observer.read(*naive.batch())
+    return {layer: {key: part.numpy() for key, part in named.items()} for layer, named in observer.layers().items()}
+
+
+def experts(inputs: Any) -> dict[int, int]:
+    return {layer: len(named["tokens"]) for layer, named in inputs.items()}
+
+
+def expected(name: str, layer: int, gate: str, formula: Any) -> torch.Tensor:
+    served = naive.routed(name)[layer].experts
+    return torch.stack([torch.as_tensor(formula(e, gate) if len(e.token) else 0.0).double() for e in served])
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_scores_are_those_of_each_expert_alone(name: str) -> None:
+    inputs = statistics(name)
+    for gate in GATES:
+        if f"sums_{gate}" not in next(iter(inputs.values())):
+            continue
+        for criterion, formula in NAIVE.items():
+            scores = criteria.score(criterion, inputs, experts=experts(inputs), gate=gate)
+            for layer, values in scores.items():
+                assert values.dtype == numpy.float64
+                reference = expected(name, layer, gate, formula)
+                assert naive.relative(torch.from_numpy(values), reference) < 1e-5, (criterion, gate, layer)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
+    inputs = statistics(name)
+    rows = criteria.family(inputs, "renormalized")
+    assert len(rows) == 17 * sum(experts(inputs).values())
+    for b, alpha, beta in {row[2:5] for row in rows}:
+        assert (b, alpha, beta) != (1, 0, 0)
+        for layer in inputs:
+            values = [row[5] for row in rows if (row[0], *row[2:5]) == (layer, b, alpha, beta)]
+            reference = expected(name, layer, "renormalized", s(b, alpha, beta))
+            assert naive.relative(torch.tensor(values), reference) < 1e-5
+
+
+def test_every_criterion_has_a_reference_or_golden_values() -> None:
+    assert set(criteria.CRITERIA) == {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}
+
+
+def test_s_family_takes_any_exponent_of_the_count() -> None:
+    inputs = statistics("olmoe")
+    half = criteria.score("s_family", inputs, experts=experts(inputs), parameters={"b": 0.5, "alpha": 0, "beta": 1})
+    for layer, values in half.items():
+        tokens = inputs[layer]["tokens"]
+        assert numpy.allclose(values, inputs[layer]["sums_model"][:, 0, 1] / numpy.maximum(tokens, 1) ** 0.5)
+
+
+def weights(rows: list[list[float]]) -> dict[int, dict[str, numpy.ndarray]]:
+    w = numpy.array(rows)
+    return {0: {"abs_sum": abs(w).sum(1), "square_sum": (w**2).sum(1), "count": numpy.array(float(w.shape[1]))}}
+
+
+def test_golden_values_of_aimer_and_magnitude() -> None:
+    rows = [[1, -1, 2, 0, 3, 1], [2, -2, 2, 2, -2, 2], [0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+    scores = criteria.score("aimer", weights(rows), experts={0: 4})[0]
+    assert -scores[:3] == pytest.approx([0.816497, 1, 1 / math.sqrt(6)], abs=1e-6)
+    assert criteria.ranking(scores).tolist() == [1, 0, 2, 3]  # the flattest first, the empty one last
+    magnitudes = criteria.score("magnitude", weights(rows), experts={0: 4})[0]
+    assert magnitudes == pytest.approx([8 / 6, 2, 5 / 6, 0])
+    normal = numpy.random.default_rng(0).normal(size=(1, 100_000))
+    assert -criteria.score("aimer", weights(normal.tolist()), experts={0: 1})[0][0] == pytest.approx(0.7979, abs=2e-3)
+
+
+def test_random_is_one_generator_over_the_layers_in_order() -> None:
+    scores = criteria.score("random", {}, experts={3: 4, 1: 5}, seed=42)
+    generator = numpy.random.Generator(numpy.random.PCG64(42))
+    assert numpy.array_equal(scores[1], generator.random(5))
+    assert numpy.array_equal(scores[3], generator.random(4))
+    assert not numpy.array_equal(criteria.score("random", {}, experts={3: 4, 1: 5}, seed=43)[1], scores[1])
+    with pytest.raises(UserError, match="needs a seed"):
+        criteria.score("random", {}, experts={0: 4})
+
+
+def edge() -> dict[int, dict[str, numpy.ndarray]]:
+    """Three experts: one that saw no token, one that saw a single one, one whose outputs are all alike."""
+    g, norm, n = numpy.array([0, 0.5, 0.25]), numpy.array([0, 3.0, 2.0]), numpy.array([0, 1.0, 4.0])
+    sums = numpy.stack([[n * g**a * norm**b for b in range(3)] for a in range(3)]).transpose(2, 0, 1)
+    f = numpy.zeros((3, 2))
+    f[:, 0] = n * norm
+    return {0: {"tokens": n, "sums_model": sums, "output_sum": f}}
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_an_expert_without_tokens_is_pruned_first(name: str) -> None:
+    scores = criteria.score(name, edge(), experts={0: 3})[0]
+    assert scores[0] == 0
+    assert scores.min() == 0
+    assert criteria.ranking(scores)[0] == 0
+
+
+def test_mone_needs_two_different_outputs() -> None:
+    for name in ("mone", "mone_freq"):
+        assert criteria.score(name, edge(), experts={0: 3})[0].tolist() == [0, 0, 0]
+    rounded = edge()
+    rounded[0]["sums_model"][2, 0, 2] -= 1e-9  # cancellation may leave less than nothing
+    assert criteria.score("mone", rounded, experts={0: 3})[0].tolist() == [0, 0, 0]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=8))
+def test_ranking_is_ascending_and_stable(scores: list[float]) -> None:
+    assert criteria.ranking(scores).tolist() == sorted(range(len(scores)), key=lambda e: (scores[e], e))
+
+
+def test_damage_is_passed_on() -> None:
+    assert criteria.score("exact_damage", {0: {"damage": numpy.array([2.0, 1.0])}}, experts={0: 2})[0].tolist() == [
+        2,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("maan", {}, "criterion=maan is unknown: did you mean man"),
+        ("man", {"b": 1}, "criterion.parameters of man=b is unknown"),
+        ("s_family", {"b": 1, "alpha": 0}, "needs the parameter beta"),
+        ("s_family", {"b": 1, "alpha": 3, "beta": 1}, "alpha=3 of s_family: expected 0, 1 or 2"),
+        ("s_family", {"b": 1, "alpha": 1, "beta": 0.5}, "beta=0.5 of s_family"),
+        ("s_family", {"b": -1, "alpha": 1, "beta": 1}, "b=-1 of s_family"),
+        ("s_family", {"b": "x", "alpha": 1, "beta": 1}, "b=x of s_family"),
+        ("s_family", {"b": 1, "alpha": 0, "beta": 0}, "every expert alike"),
+    ],
+)
+def test_bad_names_and_parameters(name: str, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        criteria.check(name, parameters)
+    with pytest.raises(UserError, match=message):
+        criteria.score(name, edge(), experts={0: 3}, parameters=parameters)
+
+
+def test_bad_statistics_and_gates() -> None:
+    inputs = statistics("deepseek_v3")
+    with pytest.raises(UserError, match=r"gate=modal is unknown: did you mean model"):
+        criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
+    with pytest.raises(UserError, match=r"layer 1 has no sums_double_softmax: gate=double_softmax needs a router"):
+        criteria.score("reap", inputs, experts=experts(inputs), gate="double_softmax")
+    assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")  # it has no gate
+    with pytest.raises(UserError, match="layer 0 has no damage"):
+        criteria.score("exact_damage", edge(), experts={0: 3})
+    with pytest.raises(UserError, match="layer 7 has no tokens"):
+        criteria.score("frequency", edge(), experts={0: 3, 7: 3})
+    with pytest.raises(UserError, match="the statistics are of another model"):
+        criteria.score("frequency", edge(), experts={0: 4})
+    broken = edge()
+    broken[0]["sums_model"][1, 0, 1] = numpy.nan
+    with pytest.raises(UserError, match="criterion=ean gives NaN or Inf in layer 0, expert 1"):
+        criteria.score("ean", broken, experts={0: 3})
+
+
+def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
+    inputs = statistics("olmoe")
+    for name, criterion in criteria.CRITERIA.items():
+        if criterion.needs != "statistics":
+            assert not criterion.uses_gate
+            continue
+        parameters = PARAMETERS.get(name, {})
+        one, two = (
+            criteria.score(name, inputs, experts=experts(inputs), gate=gate, parameters=parameters)
+            for gate in ("model", "renormalized")
+        )
+        assert criterion.uses_gate == any(not numpy.array_equal(one[layer], two[layer]) for layer in one), name
+        assert criteria.reads_text(name)
+    assert [name for name, criterion in criteria.CRITERIA.items() if criterion.uses_seed] == ["random"]
+
+
+def test_family_and_named_criteria_agree() -> None:
+    inputs = statistics("olmoe")
+    named = {(0, 0, 0): "frequency", (1, 1, 1): "reap", (1, 0, 2): "msan", (0, 2, 2): "gate_energy"}
+    rows = criteria.family(inputs, "model")
+    for (exponents, name), layer in product(named.items(), inputs):
+        scores = criteria.score(name, inputs, experts=experts(inputs), gate="model")[layer]
+        assert [row[5] for row in rows if row[0] == layer and row[2:5] == exponents] == scores.tolist()
+
+
+def test_scoring_needs_no_torch() -> None:
+    code = "import sys, moe_lab.criteria, moe_lab.statistics.read; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
