@@ -82,7 +82,7 @@ def test_cells_tables_and_figures_are_told_silently_and_no_key_is(
     assert [file.name for file in written if file.suffix == ".png"]
     (log,) = [file.read_bytes() for file in written if file.suffix == ".wandb"]
     assert b"demo" in log and b"pocket16" in log
-    assert sys.argv[0].encode() not in log, "a command line may hold what is nobody's business"
+    assert sys.executable.encode() not in log, "a command line may hold what is nobody's business"
     assert not [file for file in written if KEY.encode() in file.read_bytes()]
 
 

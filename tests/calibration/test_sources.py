@@ -129,6 +129,9 @@ def test_damaged_files(tmp_path: Path, settings: Settings) -> None:
     (tmp_path / "c.txt.gz").write_bytes(b"not compressed")
     with pytest.raises(UserError, match="damaged gz file"):
         read(settings(tmp_path / "c.txt.gz"))
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"one")[:10] + b"\xff" * 20)
+    with pytest.raises(UserError, match="damaged gz file"):
+        read(settings(tmp_path / "d.txt.gz"))
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
