@@ -47,8 +47,8 @@ def uniform(
         if kept > count:
             raise UserError(
                 f"ratio={ratio} leaves {left} of {count} experts in layer {layer}, and no more can be kept as a "
-                "multiple of "
-                f"{steps[layer]}: {_rounded_up(count % steps[layer], count)} is the smallest feasible ratio"
+                f"multiple of {steps[layer]}: {_rounded_up(count % steps[layer], count)} is the smallest feasible "
+                "ratio"
             )
         remove[layer] = count - kept
     return remove
@@ -62,8 +62,7 @@ def _largest_ratio(n_experts: Mapping[int, int], steps: Mapping[int, int], fewes
         if smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
-                f"{steps[layer]} that "
-                f"is at least {fewest[layer]}: choose a smaller multiple"
+                f"{steps[layer]} that is at least {fewest[layer]}: choose a smaller multiple"
             )
         ratios.append(_rounded_up(count - smallest, count))
     return min(ratios)

@@ -89,8 +89,7 @@ def _check_folder(folder: Path, allow_pickle: bool) -> None:
     elif not allow_pickle:
         raise UserError(
             f"{folder} has only pickled weights (.bin), which run code when loaded: convert them to safetensors, or "
-            "set "
-            "model.allow_pickle=true if you trust the author"
+            "set model.allow_pickle=true if you trust the author"
         )
 
 
@@ -111,8 +110,7 @@ def _download(settings: ModelConfig) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: "
-            f"{reason}): "
-            "check the name, the revision and the network, or give a folder"
+            f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None
     return Path(folder)
 

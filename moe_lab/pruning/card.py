@@ -18,11 +18,9 @@ def model_card(plan: Plan, name: str, original: str | None) -> str:
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
-        f"{after} of {before} routed experts are kept: "
-        f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in "
-        f"each of {len(plan.experts)} layers. Whole experts were removed, with their rows of the router; all other "
-        "weights "
-        "are those of the original model, byte for byte. Nothing was trained afterwards.\n\n",
+        f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} "
+        f"in each of {len(plan.experts)} layers. Whole experts were removed, with their rows of the router; all other "
+        "weights are those of the original model, byte for byte. Nothing was trained afterwards.\n\n",
         "Kept experts are listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n# Card of the original model\n\n{body.lstrip()}" if body.strip() else "",

@@ -167,7 +167,7 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 def _check_routing(config: dict[str, Any], plan: Plan) -> None:
     """The plan against the router that config.json describes."""
     text = _text(config)
-    top_k = next((text[field] for field in TOP_K_FIELDS if isinstance(text.get(field), int)), 1)
+    top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
@@ -183,17 +183,21 @@ def _edited(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     if not fields:
         raise UserError(f"config.json has no expert count: expected one of {', '.join(COUNT_FIELDS)}")
     for field in fields:
-        said = text[field] if isinstance(text[field], list) else [text[field]]
-        if set(said) != set(plan.n_experts.values()):
+        if set(_numbers(text[field])) != set(plan.n_experts.values()):
             counts = " or ".join(map(str, sorted(set(plan.n_experts.values()))))
             raise UserError(
                 f"plan is for another model: it is about layers of {counts} experts, config.json says "
                 f"{field}={text[field]}"
             )
-        text[field] = [kept] * len(said) if isinstance(text[field], list) else kept
+        text[field] = [kept] * len(text[field]) if isinstance(text[field], list) else kept
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), kept))
     text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
     return edited
+
+
+def _numbers(value: int | list[int]) -> list[int]:
+    """The numbers of a field that may be given once or per layer."""
+    return value if isinstance(value, list) else [value]
 
 
 def _check_room(folder: Path, parent: Path, content: Mapping[str, Sequence[Piece]]) -> None:

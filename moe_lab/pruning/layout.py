@@ -142,8 +142,7 @@ def _check_layers(checkpoint: Checkpoint, blocks: Mapping[str, Block], plan: Pla
     if layers != sorted(plan.experts):
         raise UserError(
             f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has "
-            "experts in "
-            f"layers {layers}"
+            f"experts in layers {layers}"
         )
 
 

@@ -97,8 +97,7 @@ def _check_drop(layer: MoELayer, dropped: torch.Tensor) -> None:
     if dropped.dtype != torch.bool or dropped.dim() not in (1, 2) or dropped.shape[-1] != layer.n_experts:
         raise UserError(
             f"mask of layer {layer.index} is {dropped.dtype} of shape {tuple(dropped.shape)}: expected torch.bool of "
-            "shape "
-            f"({layer.n_experts},) or (tokens, {layer.n_experts})"
+            f"shape ({layer.n_experts},) or (tokens, {layer.n_experts})"
         )
     left = int((~dropped).sum(-1).min())
     if left < layer.top_k:

@@ -63,8 +63,8 @@ class Plan:
             if len(kept) < fewest:
                 raise UserError(
                     f"plan: layer {layer} keeps {len(kept)} of {self.n_experts[layer]} experts, but its router needs "
-                    "at "
-                    f"least {fewest} (top_k={k}{f', n_group={groups}' if groups > 1 else ''}): keep {fewest} or more"
+                    f"at least {fewest} (top_k={k}{f', n_group={groups}' if groups > 1 else ''}): keep {fewest} or "
+                    "more"
                 )
             _check_groups(layer, kept, self.n_experts[layer], groups)
 
@@ -74,8 +74,7 @@ class Plan:
         if len(counts) > 1:
             raise UserError(
                 f"plan keeps {counts[0]} to {counts[-1]} experts a layer, but a stock checkpoint has one number for "
-                "all: "
-                "evaluate it with a mask, or use allocation=uniform"
+                "all: evaluate it with a mask, or use allocation=uniform"
             )
         return counts[0]
 
@@ -169,9 +168,8 @@ def _survivors(layer: int, scores: list[float], remove: int, n_group: int) -> tu
     if remove % n_group or count % n_group:
         nearest = min((remove // n_group) * n_group, count - n_group)
         raise UserError(
-            f"allocation: removes {remove} of {count} experts in layer {layer}, whose router has {n_group} groups "
-            "that must "
-            f"lose equally: {nearest} is the nearest below"
+            f"allocation: removes {remove} of {count} experts in layer {layer}, whose router has {n_group} groups that "
+            f"must lose equally: {nearest} is the nearest below"
         )
     size, share = count // n_group, remove // n_group
     dropped: set[int] = set()
@@ -209,8 +207,7 @@ def _check_groups(layer: int, kept: tuple[int, ...], count: int, n_group: int) -
     if len(set(survivors)) > 1:
         raise UserError(
             f"plan: layer {layer} keeps {survivors} experts of the {n_group} groups of its router, which must keep "
-            "equally "
-            f"many: {max(1, round(len(kept) / n_group))} each is nearest"
+            f"equally many: {max(1, round(len(kept) / n_group))} each is nearest"
         )
 
 

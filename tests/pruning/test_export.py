@@ -105,6 +105,17 @@ def test_both_counts_are_written_where_readers_differ(tmp_path: Path) -> None:
     assert config["num_experts"] == config["num_local_experts"] == 8
 
 
+def test_fields_given_per_layer(tmp_path: Path) -> None:
+    model = tiny.save("hunyuan_v1_moe", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config.update({"num_experts": [16] * 3, "moe_topk": [4] * 3})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+    assert json.loads((out / "config.json").read_text()) == {**config, "num_experts": [8] * 3}
+    with pytest.raises(UserError, match=r"keeps 3 of 16 experts.*top_k=4"):
+        export(tmp_path / "model", Plan(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16)), tmp_path / "no")
+
+
 def test_kernel_copy_and_buffered_copy_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.save("granitemoe", tmp_path / "model", shard="60KB")
     plan = tiny.plan(model, 0.5)
