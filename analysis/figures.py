@@ -157,7 +157,7 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     sets = names.calibrations_in_order(panel.calibration for panel in panels)
     groups = list(dict.fromkeys(_group(panel) for panel in panels))
     with style.look():
-        drawing = style.drawing(style.PAGE, 2.45 * len(groups) + 0.45)
+        drawing = style.drawing(style.PAGE, 2.0 * len(groups) + 0.4)
         drawn: list[str] = []
         for panel in panels:
             at = groups.index(_group(panel)) * len(sets) + sets.index(panel.calibration) + 1

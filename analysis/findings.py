@@ -22,6 +22,10 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{word} {noun if number == 1 else plural or noun + 's'}"
 
 
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
 def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
@@ -99,8 +103,10 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
     full = comparison.unpruned
     if full is not None and not np.isnan(scores[full]):
         low, high = comparison.lead(target, cell, full)
-        sentence += f": {averages.iloc[0] / scores[full]:.0%} of the unpruned model's {scores[full]:.3f}"
-        sentence += f" (difference {averages.iloc[0] - scores[full]:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
+        sentence += f": {names.share(averages.iloc[0] / scores[full])} of the unpruned model's {scores[full]:.3f}"
+        sentence += (
+            f" (difference {_signed(averages.iloc[0] - scores[full])}, 95 % interval {_signed(low)} to {_signed(high)})"
+        )
     return sentence + "." + _runner_up(comparison, by_cell, averages, target)
 
 
@@ -156,9 +162,9 @@ def overlap_finding(overlaps: pd.DataFrame) -> list[str]:
         name = overlap.variant_name(int(best["b"]), int(best["alpha"]), int(best["beta"]))
         if len(effect) == 2:
             sentences.append(
-                f"At {names.ratio(float(str(ratio)))}, scores divided by the token count (b=1) agree on {effect[1]:.0%} of the "
-                f"experts to remove across calibration sets, sums (b=0) on {effect[0]:.0%}; random sets would on "
-                f"{frame['chance_triple'].iloc[0]:.0%}. {name} agrees most ({best['triple']:.0%})."
+                f"At {names.ratio(float(str(ratio)))}, scores divided by the token count (b=1) agree on {names.share(effect[1])} of the "
+                f"experts to remove across calibration sets, sums (b=0) on {names.share(effect[0])}; random sets would on "
+                f"{names.share(frame['chance_triple'].iloc[0])}. {name} agrees most ({names.share(best['triple'])})."
             )
     return sentences
 
@@ -181,10 +187,9 @@ def completeness(study: Study) -> str:
     )
 
 
-def headline(study: Study, comparisons: Iterable[Comparison], found: pd.DataFrame) -> list[str]:
-    """The sentences at the top of the report, in the order a reader asks."""
-    sentences = [what_was_run(study)]
-    sentences += who_won(found) if len(found) else []
+def headline(study: Study, comparisons: Iterable[Comparison], found: pd.DataFrame) -> list[tuple[str, str]]:
+    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
+    said = [("Winners", sentence) for sentence in (who_won(found) if len(found) else [])]
     for comparison in comparisons:
-        sentences += best_plan(comparison)
-    return [*sentences, completeness(study)]
+        said += [("Best average", sentence) for sentence in best_plan(comparison)]
+    return [*said, ("Completeness", completeness(study))]

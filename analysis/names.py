@@ -108,6 +108,11 @@ def domain(calibration_set: str) -> str | None:
     return "general" if any(word in lowered for word in ("general", "c4")) else None
 
 
+def share(value: float) -> str:
+    """A share as per cent without decimals: 0.917 becomes 92 %."""
+    return f"{value * 100:.0f} %"
+
+
 def ratio(value: float) -> str:
     """A ratio as per cent: 0.25 becomes 25 %."""
     return f"{value * 100:g} %"

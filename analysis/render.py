@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 
@@ -15,6 +16,11 @@ GAP = "–"
 """What a missing number looks like; a footnote explains it."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
+
+
+def minus(number: str) -> str:
+    """A number with a minus sign in place of the hyphen."""
+    return number.replace("-", "−")
 
 
 def shown(value: object, form: str) -> str:
@@ -39,6 +45,7 @@ def footnotes(table: Table) -> list[str]:
     return [*table.footnotes, *([GAP_NOTE] if missing else [])]
 
 
+@lru_cache(maxsize=128)
 def best(table: Table) -> pd.DataFrame:
     """Booleans like the frame: the best of each block, the unpruned model left out, as printed (ties are all best)."""
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
@@ -57,6 +64,7 @@ def best(table: Table) -> pd.DataFrame:
     return marks
 
 
+@lru_cache(maxsize=128)
 def text(table: Table) -> pd.DataFrame:
     """The frame with every number as it is printed."""
     columns = {
@@ -66,6 +74,7 @@ def text(table: Table) -> pd.DataFrame:
     return pd.DataFrame(columns, index=table.frame.index)
 
 
+@lru_cache(maxsize=128)
 def csv(table: Table) -> str:
     """Full precision, with the ends of intervals as columns of their own; a gap is an empty field."""
     frame = table.frame.copy()
@@ -76,6 +85,7 @@ def csv(table: Table) -> str:
     return str(frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
 
 
+@lru_cache(maxsize=128)
 def markdown(table: Table) -> str:
     """A pipe table with title, caption and footnotes; the best of each block in bold."""
     cells = text(table).astype(str).where(~best(table), "**" + text(table).astype(str) + "**")
@@ -86,6 +96,7 @@ def markdown(table: Table) -> str:
     return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
 
 
+@lru_cache(maxsize=128)
 def latex(table: Table) -> str:
     """A booktabs table; the best of each block in bold."""
     marks = best(table)
@@ -145,7 +156,10 @@ def _interval(table: Table, row: int, column: str, form: str) -> str:
     if table.low is None or table.high is None or column not in table.low:
         return ""
     low, high = table.low[column].iloc[row], table.high[column].iloc[row]
-    return "" if pd.isna(low) or pd.isna(high) else f"<small>{form.format(low)} to {form.format(high)}</small>"
+    if pd.isna(low) or pd.isna(high):
+        return ""
+    short = "{:.2f}" if form == SCORE else "{:.1f}"
+    return f"<small>{minus(short.format(low))} to {minus(short.format(high))}</small>"
 
 
 def _block_starts(table: Table) -> list[bool]:

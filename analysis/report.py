@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,12 @@ def render_page(material: Material, made: Mapping[str, Sequence[Output]]) -> str
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    first, *rest = findings.headline(study, material.comparisons, material.winners)
     sections = [section for section in _sections(material, made) if not section.empty]
     return environment.get_template("report.html.j2").render(
-        title=study.name.replace("_", " "),
+        title=findings.capitalised(study.name.replace("_", " ")),
         kicker=_kicker(study),
-        lead=first,
-        findings=rest,
+        lead=findings.what_was_run(study),
+        findings=findings.headline(study, material.comparisons, material.winners),
         tiles=_tiles(study),
         sections=[section.context() for section in sections],
         css=_raw("report.css"),
@@ -127,7 +126,15 @@ def _sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[
     effect = [sentence for comparison in material.comparisons for sentence in findings.calibration_effect(comparison)]
     maps = _views(material)
     return [
-        Section("winners", "Winners", "Which criterion won where", text=_MAP_TEXT if maps else (), views=maps),
+        Section(
+            "winners",
+            "Winners",
+            "Which criterion won where",
+            _MAP_TEXT if maps else (),
+            made["winners"][1:],
+            views=maps,
+            filters={"winners": "*Model|Pruned|Calibration"},
+        ),
         Section("kept", "What is kept", "How much is kept, and how sure that is", _KEPT_TEXT, made["averages"]),
         Section(
             "ranks",
@@ -274,13 +281,21 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
         "title": table.title,
         "caption": table.caption,
         "footnotes": render.footnotes(table),
-        "html": Markup(render.html(table)),
+        "html": Markup(render.html(_without_constant_model(table))),
         "intervals": table.low is not None,
         "open_intervals": len(table.frame.columns) < 15,
         "files": files,
         "filter": filters.lstrip("*"),
         "first": filters.startswith("*"),
     }
+
+
+def _without_constant_model(table: Table) -> Table:
+    """The table without its model column when all rows are about one model, as the page's head says already."""
+    if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
+        return table
+    blocks = [column for column in table.blocks if column != "Model"]
+    return replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks)
 
 
 def _data(text: str, media: str) -> str:

@@ -182,18 +182,19 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
     """T5: every benchmark for every cell, with 95 % intervals."""
     frames, lows, highs = [], [], []
     for comparison in comparisons:
+        cells = _sorted(comparison.cells)
         text = pd.DataFrame(
             {
                 "Model": comparison.model,
-                "Pruned": comparison.cells["ratio"].map(names.ratio),
-                "Calibration": comparison.cells["calibration"].map(names.calibration),
-                "Criterion": comparison.cells["criterion"].map(names.criterion),
+                "Pruned": cells["ratio"].map(names.ratio),
+                "Calibration": cells["calibration"].map(names.calibration),
+                "Criterion": cells["criterion"].map(names.criterion),
             }
         )
-        frames.append(pd.concat([text, comparison.benchmarks], axis=1))
+        frames.append(pd.concat([text, comparison.benchmarks.loc[cells.index]], axis=1))
         ends = {column: comparison.interval((column,)) for column in comparison.benchmarks}
-        lows.append(pd.DataFrame({column: low for column, (low, _) in ends.items()}))
-        highs.append(pd.DataFrame({column: high for column, (_, high) in ends.items()}))
+        lows.append(pd.DataFrame({column: low for column, (low, _) in ends.items()}).loc[cells.index])
+        highs.append(pd.DataFrame({column: high for column, (_, high) in ends.items()}).loc[cells.index])
     columns = names.in_order((c for frame in lows for c in frame), names.BENCHMARKS)
     lower = {column for comparison in comparisons for column in comparison.lower_is_better}
     frame, low, high = (
@@ -210,6 +211,16 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
         low=low,
         high=high,
     )
+
+
+def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
+    """Cells by ratio, calibration set and criterion, the last two in their usual order."""
+    sets = names.calibrations_in_order(cells["calibration"])
+    criteria = names.in_order(cells["criterion"], names.CRITERIA)
+    places = cells.assign(
+        calibration=cells["calibration"].map(sets.index), criterion=cells["criterion"].map(criteria.index)
+    )
+    return cells.loc[places.sort_values(["ratio", "calibration", "criterion"], kind="stable").index]
 
 
 def _metrics(study: Study) -> str:

@@ -104,11 +104,19 @@ def drawing(width: float, height: float) -> Drawing:
     return Drawing(figsize=(width, height), layout="constrained")
 
 
+def settle(made: Drawing) -> None:
+    """Lay the drawing out once; saving it in several formats then keeps the places."""
+    if made.get_layout_engine() is not None:
+        made.draw_without_rendering()
+        made.set_layout_engine("none")
+
+
 def write(figure: Figure, folder: Path) -> list[Path]:
     """Write the figure as NAME.png and NAME.pdf into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{figure.name}.{suffix}" for suffix in ("png", "pdf")]
     with look():
+        settle(figure.drawing)
         for path in paths:
             stamp = {"Software": None} if path.suffix == ".png" else {"CreationDate": None}
             figure.drawing.savefig(path, dpi=DPI, metadata=stamp)
@@ -119,6 +127,7 @@ def svg(figure: Figure) -> str:
     """The figure as an SVG element to put into a page: it scales, and its neutral colours follow the page's theme."""
     buffer = io.StringIO()
     with look(), matplotlib.rc_context({"svg.hashsalt": figure.name}):
+        settle(figure.drawing)
         figure.drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     made = buffer.getvalue()
     made = made[made.index("<svg") :]

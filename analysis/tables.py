@@ -16,7 +16,7 @@ from analysis.winners import LEVEL, label
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Numbers, and how to show them. NaN is a gap."""
 

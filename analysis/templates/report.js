@@ -33,6 +33,7 @@ for (const figure of document.querySelectorAll("figure.table")) {
   const chosen = new Map();
   const apply = () => {
     for (const row of rows) row.hidden = [...chosen].some(([at, value]) => value !== "" && row.cells[at].textContent !== value);
+    for (const [at, value] of chosen) for (const row of table.rows) row.cells[at].hidden = value !== "";
   };
   for (const [place, name] of wanted.entries()) {
     const head = [...table.tHead.rows[0].cells].find((cell) => cell.textContent === name);

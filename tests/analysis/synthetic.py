@@ -34,7 +34,7 @@ TASKS = {
 }  # fmt: skip
 SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k": "math", "math500": "math"}
 STRENGTH = {
-    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.72, "msan": 0.70,
+    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78, "msan": 0.66,
     "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32, "random": 0.10,
 }  # fmt: skip
 LAYERS, EXPERTS = 4, 32
