@@ -33,12 +33,16 @@ class Pair:
 
 Document = Text | Chat | Pair
 
+PAIRS = (("instruction", "output"), ("question", "answer"))
+"""Field names under which sets publish a task and its solution."""
+
 
 def document(record: Any, field: str | None, where: str) -> Document:
     """The document in one JSON record.
 
-    `field` names the field to read; None takes `text`, `messages`, or `instruction` and `output` (with the optional
-    `input` of instruction sets), whichever is there first. `where` is the record's place, for the error's sentence.
+    `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
+    `input` of instruction sets), or `question` and `answer`, whichever is there first.
+    `where` is the record's place, for the error's sentence.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with fields such as text, found {_kind(record)}")
@@ -47,14 +51,13 @@ def document(record: Any, field: str | None, where: str) -> Document:
     for known in ("text", "messages"):
         if known in record:
             return _named(record, known, where)
-    if "instruction" in record and "output" in record:
-        parts = [_string(record, "instruction", where)]
-        if record.get("input"):
-            parts.append(_string(record, "input", where))
-        return Pair("\n\n".join(parts), _string(record, "output", where))
+    for task, solution in PAIRS:
+        if task in record and solution in record:
+            parts = [_string(record, name, where) for name in (task, *(["input"] if record.get("input") else []))]
+            return Pair("\n\n".join(parts), _string(record, solution, where))
     raise UserError(
-        f"{where}: none of the fields text, messages, or instruction and output is there (found: {_names(record)}); "
-        "name the one to read with calibration.field=NAME"
+        f"{where}: none of the fields text, messages, instruction and output, or question and answer is there "
+        f"(found: {_names(record)}); name the one to read with calibration.field=NAME"
     )
 
 
@@ -105,7 +108,7 @@ def rendering(document: Document, tokenizer: Any) -> str:
     """How `tokenize` will turn this document into text, in words for the report."""
     if isinstance(document, Text):
         return "as it stands"
-    return "chat template" if tokenizer.chat_template else "instruction, blank line, output"
+    return "chat template" if tokenizer.chat_template else "pair parted by a blank line"
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:

@@ -94,7 +94,7 @@ def test_without_a_chat_template_pairs_are_text_and_messages_refused(
     file.write_text('{"instruction": "w1 w2", "output": "w3"}\n')
     found = batches(settings(file, length=3, tokens=3), tokenizer)
     assert found.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
-    assert found.report["rendered"] == ["instruction, blank line, output"]
+    assert found.report["rendered"] == ["pair parted by a blank line"]
     file.write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
     with pytest.raises(UserError, match=r"has no chat template"):
         batches(settings(file), tokenizer)

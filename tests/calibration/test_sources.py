@@ -67,9 +67,18 @@ def test_fields_that_are_known_without_being_named(tmp_path: Path, settings: Set
             {"messages": MESSAGES},
             {"instruction": "say", "output": "said"},
             {"instruction": "add", "input": "1 2", "output": "3"},
+            {"instruction": "wait", "input": "", "output": "waited"},
+            {"question": "why", "answer": "so"},
         ),
     )
-    assert read(settings(file)) == [Text("one"), Chat(tuple(MESSAGES)), Pair("say", "said"), Pair("add\n\n1 2", "3")]
+    assert read(settings(file)) == [
+        Text("one"),
+        Chat(tuple(MESSAGES)),
+        Pair("say", "said"),
+        Pair("add\n\n1 2", "3"),
+        Pair("wait", "waited"),
+        Pair("why", "so"),
+    ]
 
 
 def test_a_named_field_may_hold_text_or_messages(tmp_path: Path, settings: Settings) -> None:
@@ -97,6 +106,7 @@ def test_empty_documents_are_left_out(tmp_path: Path, settings: Settings) -> Non
         ),
         ("a.jsonl", lines({"text": "one"}, {"txet": "two"}), "line 2: none of the fields"),
         ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object with fields such as text, found a number"),
+        ("a.jsonl", lines({"instruction": None, "output": "x"}), "field instruction holds null, expected a string"),
         ("a.jsonl", lines({"text": None}), "line 1: field text holds null, expected a string"),
         ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: expected messages with a role"),
         ("a.pkl", "x", r"ends in \.pkl: pickles run code"),
