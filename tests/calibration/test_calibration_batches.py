@@ -149,7 +149,7 @@ def test_gap_eos_needs_such_a_token(words: Path, settings: Settings, tokenizer: 
         ({"batch_size": 0}, "calibration.batch_size=0"),
         ({"seed": -1}, "calibration.seed=-1 is negative"),
         ({"path": "???"}, "calibration.path is not set"),
-        ({"path": "genral.txt"}, "calibration.path=genral.txt does not exist"),
+        ({"path": "genersl.txt"}, "calibration.path=genersl.txt does not exist"),
     ],
 )
 def test_settings_that_cannot_work(words: Path, settings: Settings, changes: dict[str, Any], sentence: str) -> None:

@@ -147,7 +147,7 @@ def test_damaged_files(tmp_path: Path, settings: Settings) -> None:
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     written(tmp_path / "general.jsonl", "x")
     with pytest.raises(UserError, match=r"does not exist: did you mean .*general\.jsonl\?"):
-        locate(str(tmp_path / "genral.jsonl"))
+        locate(str(tmp_path / "genersl.jsonl"))
     with pytest.raises(UserError, match="there is no folder"):
         locate(str(tmp_path / "nowhere" / "general.jsonl"))
     with pytest.raises(UserError, match="is a folder"):
