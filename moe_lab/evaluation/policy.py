@@ -9,8 +9,8 @@ from moe_lab.evaluation.programs import namespaces_missing
 
 SANDBOXES = ("auto", "namespaces", "none")
 NAMESPACES = "namespaces"
-LIMITED = "limited subprocess"
-UNCONFINED = "none: subprocess with limits, as asked for by sandbox=none"
+LIMITED = "limited subprocess, closed-world programs only"
+UNCONFINED = "none: limited subprocess"
 
 
 @dataclass(frozen=True)
@@ -21,26 +21,28 @@ class Policy:
     """Programs a model wrote may run at all."""
     sandbox: str = "auto"
     """auto, namespaces or none; see `protection`."""
-    trusted_snippets: bool = False
-    """The model is one shipped with moe_lab, whose programs are of a closed world without imports or attributes."""
 
-    def protection(self) -> str:
-        """Behind which walls programs run here: NAMESPACES, LIMITED (closed-world programs only) or UNCONFINED.
+    def protection(self, *, closed_world: bool) -> str:
+        """Behind which walls programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
+        `closed_world` says that right answers need no import and no hidden attribute, as those of the shipped
+        benchmarks; where there are no namespaces, sandbox=auto runs only programs that are checked to be so.
         Raises UserError when nothing that is allowed is possible on this machine.
         """
         if self.sandbox not in SANDBOXES:
             raise unknown("sandbox", self.sandbox, SANDBOXES)
         if not self.allow_code_execution:
-            raise UserError("allow_code_execution=false, but grading runs programs the model wrote: set it to true")
+            raise UserError(
+                "allow_code_execution=false, but grading runs programs the model wrote: set allow_code_execution=true"
+            )
         if self.sandbox == "none":
             return UNCONFINED
         missing = namespaces_missing()
         if missing is None:
             return NAMESPACES
-        if self.sandbox == "auto" and self.trusted_snippets:
+        if self.sandbox == "auto" and closed_world:
             return LIMITED
         raise UserError(
-            f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and this machine has none "
-            f"({missing}); run there where they exist, or say sandbox=none to run them without walls"
+            f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none here "
+            f"({missing}): evaluate on another machine, or say sandbox=none to run them without walls"
         )

@@ -1,0 +1,100 @@
+"""Perplexity and bits per byte of a text, over windows that do not overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation.graded import Graded, prompt_hash
+from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.suite import data_files
+from moe_lab.results import Result, Sample
+
+_USUAL_LENGTH = 2048
+
+
+def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+    """Token-weighted loss in nats; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
+
+    The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read); within a
+    window every token but the first is predicted, and the last, shorter window counts too.
+    """
+    file = data_files(benchmark)[-1]
+    text = file.read_text(encoding="utf-8")
+    tokens = torch.tensor(subject.tokenizer(text, verbose=False).input_ids)
+    length = _length(subject, benchmark)
+    windows = [window for window in tokens.split(length) if len(window) > 1][: benchmark.limit]
+    if not windows:
+        raise UserError(f"{file} has {len(tokens)} tokens: perplexity needs at least two")
+    losses = torch.cat(list(_losses(subject, windows, benchmark.batch_size)))
+    counts = torch.tensor([len(window) - 1 for window in windows], dtype=torch.float64)
+    if not losses.isfinite().all():
+        raise FloatingPointError(f"the loss of window {int((~losses.isfinite()).nonzero()[0])} of {file} is not finite")
+    samples = [
+        Sample(
+            benchmark=name,
+            item=str(number),
+            outcome=float(loss),
+            prompt_hash=prompt_hash(str(window.tolist())),
+            output="",
+            extracted="",
+        )
+        for name in benchmark.reports
+        for number, (loss, window) in enumerate(zip(losses, windows, strict=True))
+    ]
+    tokens_per_byte = len(tokens) / len(text.encode("utf-8"))
+    results = [
+        _result(name, metric, losses, counts, tokens_per_byte, benchmark) for name, metric in benchmark.reports.items()
+    ]
+    protocol = {"length": length, "predicted_tokens": int(counts.sum()), "prompt": text[:200]}
+    return Graded(results, samples, protocol)
+
+
+def _length(subject: Subject, benchmark: BenchmarkConfig) -> int:
+    most = subject.max_length
+    length = int(benchmark.parameters.get("length", min(_USUAL_LENGTH, most or _USUAL_LENGTH)))
+    if length < 2 or (most is not None and length > most):
+        raise UserError(f"benchmark {benchmark.name}: length={length}: expected 2 to {most or 'any number of'} tokens")
+    return length
+
+
+def _losses(subject: Subject, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
+    """Mean loss of each window in nats, (B,) fp64 a batch; windows of equal length share a forward pass."""
+    full = [window for window in windows if len(window) == len(windows[0])]
+    batches = [torch.stack(full[start : start + batch_size]) for start in range(0, len(full), batch_size)]
+    batches += [window[None] for window in windows[len(full) :]]
+    for ids in batches:
+        ids = ids.to(subject.model.device)
+        with torch.inference_mode():
+            logits = subject.model(input_ids=ids, use_cache=False).logits
+        for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
+            loss = functional.cross_entropy(row.float(), targets, reduction="none")
+            yield loss.double().mean()[None].cpu()
+
+
+def _result(
+    name: str, metric: str, losses: torch.Tensor, counts: torch.Tensor, tokens_per_byte: float, benchmark: BenchmarkConfig
+) -> Result:
+    """One metric; its standard error is that of the loss over windows, carried over by the metric's slope."""
+    weights = counts / counts.sum()
+    loss = float((weights * losses).sum())
+    error = math.sqrt(float((weights**2 * (losses - loss) ** 2).sum())) if len(losses) > 1 else None
+    value, slope = {
+        "loss": (loss, 1.0),
+        "perplexity": (math.exp(loss), math.exp(loss)),
+        "bits_per_byte": (loss * tokens_per_byte / math.log(2), tokens_per_byte / math.log(2)),
+    }[metric]
+    return Result(
+        benchmark=name,
+        metric=metric,
+        score=value,
+        stderr=None if error is None else error * slope,
+        n=len(losses),
+        expected=benchmark.expected,
+    )

@@ -1,0 +1,142 @@
+"""The model under evaluation: every harness generates through it, so that one prompt gets one text everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from moe_lab.errors import UserError
+
+_CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
+
+
+@dataclass(frozen=True)
+class GenSpec:
+    """How to generate. Always greedily: the checkpoint's own sampling settings and penalties are not used."""
+
+    max_new_tokens: int
+    """Tokens after which a text ends in any case."""
+    stop: tuple[str, ...] = ()
+    """Texts at which generation ends; they and what follows are cut off. Only generated text is looked at."""
+    batch_size: int = 64
+    """Prompts in one forward pass."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded causal language model, possibly under a mask, with its tokenizer."""
+
+    model: Any
+    """A transformers causal language model in eval mode."""
+    tokenizer: Any
+    """Its tokenizer."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
+        length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return length
+
+    def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
+        """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
+
+        Batches are left-padded and sorted by length. Raises UserError for a prompt that leaves too little room.
+        """
+        lengths = [len(ids) for ids in self.tokenizer(list(prompts)).input_ids] if prompts else []
+        self._check_room(lengths, spec)
+        order = sorted(range(len(prompts)), key=lambda index: (-lengths[index], index))
+        texts = [""] * len(prompts)
+        for start in range(0, len(order), spec.batch_size):
+            chosen = order[start : start + spec.batch_size]
+            for index, text in zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True):
+                texts[index] = text
+        return texts
+
+    def _check_room(self, lengths: Sequence[int], spec: GenSpec) -> None:
+        longest = max(lengths, default=0)
+        if self.max_length is not None and longest + spec.max_new_tokens > self.max_length:
+            raise UserError(
+                f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the model's "
+                f"{self.max_length} tokens: lower max_new_tokens to {max(0, self.max_length - longest)} or less"
+            )
+
+    def _end_tokens(self) -> list[int]:
+        configured = self.model.generation_config.eos_token_id
+        several = configured if isinstance(configured, list) else [configured]
+        return sorted({token for token in (*several, self.tokenizer.eos_token_id) if token is not None})
+
+    @torch.inference_mode()
+    def _batch(self, prompts: list[str], spec: GenSpec) -> list[str]:
+        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        prompt = encoded.input_ids.to(self.model.device)
+        ends = self._end_tokens()
+        padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
+        stopping = [_StopTexts(self.tokenizer, spec.stop, prompt.shape[1])] if spec.stop else []
+        produced = self.model.generate(
+            input_ids=prompt,
+            attention_mask=encoded.attention_mask.to(self.model.device),
+            generation_config=_greedy(spec.max_new_tokens, ends, padding),
+            stopping_criteria=StoppingCriteriaList(stopping),
+        )
+        new = produced[:, prompt.shape[1] :].tolist()
+        return [
+            _cut(self._decode(before, after, ends), spec.stop) for before, after in zip(prompt.tolist(), new, strict=True)
+        ]
+
+    def _decode(self, before: list[int], after: list[int], ends: list[int]) -> str:
+        """The new tokens up to the first end token as text that continues the prompt."""
+        length = next((index for index, token in enumerate(after) if token in ends), len(after))
+        tail = before[-_CONTEXT_TOKENS:]
+        prefix, whole = (
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in (tail, tail + after[:length])
+        )
+        return str(whole[len(prefix) :])
+
+
+def _greedy(max_new_tokens: int, ends: list[int], padding: int) -> GenerationConfig:
+    """Greedy search and nothing else; every setting is said, because unsaid ones come from the checkpoint."""
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        encoder_repetition_penalty=1.0,
+        length_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_length=0,
+        min_new_tokens=0,
+        eos_token_id=ends,
+        pad_token_id=padding,
+        use_cache=True,
+    )
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    return text[: min((text.index(each) for each in stop if each in text), default=len(text))]
+
+
+class _StopTexts(StoppingCriteria):
+    """Ends a row once its generated text contains a stop text; the prompt's tokens are never looked at."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int) -> None:
+        self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
+        # A token adds at least one byte, so a stop text that has just been completed lies within these many tokens.
+        self.window = max(len(text.encode()) for text in stop) + 1
+        self.found: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
+        """Which rows (B,) of input_ids (B, T) are done, bool."""
+        recent = input_ids[:, self.prompt_length :][:, -self.window :]
+        texts = self.tokenizer.batch_decode(recent, clean_up_tokenization_spaces=False)
+        now = torch.tensor([any(each in text for each in self.stop) for text in texts], device=input_ids.device)
+        self.found = now if self.found is None else self.found | now
+        return self.found

@@ -1,0 +1,153 @@
+"""Benchmarks before anything heavy is imported: where their data is, what identifies them, what is wrong with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError, unknown
+from moe_lab.evaluation.policy import Policy
+from moe_lab.paths import PREFIX, resolve
+
+PACKAGES: Mapping[str, str | None] = {"lm_eval": "lm-eval", "evalplus": "evalplus", "stories": None, "perplexity": None}
+"""Harness -> the distribution that does its grading, if it is not moe_lab itself."""
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "evalplus": ("base", "plus"),
+    "stories": ("score",),
+    "perplexity": ("perplexity", "bits_per_byte", "loss"),
+}
+"""Harness -> metrics it can report; lm_eval's are those of the task."""
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "lm_eval": (),
+    "evalplus": ("seconds", "memory_mib", "processes"),
+    "stories": (),
+    "perplexity": ("length",),
+}
+"""Harness -> what benchmark.parameters may hold."""
+_GENERATING = ("evalplus", "stories")
+
+
+def policy(allow_code_execution: bool, sandbox: str) -> Policy:
+    """The policy of a study."""
+    return Policy(allow_code_execution, sandbox)
+
+
+def data_files(benchmark: BenchmarkConfig) -> list[Path]:
+    """The files a benchmark is made of, the one with the items last. UserError naming the one that is missing."""
+    if not benchmark.task:
+        raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
+    task = Path(resolve(benchmark.task)).expanduser().absolute()
+    files = [task, task.with_suffix(".jsonl")] if benchmark.harness == "lm_eval" else [task]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file")
+    return files
+
+
+def data_digest(benchmark: BenchmarkConfig) -> str:
+    """sha256 over the benchmark's files."""
+    digest = hashlib.sha256()
+    for file in data_files(benchmark):
+        content = file.read_bytes()
+        digest.update(f"{len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def is_closed_world(benchmark: BenchmarkConfig) -> bool:
+    """Whether right answers need no import and no hidden attribute: true of the benchmarks that ship."""
+    return benchmark.task.startswith(PREFIX)
+
+
+def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """Everything about a benchmark that can change its results; not its name, batch size or place."""
+    package = PACKAGES.get(benchmark.harness)
+    return {
+        "harness": benchmark.harness,
+        "version": version(package) if package else None,
+        "data": data_digest(benchmark),
+        "reports": dict(benchmark.reports),
+        "expected": benchmark.expected,
+        "max_new_tokens": benchmark.max_new_tokens,
+        "limit": benchmark.limit,
+        "parameters": {name: value for name, value in benchmark.parameters.items() if name != "processes"},
+    }
+
+
+def preflight(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
+    """One sentence per problem of the benchmarks, all of them, without importing a harness or torch."""
+    return list(dict.fromkeys(sentence for benchmark in benchmarks for sentence in _problems(benchmark, policy)))
+
+
+def _problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    name = f"benchmark {benchmark.name}"
+    if benchmark.harness not in PACKAGES:
+        yield str(unknown(f"{name}: harness", benchmark.harness, PACKAGES))
+        return
+    yield from _said(lambda: _check_package(benchmark))
+    yield from _said(lambda: _check_items(benchmark))
+    yield from _wrong_settings(benchmark, name)
+    if runs_programs(benchmark):
+        yield from _said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
+
+
+def runs_programs(benchmark: BenchmarkConfig) -> bool:
+    """Whether grading runs what the model wrote."""
+    return benchmark.executes_code or benchmark.harness == "evalplus"
+
+
+def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
+    if not benchmark.reports:
+        yield f"{name}: reports is empty, so nothing would be reported: expected result name -> metric"
+    for metric in benchmark.reports.values():
+        known = METRICS.get(benchmark.harness)
+        if known is not None and metric not in known:
+            yield str(unknown(f"{name}: metric", metric, known))
+    for parameter in benchmark.parameters:
+        if parameter not in PARAMETERS[benchmark.harness]:
+            yield str(unknown(f"{name}: parameter", parameter, PARAMETERS[benchmark.harness]))
+    if benchmark.harness in _GENERATING and benchmark.max_new_tokens < 1:
+        yield f"{name}: max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
+    if benchmark.limit is not None and benchmark.limit < 1:
+        yield f"{name}: limit={benchmark.limit}: expected 1 or more items, or null for all"
+    if benchmark.batch_size < 1:
+        yield f"{name}: batch_size={benchmark.batch_size}: expected 1 or more"
+
+
+def _said(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except UserError as error:
+        yield str(error)
+
+
+def _check_package(benchmark: BenchmarkConfig) -> None:
+    package = PACKAGES[benchmark.harness]
+    if package is None:
+        return
+    try:
+        version(package)
+    except PackageNotFoundError:
+        raise UserError(
+            f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
+        ) from None
+
+
+def _check_items(benchmark: BenchmarkConfig) -> None:
+    items = data_files(benchmark)[-1]
+    if benchmark.harness == "perplexity" or items.suffix != ".jsonl":
+        return
+    with items.open("rb") as lines:
+        check_count(benchmark, sum(1 for line in lines if line.strip()))
+
+
+def check_count(benchmark: BenchmarkConfig, count: int) -> None:
+    """UserError unless the benchmark's data has the number of items it should have."""
+    if benchmark.expected is not None and count != benchmark.expected:
+        raise UserError(
+            f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: its data is not the "
+            f"published set, or expected is wrong"
+        )

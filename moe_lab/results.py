@@ -1,0 +1,55 @@
+"""What an evaluation leaves in its folder, `result.json` and `samples.parquet`: the schema that the analysis reads."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+SCHEMA = 1
+"""Version of both files; a reader refuses a higher one."""
+
+
+class Result(TypedDict):
+    """One number of one benchmark."""
+
+    benchmark: str
+    """Result name, such as arc_challenge or humaneval_plus."""
+    metric: str
+    """What the harness calls the number, such as acc_norm or base."""
+    score: float
+    """The number: the mean outcome of the items, a share between 0 and 1, except for perplexity's metrics."""
+    stderr: float | None
+    """Standard error of the score over items; None for fewer than two items."""
+    n: int
+    """Items that were graded."""
+    expected: int | None
+    """Items the whole benchmark has; more than n only where a limit was set."""
+
+
+class Sample(TypedDict):
+    """One row of samples.parquet: one item of one result."""
+
+    benchmark: str
+    """Result name, as in Result."""
+    item: str
+    """The item's id in its data file, or its number there."""
+    outcome: float
+    """1 for right, 0 for wrong, a share where there is partial credit; nats per token for perplexity's windows."""
+    prompt_hash: str
+    """sha256 of the prompt, first 16 hexadecimal digits."""
+    output: str
+    """What the model wrote, or the log-likelihoods of the choices as JSON."""
+    extracted: str
+    """The answer that was graded."""
+
+
+class ResultFile(TypedDict):
+    """result.json."""
+
+    schema: int
+    """SCHEMA of the writer."""
+    results: list[Result]
+    """One per entry of the benchmark's reports."""
+    protocol: dict[str, Any]
+    """How it was measured: harness, data digest, limits, sandbox, one rendered prompt."""
+    versions: dict[str, str]
+    """Versions of the libraries that asked and graded."""
