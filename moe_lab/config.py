@@ -56,7 +56,7 @@ class CalibrationConfig:
     split: str = "train"
     """Split of a hub data set."""
     field: str | None = None
-    """Field of a JSON line to read; null takes text, messages, or instruction and output, whichever is there."""
+    """Field of a JSON line to read; null takes text, messages, instruction and output, or question and answer."""
     packing: str = "reap"
     """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream cut in rows), none (one a row)."""
     length: int = 2048

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from moe_lab import allocation, criteria
+from moe_lab import allocation, criteria, tracking
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError
@@ -21,6 +21,7 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
+    yield from _said(lambda: tracking.check(config.tracker))
     yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
     for cell in _each(cells, "model"):
         yield from _said(lambda cell=cell: files.check(cell.model))
