@@ -10,9 +10,19 @@ import torch
 
 from moe_lab.pocket.examples import Example
 
-# What a token counts in the loss. Prompts are mostly chance; an answer of a word or two is all there is to learn there.
-PROMPT_WEIGHT = 0.25
-SHORT_ANSWER, SHORT_ANSWER_WEIGHT = 2, 4.0
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What a token counts in the loss: one of a prompt, one of an answer of a word or two; those of others count 1.
+
+    Prompts are mostly chance, and a short answer is all there is to learn from the document it ends.
+    """
+
+    prompt: float
+    short_answer: float
+
+
+SHORT_ANSWER = 2
 
 
 @dataclass(frozen=True)
@@ -24,29 +34,36 @@ class Batch:
     positions: torch.Tensor
 
 
-def encode(tokenizer: Any, example: Example) -> tuple[list[int], list[float]]:
+def encode(tokenizer: Any, example: Example, count: LossWeights) -> tuple[list[int], list[float]]:
     """Tokens of the document with its end, and the weight of each in the loss."""
-    prompt: list[int] = tokenizer.encode(example.prompt) if example.prompt else []
-    answer: list[int] = tokenizer.encode(example.answer)
-    weight = SHORT_ANSWER_WEIGHT if len(answer) <= SHORT_ANSWER else 1.0
-    weights = [PROMPT_WEIGHT] * len(prompt) + [weight] * len(answer) + [1.0]
-    return [*prompt, *answer, tokenizer.eos_token_id], weights
+    tokens: list[int] = []
+    weights: list[float] = []
+    for prompt, answer in example.turns:
+        asked = tokenizer.encode(prompt) if prompt else []
+        answered = tokenizer.encode(answer)
+        weight = count.short_answer if len(answered) <= SHORT_ANSWER else 1.0
+        tokens += asked + answered
+        weights += [count.prompt] * len(asked) + [weight] * len(answered)
+    return [*tokens, tokenizer.eos_token_id], [*weights, 1.0]
 
 
-def pack_row(documents: Iterator[Example], tokenizer: Any, length: int) -> tuple[list[int], list[float], list[int]]:
+Row = tuple[list[int], list[float], list[int]]
+
+
+def pack_row(documents: Iterator[Example], tokenizer: Any, count: LossWeights, length: int) -> Row:
     """A row that starts with a document and is filled with further ones; what does not fit is dropped."""
     tokens: list[int] = []
     weights: list[float] = []
     positions: list[int] = []
     while len(tokens) < length:
-        more, counts = encode(tokenizer, next(documents))
+        more, their_weights = encode(tokenizer, next(documents), count)
         tokens += more
-        weights += counts
+        weights += their_weights
         positions += range(len(more))
     return tokens[:length], weights[:length], positions[:length]
 
 
-def batch(documents: Iterator[Example], tokenizer: Any, rows: int, length: int) -> Batch:
+def batch(documents: Iterator[Example], tokenizer: Any, count: LossWeights, rows: int, length: int) -> Batch:
     """The next rows of the stream."""
-    packed = zip(*(pack_row(documents, tokenizer, length) for _ in range(rows)), strict=True)
+    packed = zip(*(pack_row(documents, tokenizer, count, length) for _ in range(rows)), strict=True)
     return Batch(*(torch.tensor(column) for column in packed))

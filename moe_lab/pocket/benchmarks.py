@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from moe_lab.pocket import functions
-from moe_lab.pocket.corpus import HELD_OUT_SHARE, sampler
+from moe_lab.pocket.corpus import sampler
 from moe_lab.pocket.examples import END_OF_TEXT, Example, draw, generator
 from moe_lab.pocket.functions import Program
 from moe_lab.pocket.inputs import base_inputs, plus_inputs
@@ -35,7 +35,7 @@ def held_out_examples(world: World, skill: str) -> list[Example]:
     random = generator(SEED, "benchmark", skill)
     found: dict[tuple[str, tuple[str, ...]], Example] = {}
     while len(found) < COUNTS[skill]:
-        example = draw(sampler(world, skill), random, HELD_OUT_SHARE, benchmark=True)
+        example = draw(sampler(world, skill), random, benchmark=True)
         found.setdefault((example.prompt, tuple(sorted(example.choices))), example)
     return list(found.values())
 

@@ -35,25 +35,33 @@ anywhere.
 
 
 def training_table(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What was trained, and how."""
-    settings = run["settings"]
-    rows = {
+    """What was trained, and how; one column a stage for what differs between them."""
+    stages = run["stages"]
+    rows: dict[str, list[Any]] = {
+        "steps": [f"{stage['steps']:,}" for stage in stages],
+        "tokens": [f"{stage['tokens']:,}" for stage in stages],
+        "documents": [f"{sum(stage['documents'].values()):,}" for stage in stages],
+        "seconds": [f"{stage['seconds']:,}" for stage in stages],
+        "final loss (mean of the last 100 steps, nats a weighted token)": [stage["final_loss"] for stage in stages],
+    }
+    shape = (
+        "num_hidden_layers",
+        "num_experts",
+        "num_experts_per_tok",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+    )
+    head = "| | " + " | ".join(f"stage {number}" for number in range(1, len(stages) + 1)) + " |\n"
+    lines = [f"| {name} | {' | '.join(map(str, values))} |\n" for name, values in rows.items()]
+    facts = {
         "parameters": f"{run['parameters']:,}",
-        "layers, experts, active, hidden, expert width": ", ".join(
-            str(config[name])
-            for name in ("num_hidden_layers", "num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
-        ),
-        "vocabulary": config["vocab_size"],
-        "steps": f"{run['steps']:,}",
-        "tokens": f"{run['tokens']:,}",
-        "documents": f"{sum(run['documents'].values()):,}",
-        "AdamW learning rate, weight decay": f"{settings['learning_rate']}, {settings['weight_decay']}",
-        "seed (training, world)": f"{settings['seed']}, {run['world_seed']}",
-        "final loss (mean of the last 100 steps, nats per weighted token)": run["final_loss"],
-        "seconds on one CPU thread": f"{run['seconds']:,}",
+        ", ".join(shape): ", ".join(str(config[name]) for name in shape),
+        "seed (training, world), threads": f"{run['seed']}, {run['world_seed']}, {run['threads']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
     }
-    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    listed = "".join(f"- {name}: {value}\n" for name, value in facts.items())
+    return listed + "\n" + head + "|---" * (len(stages) + 1) + "|\n" + "".join(lines)
 
 
 def score_table(scores: Mapping[str, float]) -> str:

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from moe_lab.pocket import arithmetic, facts, functions, prose, reading, tales
+from moe_lab.pocket import arithmetic, facts, functions, practice, prose, reading, tales
 from moe_lab.pocket.examples import Example, Sampler, draw, generator
 from moe_lab.pocket.world import World
-
-# Share of each skill's keys that belongs to its benchmark; skills with few keys give more of them.
-HELD_OUT_SHARE = {
-    "arc_easy": 0.2, "arc_challenge": 0.2, "mmlu": 0.2, "hellaswag": 0.2, "openbookqa": 0.2,
-    "boolq": 0.1, "rte": 0.1, "winogrande": 0.1, "gsm8k": 0.1, "math500": 0.1, "wildbench": 0.1,
-    "portrait": 0.0, "report": 0.0,
-}  # fmt: skip
 
 WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
     "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter,
     "boolq": reading.yes_or_no, "rte": reading.entailment, "winogrande": reading.pronouns,
     "hellaswag": reading.continuation, "openbookqa": reading.application,
     "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": tales.story,
+    "passages": practice.passages, "lettering": practice.lettering, "claims": practice.claims,
     "portrait": prose.portrait, "reasoning": prose.reasoning, "report": prose.report,
 }  # fmt: skip
 
 # How often each kind of document is drawn. Documents differ in length, tokens do not follow these shares exactly.
-MIXTURE = {
+# First the world, arithmetic and programs; then, with those known, mostly reading closely.
+KNOWING = {
     "portrait": 9, "reasoning": 4, "report": 1, "wildbench": 7,
     "arc_easy": 5, "arc_challenge": 10, "mmlu": 10,
     "boolq": 8, "rte": 8, "winogrande": 6, "hellaswag": 3, "openbookqa": 5,
     "gsm8k": 14, "math500": 14, "functions": 14,
+}  # fmt: skip
+READING = {
+    "portrait": 3, "reasoning": 2, "wildbench": 3, "arc_easy": 2, "arc_challenge": 8, "mmlu": 6, "lettering": 14,
+    "boolq": 8, "passages": 8, "rte": 10, "claims": 8, "winogrande": 8, "hellaswag": 1, "openbookqa": 4,
+    "gsm8k": 6, "math500": 6, "functions": 6,
 }  # fmt: skip
 
 
@@ -43,10 +43,10 @@ def training_example(world: World, kind: str, random: Random) -> Example:
     """An example of this kind that no benchmark holds."""
     if kind == "functions":
         return functions.training_function(random)
-    return draw(sampler(world, kind), random, HELD_OUT_SHARE, benchmark=False)
+    return draw(sampler(world, kind), random, benchmark=False)
 
 
-def documents(world: World, seed: int, mixture: dict[str, int] = MIXTURE) -> Iterator[Example]:
+def documents(world: World, seed: int, mixture: dict[str, int]) -> Iterator[Example]:
     """Examples without end, kinds drawn by their weight in `mixture`."""
     random = generator(seed, "corpus")
     kinds, weights = list(mixture), list(mixture.values())

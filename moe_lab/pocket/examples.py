@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"
 
+# Share of each skill's keys that belongs to its benchmark; skills with few keys give more of them.
+HELD_OUT_SHARE = {
+    **dict.fromkeys(("arc_easy", "arc_challenge", "mmlu", "hellaswag", "openbookqa"), 0.2),
+    **dict.fromkeys(("boolq", "rte", "winogrande", "gsm8k", "math500", "wildbench"), 0.1),
+    **dict.fromkeys(("portrait", "report", "passages", "claims"), 0.0),
+}
+
 
 @dataclass(frozen=True)
 class Example:
     """One document of the world.
 
-    prompt + answer is the text a model learns. `key` is what the example is about, free of wording: two examples of one
-    skill with equal keys ask for the same knowledge. `choices` and `label` are set for multiple choice only, `details`
-    carries what a benchmark file needs beyond that (a checklist, a program).
+    prompt + answer is the text a model learns; practice goes on with `more` prompts and answers. `key` is what the
+    example is about, free of wording: two examples of one skill with equal keys ask for the same knowledge. `choices`
+    and `label` are set for multiple choice only, `details` carries what a benchmark file needs beyond that (a
+    checklist, a program).
     """
 
     skill: str
@@ -27,10 +35,16 @@ class Example:
     choices: tuple[str, ...] = ()
     label: int = 0
     details: dict[str, Any] = field(default_factory=dict, compare=False)
+    more: tuple[tuple[str, str], ...] = ()
 
     @property
     def text(self) -> str:
-        return self.prompt + self.answer
+        return "".join(prompt + answer for prompt, answer in self.turns)
+
+    @property
+    def turns(self) -> tuple[tuple[str, str], ...]:
+        """Prompts and their answers, in order."""
+        return ((self.prompt, self.answer), *self.more)
 
 
 Sampler = Callable[[Random], Example]
@@ -42,9 +56,9 @@ def fraction(*key: object) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def held_out(example: Example, share: float) -> bool:
-    """Whether the example belongs to the benchmarks. Decided by skill and key, so training text can never hold it."""
-    return fraction("held out", example.skill, example.key) < share
+def held_out(skill: str, key: tuple[object, ...]) -> bool:
+    """Whether this belongs to the skill's benchmark. Decided by the key alone, so training text can never hold it."""
+    return fraction("held out", skill, key) < HELD_OUT_SHARE[skill]
 
 
 def generator(seed: int, *purpose: object) -> Random:
@@ -52,9 +66,9 @@ def generator(seed: int, *purpose: object) -> Random:
     return Random(f"{seed}/" + "/".join(map(str, purpose)))
 
 
-def draw(sampler: Sampler, random: Random, shares: Mapping[str, float], *, benchmark: bool) -> Example:
+def draw(sampler: Sampler, random: Random, *, benchmark: bool) -> Example:
     """The next example of the wanted side: held out for a benchmark, or anything else for training and calibration."""
     while True:
         example = sampler(random)
-        if held_out(example, shares[example.skill]) == benchmark:
+        if held_out(example.skill, example.key) == benchmark:
             return example

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ def sorted_experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates:
     return (by_token * gates[..., None]).sum(dim=1)
 
 
+ALL_EXPERTS_FUNCTIONS.register(SORTED_EXPERTS, sorted_experts)
+
+
 def build_network(vocabulary: int, end: int, padding: int) -> Any:
     """A freshly initialised model of 3.7M parameters: 4 layers of 32 experts, 4 of them active."""
-    ALL_EXPERTS_FUNCTIONS.register(SORTED_EXPERTS, sorted_experts)
     config = OlmoeConfig(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -56,6 +59,13 @@ def build_network(vocabulary: int, end: int, padding: int) -> Any:
     model = OlmoeForCausalLM(config)
     model.set_experts_implementation(SORTED_EXPERTS)
     return model
+
+
+def load_network(folder: Path) -> Any:
+    """The model stored in `folder`, in float32, ready to be trained further."""
+    model = OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_experts_implementation(SORTED_EXPERTS)
+    return model.train()
 
 
 def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:

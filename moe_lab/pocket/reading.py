@@ -102,21 +102,26 @@ def event(random: Random) -> tuple[str, dict[str, str]]:
     return text, parts
 
 
-def yes_or_no(world: World, random: Random) -> Example:
-    """boolq: a passage and a question about it; half of the questions change one part of the passage."""
-    passage, parts = event(random)
+def ask(random: Random, parts: dict[str, str]) -> tuple[str, int]:
+    """A question about an event, and whether the answer is yes; half of the questions change one part of the event."""
     changed = dict(parts)
     pools = {"a": PEOPLE, "b": PEOPLE, "o": OBJECTS, "p": PLACES, "d": DAYS}
     part = random.choice("abopd")
     label = random.randrange(2)
     if label == 0:
-        changed[part] = random.choice(
-            [value for value in pools[part] if value not in (parts[part], parts["a"], parts["b"])]
-        )
+        known = (parts[part], parts["a"], parts["b"])
+        changed[part] = random.choice([value for value in pools[part] if value not in known])
     question = {
         "a": "did {a} go to the {p}", "b": "did {b} get the {o}", "o": "did {a} buy a {o}",
         "p": "did {a} go to the {p}", "d": "did {a} go there on {d}",
     }[part].format(**changed)  # fmt: skip
+    return question, label
+
+
+def yes_or_no(world: World, random: Random) -> Example:
+    """boolq: a passage and a question about it."""
+    passage, parts = event(random)
+    question, label = ask(random, parts)
     answer = ("no", "yes")[label]
     prompt = f"{passage}\nQuestion: {question}?\nAnswer:"
     return Example("boolq", (passage, question), prompt, " " + answer, ("no", "yes"), label)

@@ -9,24 +9,26 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerFast
 
-from moe_lab.pocket.batches import Batch, batch
-from moe_lab.pocket.corpus import documents
+from moe_lab.pocket.batches import Batch, LossWeights, batch
+from moe_lab.pocket.corpus import KNOWING, READING, documents
 from moe_lab.pocket.examples import Example
-from moe_lab.pocket.network import BALANCE, balance_loss, build_network, token_loss
+from moe_lab.pocket.network import BALANCE, balance_loss, build_network, load_network, token_loss
 from moe_lab.pocket.tokens import build_tokenizer
 from moe_lab.pocket.world import WORLD_SEED, build_world
 
 OUTPUT = Path(__file__).parent / "data" / "olmoe"
 TOKENIZER_DOCUMENTS = 20_000
+WEIGHT_DECAY = 0.1
 # Mostly short rows whose documents do not see each other, as a benchmark shows them; every fourth step has rows as long
 # as calibration uses, whose documents do see the ones before.
 SHORT, LONG = (32, 128), (8, 512)
@@ -34,24 +36,32 @@ SHAPES = (LONG, SHORT, SHORT, SHORT)
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
-    """One training run; the defaults are the shipped one's."""
+class Stage:
+    """One stretch of training, with an optimizer of its own.
 
-    steps: int = 3200
-    learning_rate: float = 3e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    seed: int = 1
-    threads: int = 1
-    save_every: int = 500
+    The learning rate rises over `warmup` steps to `peak` and follows a cosine that would reach 2 % of it after
+    `horizon` steps; the stage ends after `steps`.
+    """
+
+    mixture: dict[str, int]
+    steps: int
+    horizon: int
+    peak: float
+    warmup: int
+    loss_weights: LossWeights
+
+    def learning_rate(self, step: int) -> float:
+        """For the step of this number, from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.horizon - self.warmup)
+        return self.peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
-    """Linear warm-up, then a cosine down to 2 % of the peak."""
-    if step < settings.warmup:
-        return (step + 1) / settings.warmup
-    progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+STAGES = (
+    Stage(KNOWING, 1500, 3200, 3e-3, 100, LossWeights(prompt=0.25, short_answer=4.0)),
+    Stage(READING, 1500, 1500, 2e-3, 50, LossWeights(prompt=0.1, short_answer=8.0)),
+)
 
 
 def train_step(model: Any, optimizer: Any, rows: Batch, *, separate: bool) -> tuple[float, float]:
@@ -91,65 +101,90 @@ def counted(examples: Iterator[Example], tally: Counter[str]) -> Iterator[Exampl
         yield example
 
 
-def describe(settings: TrainingSettings, model: Any, losses: list[float], tally: Counter[str]) -> dict[str, Any]:
-    """What a model card has to say about the run."""
+def stage_facts(losses: list[float], tally: Counter[str], seconds: float) -> dict[str, Any]:
+    """What a model card has to say about one stage."""
     recent = losses[-100:]
     return {
-        "settings": asdict(settings),
-        "world_seed": WORLD_SEED,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": len(losses),
         "tokens": sum(math.prod(SHAPES[step % len(SHAPES)]) for step in range(1, len(losses) + 1)),
         "documents": dict(sorted(tally.items())),
+        "seconds": round(seconds),
         "final_loss": round(sum(recent) / len(recent), 4),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
     }
 
 
-def train(settings: TrainingSettings, folder: Path) -> None:
-    """Builds tokenizer and network, trains, and leaves the model in `folder` (also every `save_every` steps)."""
-    torch.set_num_threads(settings.threads)
-    torch.manual_seed(settings.seed)
-    world = build_world()
-    tokenizer = build_tokenizer(
-        example.text for example in islice(documents(world, settings.seed), TOKENIZER_DOCUMENTS)
-    )
-    model = build_network(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+def run_stage(model: Any, tokenizer: Any, stage: Stage, stream: Iterator[Example]) -> dict[str, Any]:
+    """Trains `model` in place for one stage."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, stage.learning_rate)
     tally: Counter[str] = Counter()
-    stream = counted(documents(world, settings.seed), tally)
+    documents_seen = counted(stream, tally)
     losses: list[float] = []
     started = time.time()
-    for step in range(1, settings.steps + 1):
+    for step in range(1, stage.steps + 1):
         shape = SHAPES[step % len(SHAPES)]
-        loss, balance = train_step(model, optimizer, batch(stream, tokenizer, *shape), separate=shape == SHORT)
+        rows = batch(documents_seen, tokenizer, stage.loss_weights, *shape)
+        loss, balance = train_step(model, optimizer, rows, separate=shape == SHORT)
         schedule.step()
         losses.append(loss)
         if step % 25 == 0:
             print(f"step {step} loss {loss:.3f} balance {balance:.2f} seconds {time.time() - started:.0f}", flush=True)
-        if step % settings.save_every == 0 or step == settings.steps:
-            facts = describe(settings, model, losses, tally) | {"seconds": round(time.time() - started)}
-            save(model, tokenizer, facts, folder)
+    return stage_facts(losses, tally, time.time() - started)
+
+
+def start(folder: Path, seed: int, first_stage: int) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Network, tokenizer and the facts of the stages before `first_stage`, which `folder` holds the result of."""
+    if first_stage > 0:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        done = json.loads((folder / "training.json").read_text())["stages"][:first_stage]
+        return load_network(folder), tokenizer, done
+    texts = islice(documents(build_world(), seed, STAGES[0].mixture), TOKENIZER_DOCUMENTS)
+    tokenizer = build_tokenizer(example.text for example in texts)
+    return build_network(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id), tokenizer, []
+
+
+def train(
+    folder: Path, stages: Sequence[Stage] = STAGES, *, seed: int = 1, threads: int = 1, first_stage: int = 0
+) -> None:
+    """Trains all stages from `first_stage` on and leaves the model in `folder` after each.
+
+    Each stage starts from the weights as they are stored, so going on from a folder gives the model that not stopping
+    would have given.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    world = build_world()
+    model, tokenizer, done = start(folder, seed, first_stage)
+    for number, stage in enumerate(stages[first_stage:], start=first_stage):
+        done.append(run_stage(model, tokenizer, stage, documents(world, seed + number, stage.mixture)))
+        facts = {
+            "seed": seed,
+            "world_seed": WORLD_SEED,
+            "threads": threads,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "stages": done,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+        save(model, tokenizer, facts, folder)
+        model = load_network(folder)
 
 
 def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parser = argparse.ArgumentParser(description=__doc__)
-    defaults = TrainingSettings()
-    for name, value in asdict(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    arguments = vars(parser.parse_args())
-    folder = arguments.pop("output")
-    train(TrainingSettings(**arguments), folder)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="another number gives slightly other weights")
+    parser.add_argument("--first-stage", type=int, default=0, help="go on from the model that is in the output folder")
+    given = parser.parse_args()
+    train(given.output, seed=given.seed, threads=given.threads, first_stage=given.first_stage)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import combinations, islice
 from pathlib import Path
 
 import pytest
 
 from moe_lab.pocket.benchmarks import PROGRAMS
-from moe_lab.pocket.corpus import HELD_OUT_SHARE, documents
+from moe_lab.pocket.corpus import documents
 from moe_lab.pocket.examples import END_OF_TEXT, Example, held_out
 from moe_lab.pocket.functions import Program, side
-from moe_lab.pocket.train import TrainingSettings
+from moe_lab.pocket.train import STAGES
 from moe_lab.pocket.world import World
 
 SCANNED = 2_000_000
@@ -22,8 +23,13 @@ SCANNED = 2_000_000
 def training(world: World, data: Path) -> list[Example]:
     """Every document the shipped model was trained on, in order."""
     run = json.loads((data / "olmoe" / "training.json").read_text())
-    assert run["settings"]["seed"] == TrainingSettings().seed
-    return list(islice(documents(world, run["settings"]["seed"]), sum(run["documents"].values())))
+    assert len(run["stages"]) == len(STAGES)
+    texts = []
+    for number, (stage, facts) in enumerate(zip(STAGES, run["stages"], strict=True)):
+        seen = list(islice(documents(world, run["seed"] + number, stage.mixture), sum(facts["documents"].values())))
+        assert Counter(example.skill for example in seen) == facts["documents"]
+        texts += seen
+    return texts
 
 
 def test_the_whole_training_text_holds_no_item(training: list[Example], items: dict[str, list[Example]]) -> None:
@@ -53,7 +59,7 @@ def test_items_are_on_the_held_out_side_by_rule(items: dict[str, list[Example]])
             if skill in PROGRAMS:
                 assert side(example.details["program"]) == skill
             else:
-                assert held_out(example, HELD_OUT_SHARE[example.skill])
+                assert held_out(example.skill, example.key)
 
 
 def _pairs(program: Program) -> set[tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from transformers import OlmoeForCausalLM
 
+from moe_lab.pocket.batches import LossWeights, encode
 from moe_lab.pocket.benchmarks import MULTIPLE_CHOICE
 from moe_lab.pocket.card import write_card
 from moe_lab.pocket.examples import Example
 from moe_lab.pocket.network import SORTED_EXPERTS, balance_loss, build_network
-from moe_lab.pocket.train import TrainingSettings, train
+from moe_lab.pocket.train import STAGES, train
 
 LEAST = {"arc_easy": 0.8, "arc_challenge": 0.45, "boolq": 0.8, "rte": 0.8, "mmlu": 0.8, "openbookqa": 0.8}
 
@@ -107,16 +109,34 @@ def test_balance_loss_is_top_k_when_balanced_and_more_when_not() -> None:
     assert balance_loss((balanced, lopsided), 1).item() > 4
 
 
-def test_training_is_repeatable_and_leaves_a_model_folder(tmp_path: Path) -> None:
-    settings = TrainingSettings(steps=2, warmup=1, save_every=10)
-    for name in ("one", "two"):
-        train(settings, tmp_path / name)
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+def test_training_is_repeatable_can_go_on_from_a_folder_and_leaves_a_model(tmp_path: Path) -> None:
+    stages = [replace(stage, steps=2, warmup=1) for stage in STAGES]
+    train(tmp_path / "at once", stages)
+    train(tmp_path / "in two", stages[:1])
+    train(tmp_path / "in two", stages, first_stage=1)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("at once", "in two"))
     assert first == second
-    run = json.loads((tmp_path / "one" / "training.json").read_text())
-    assert (run["steps"], run["tokens"]) == (2, 2 * 32 * 128)
-    write_card(tmp_path / "one", {"ARC-C": 0.5, "HumanEval": 0.25})
-    card = (tmp_path / "one" / "README.md").read_text()
+    run = json.loads((tmp_path / "at once" / "training.json").read_text())
+    assert [(stage["steps"], stage["tokens"]) for stage in run["stages"]] == [(2, 2 * 32 * 128)] * 2
+    write_card(tmp_path / "at once", {"ARC-C": 0.5, "HumanEval": 0.25})
+    card = (tmp_path / "at once" / "README.md").read_text()
     assert f"{run['parameters']:,}" in card
     assert "| ARC-C | 0.500 | 0.25 |" in card
-    OlmoeForCausalLM.from_pretrained(tmp_path / "one")
+    OlmoeForCausalLM.from_pretrained(tmp_path / "at once")
+
+
+def test_a_prompt_counts_less_and_a_short_answer_more(tokenizer: Any) -> None:
+    example = Example("any", (), "Question: yes?\nAnswer:", " no", more=(("", " a longer answer"),))
+    tokens, weights = encode(tokenizer, example, LossWeights(prompt=0.1, short_answer=8.0))
+    assert tokenizer.decode(tokens) == example.text + tokenizer.eos_token
+    prompt, longer = len(tokenizer.encode(example.prompt)), len(tokenizer.encode(" a longer answer"))
+    assert weights == [0.1] * prompt + [8.0] + [1.0] * (longer + 1)
+
+
+def test_documents_of_a_training_row_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    network = build_network(300, 0, 1).eval()
+    tokens = torch.randint(2, 300, (1, 30))
+    positions = torch.tensor([[*range(10), *range(20)]])
+    together = network(tokens, position_ids=positions, use_cache=False).logits[:, 10:]
+    assert torch.allclose(together, network(tokens[:, 10:], use_cache=False).logits, atol=1e-5)

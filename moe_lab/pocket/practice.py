@@ -1,0 +1,61 @@
+"""Training documents that ask several short things about one text: the way to reading that single questions lack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from moe_lab.pocket.examples import Example, held_out
+from moe_lab.pocket.facts import LETTERS, by_letter
+from moe_lab.pocket.reading import ENTAILED, ask, event
+from moe_lab.pocket.world import OBJECTS, PEOPLE, PLACES, World
+
+OPEN_QUESTIONS = {
+    "a": "who went to the {p}", "b": "who got the {o}", "o": "what did {a} buy", "p": "where did {a} go",
+    "d": "when did {a} go there",
+}  # fmt: skip
+
+
+def passages(world: World, random: Random) -> Example:
+    """As boolq, but the passage is followed by open questions, the last question being one of yes or no."""
+    passage, parts = event(random)
+    asked = []
+    for part in random.sample("abopd", 3):
+        question, label = ask(random, parts)
+        while held_out("boolq", (passage, question)):
+            question, label = ask(random, parts)
+        asked.append((OPEN_QUESTIONS[part].format(**parts), parts[part]))
+        asked.append((question, ("no", "yes")[label]))
+    turns = [(f"\nQuestion: {question}?\nAnswer:", f" {answer}") for question, answer in asked]
+    keys = tuple(question for question, _ in asked)
+    return Example("passages", (passage, *keys), passage + turns[0][0], turns[0][1], more=tuple(turns[1:]))
+
+
+def lettering(world: World, random: Random) -> Example:
+    """As mmlu, but the letter is followed by what it stands for, and by other letters and options."""
+    example = by_letter(world, random)
+    options = [line[3:] for line in example.prompt.split("\n")[2:6]]
+    first, second = random.sample(range(4), 2)
+    more = (
+        ("\nThat is", f" {options[example.label]}"),
+        (f"\nOption {LETTERS[first]}:", f" {options[first]}"),
+        (f"\nLetter of {options[second]}:", f" {LETTERS[second]}"),
+    )
+    order = random.sample(more, 3)
+    return replace(example, more=tuple(order))
+
+
+def claims(world: World, random: Random) -> Example:
+    """As rte, but one sentence is followed by four claims: it, what follows from it, and both with people swapped."""
+    pair = random.sample(random.choice(ENTAILED), 2)
+    while True:
+        a, b = random.sample(PEOPLE, 2)
+        words = {"o": random.choice(OBJECTS), "p": random.choice(PLACES)}
+        said = pair[0].format(a=a, b=b, **words)
+        right = [(form.format(a=a, b=b, **words), " True") for form in pair]
+        wrong = [(form.format(a=b, b=a, **words), " False") for form in pair]
+        asked = random.sample([*right, *wrong], 4)
+        if not any(held_out("rte", (said, claimed)) for claimed, _ in asked):
+            break
+    turns = [(f"\nQuestion: {claimed} True or False?\nAnswer:", answer) for claimed, answer in asked]
+    return Example("claims", (said,), said + turns[0][0], turns[0][1], more=tuple(turns[1:]))
