@@ -75,8 +75,11 @@ class Comparison:
         return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
 
     def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        """Ends of the 95 % interval of every cell's score: Wilson for a benchmark of right-or-wrong items, bootstrap for
-        graded ones and means of benchmarks, the reported standard error where there are no outcomes."""
+        """Ends of the 95 % interval of every cell's score.
+
+        Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks, the reported
+        standard error where there are no outcomes.
+        """
         outcomes = self._right_or_wrong(target)
         draws = None if outcomes is not None else self.draws(target)
         if outcomes is not None:
@@ -85,9 +88,9 @@ class Comparison:
             low, high = uncertainty.percentiles(draws)
         else:
             shares = self.weights(target)
-            variance = sum((self.standard_errors[name] * share) ** 2 for name, share in shares.items())
-            half = _NORMAL * np.sqrt(np.asarray(variance, float))
-            low, high = self.score(target) - half, self.score(target) + half
+            errors = self.standard_errors[list(shares)].to_numpy(float) * np.array(list(shares.values()))
+            centre, half = self.score(target).to_numpy(float), _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
+            low, high = centre - half, centre + half
         return pd.Series(low, self.cells.index), pd.Series(high, self.cells.index)
 
     def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
@@ -122,7 +125,7 @@ class Comparison:
 
     def rows(self, cells: Sequence[int]) -> np.ndarray:
         """Positions of `cells` in matrices."""
-        return np.asarray(self.cells.index.get_indexer(list(cells)))
+        return np.asarray(self.cells.index.get_indexer(pd.Index(cells)))
 
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its share in the target; columns weigh alike, and so do the benchmarks in a column."""
@@ -194,8 +197,9 @@ def _comparison(study: Study, model: str) -> Comparison:
 
 
 def _lower_is_better(results: pd.DataFrame) -> tuple[str, ...]:
-    metrics = results.drop_duplicates("benchmark").set_index("benchmark")["metric"].astype(str)
-    return tuple(name for name, metric in metrics.items() if metric.endswith(names.LOWER_IS_BETTER))
+    first = results.drop_duplicates("benchmark")
+    pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
+    return tuple(name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER))
 
 
 def _outcomes(samples: pd.DataFrame, scores: pd.DataFrame) -> tuple[dict[str, np.ndarray], pd.Series]:
@@ -228,11 +232,11 @@ def _binary(outcomes: np.ndarray) -> bool:
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
     settings = ["ratio", "allocation", "gate", "seed"]
-    for key, cells in pruned.groupby(settings, sort=True):
-        ratio, allocation, gate, seed = key
+    for _, cells in pruned.groupby(settings, sort=True):
+        ratio, allocation, gate, seed = cells[settings].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
             competing = cells[cells["calibration"].isin([calibration, "none"])]
-            by_name = {str(name): int(cell) for cell, name in competing["criterion"].items()}
+            by_name = dict(zip(competing["criterion"].astype(str), competing.index.astype(int), strict=True))
             order = names.in_order(by_name, names.CRITERIA)
             yield Panel(model, ratio, allocation, gate, seed, calibration, {name: by_name[name] for name in order})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis.frames import groups
+
 RARE = 0.1
 """An expert below this share of an even load is called rare."""
 
@@ -14,12 +16,11 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     `routed` counts token-expert pairs; `least` and `most` are tokens of the least and most used expert.
     """
     rows = []
-    for (model, calibration), frame in coverage.groupby(["model", "calibration"], sort=False):
+    for key, frame in groups(coverage, ["model", "calibration"]):
         even = frame.groupby("layer")["tokens"].transform("mean")
         rows.append(
             {
-                "model": model,
-                "calibration": calibration,
+                **key,
                 "layers": frame["layer"].nunique(),
                 "experts": len(frame),
                 "unseen": int((frame["tokens"] == 0).sum()),

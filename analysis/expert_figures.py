@@ -6,10 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Patch, Rectangle
 
 from analysis import names, overlap, style
-from matplotlib.figure import Figure as Drawing
+from analysis.frames import groups, records
 from analysis.style import Figure
 
 ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
@@ -24,13 +25,13 @@ def proxy_figure(found: pd.DataFrame, *, name: str) -> Figure:
         rows = list(dict.fromkeys(zip(found["model"], found["calibration"], strict=True)))
         drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
         axes = drawing.add_subplot()
-        for at, (ratio, group) in enumerate(found.groupby("ratio", sort=True)):
+        for at, (key, group) in enumerate(groups(found.sort_values("ratio", kind="stable"), ["ratio"])):
             y = np.array([rows.index(key) for key in zip(group["model"], group["calibration"], strict=True)])
             shade, marker = ("#2277bb", "#ee7733", "#117733", "#aa4499")[at % 4], style.MARKERS[at]
             y = y + 0.22 * (at - 0.5)
             axes.hlines(y, group["lowest"], group["overlap"], color=shade, linewidth=1.4, alpha=0.6)
             axes.plot(
-                group["overlap"], y, marker, color=shade, markersize=5, label=f"{names.ratio(float(str(ratio)))} pruned"
+                group["overlap"], y, marker, color=shade, markersize=5, label=f"{names.ratio(key['ratio'])} pruned"
             )
             axes.plot(group["chance"], y, "|", color=shade, markersize=7)
         single = found["model"].nunique() == 1
@@ -40,28 +41,29 @@ def proxy_figure(found: pd.DataFrame, *, name: str) -> Figure:
         axes.grid(axis="x")
         drawing.legend(loc="outside upper center", ncols=4)
     caption = (
-        "How many of the experts with the lowest exact damage the proxy S(0,1,1) also finds: mean over layers (point), the "
-        "worst layer (end of the line), and what random sets would share (tick)."
+        "How many of the experts with the lowest exact damage the proxy S(0,1,1) also finds: mean over layers (point), "
+        "the worst layer (end of the line), and what random sets would share (tick)."
     )
     return Figure(name, "Proxy and exact damage agree on what to prune", caption, drawing)
 
 
 def pooled_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 4 from `calibration_overlap`: component effects beside the heat map over (b, alpha, beta), pooled over models."""
+    """Fig. 4 from `calibration_overlap`: component effects beside the pooled heat map over (b, alpha, beta)."""
     pooled = overlap.pooled(overlaps)
     ratios = sorted(pooled["ratio"].unique())
     with style.look():
         drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
-        for row, ratio in zip(np.atleast_1d(drawing.subfigures(len(ratios), 1)), ratios, strict=True):
+        rows = drawing.subfigures(len(ratios), 1, squeeze=False)[:, 0]
+        for row, ratio in zip(rows, ratios, strict=True):
             left, right = row.subplots(1, 2, width_ratios=(1, 1.15))
             one = pooled[pooled["ratio"] == ratio]
             _effects_axes(left, one)
             _heat_axes(right, one)
             row.suptitle(f"{names.ratio(ratio)} pruned", fontsize=8.5, fontweight="bold", x=0.01, ha="left")
     caption = (
-        "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers and models). "
-        "Left: mean over all usable variants with this b, α or β. Right: each variant. Dashed: random sets; "
-        "(1,0,0) scores all experts alike."
+        "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers "
+        "and models). Left: mean over all usable variants with this b, α or β. Right: each variant. Dashed: random "
+        "sets. (1,0,0) scores all experts alike."
     )
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
 
@@ -88,10 +90,10 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
     position = 0.0
     ticks: list[tuple[float, str]] = []
     for component in overlap.VARIANT:
-        for row in effects[effects["component"] == component].itertuples():
-            axes.bar(position, row.overlap, width=0.8, color=_SHADES[component], alpha=0.8)
-            axes.text(position, row.overlap + 0.015, f"{row.overlap:.2f}", ha="center", fontsize=6.5)
-            ticks.append((position, f"{_GREEK[component]}={row.level}"))
+        for row in records(effects[effects["component"] == component]):
+            axes.bar(position, row["overlap"], width=0.8, color=_SHADES[component], alpha=0.8)
+            axes.text(position, row["overlap"] + 0.015, f"{row['overlap']:.2f}", ha="center", fontsize=6.5)
+            ticks.append((position, f"{_GREEK[component]}={row['level']}"))
             position += 1
         position += 0.6
     chance = float(pooled["chance_triple"].iloc[0])
@@ -103,7 +105,7 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
 
 
 def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
-    cells = {(row.b, row.alpha, row.beta): row.triple for row in overlaps.itertuples()}
+    cells = {(row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)}
     shades = colormaps[style.SEQUENTIAL]
     for y, (b, alpha) in enumerate(ROWS):
         for x, beta in enumerate(BETAS):
@@ -135,16 +137,16 @@ def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
 
 def coverage_figure(coverage: pd.DataFrame, *, name: str) -> Figure:
     """Tokens of every expert relative to an even load, sorted within its layer; experts without a token are crossed."""
-    groups = list(coverage.groupby(["model", "calibration"], sort=False))
-    order = names.calibrations_in_order(calibration for (_, calibration), _ in groups)
-    groups.sort(key=lambda group: (str(group[0][0]), order.index(group[0][1])))
+    found = list(groups(coverage, ["model", "calibration"]))
+    order = names.calibrations_in_order(coverage["calibration"])
+    found.sort(key=lambda group: (group[0]["model"], order.index(group[0]["calibration"])))
     with style.look():
-        layers = max(frame["layer"].nunique() for _, frame in groups)
-        drawing = style.drawing(style.PAGE, len(groups) * (0.2 * min(layers, 24) + 0.5) + 0.5)
-        for at, ((model, calibration), frame) in enumerate(groups):
-            axes = drawing.add_subplot(len(groups), 1, at + 1)
+        layers = max(frame["layer"].nunique() for _, frame in found)
+        drawing = style.drawing(style.PAGE, len(found) * (0.2 * min(layers, 24) + 0.5) + 0.5)
+        for at, (key, frame) in enumerate(found):
+            axes = drawing.add_subplot(len(found), 1, at + 1)
             _coverage_axes(axes, frame)
-            axes.set_title(f"{model}, {names.calibration(calibration)}")
+            axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
         axes.set_xlabel("experts of a layer, from the least to the most used")
         handles = [
             Patch(facecolor=colormaps[style.SEQUENTIAL](level), label=label)

@@ -13,6 +13,7 @@ from matplotlib.projections.polar import PolarAxes
 
 from analysis import names, style
 from analysis.comparison import Comparison, Panel
+from analysis.frames import groups, records
 from analysis.style import Figure
 from analysis.winners import SETTINGS, label
 
@@ -23,7 +24,7 @@ RADAR_LINES = 4
 def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
     """A map per model and ratio from `winner_map`: columns x calibration sets, hatched where a win is within noise."""
     with style.look():
-        maps = list(found.groupby(SETTINGS, sort=False))
+        maps = list(groups(found, SETTINGS))
         across = min(2, len(maps))
         down = -(-len(maps) // across)
         rows = max(len(group["column"].unique()) for _, group in maps)
@@ -31,7 +32,7 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
         for at, (key, group) in enumerate(maps):
             axes = drawing.add_subplot(down, across, at + 1)
             _winner_axes(axes, group)
-            axes.set_title(f"{key[0]}, {names.ratio(key[1])} pruned", pad=20)
+            axes.set_title(f"{key['model']}, {names.ratio(key['ratio'])} pruned", pad=20)
         handles = [
             Patch(facecolor=style.RULE, label="beyond noise"),
             Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
@@ -39,8 +40,8 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
         ]
         drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
     caption = (
-        "Each cell names the criterion with the best score in a column under a calibration set. Hatched wins are within "
-        "noise (paired test against every other criterion, Holm-corrected over the map, 5 %); ties list all names."
+        "Each cell names the criterion with the best score in a column under a calibration set. Hatched wins are "
+        "within noise (paired test against every other criterion, Holm-corrected over the map, 5 %); ties name all."
     )
     return Figure(name, title, caption, drawing)
 
@@ -48,13 +49,14 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
 def _winner_axes(axes: Axes, found: pd.DataFrame) -> None:
     columns = list(dict.fromkeys(found["column"]))
     sets = names.calibrations_in_order(found["calibration"])
-    for win in found.to_dict("records"):
+    for win in records(found):
         x, y = sets.index(win["calibration"]), columns.index(win["column"])
         winners: tuple[str, ...] = win["winners"]
         if len(winners) == 1:
             noise = not win["beyond_noise"]
-            fill = {"facecolor": style.colour(winners[0]), "edgecolor": style.MUTED, "linewidth": 0}
-            axes.add_patch(Rectangle((x, y), 1, 1, alpha=0.3, hatch=style.HATCH if noise else None, **fill))
+            square = Rectangle((x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0)
+            square.set(alpha=0.3, hatch=style.HATCH if noise else None)
+            axes.add_patch(square)
         text, size = _fitted(winners, win["score"])
         axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
     for edge in range(len(sets) + 1):
@@ -104,8 +106,8 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
                     axes.set_yticklabels([])
         drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
     caption = (
-        "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and band are "
-        "the unpruned model. Criteria are sorted by their mean over the panels of a row."
+        "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and "
+        "band are the unpruned model. Criteria are sorted by their mean over the panels of a row."
     )
     return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
 
@@ -150,7 +152,7 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
 
 
 def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
-    """Displayed columns as spokes, the unpruned model and the best criteria by Avg as lines; None below three columns."""
+    """Displayed columns as spokes; the unpruned model and the best criteria by Avg as lines. None below 3 columns."""
     panels = [panel for panel in comparison.panels if len(panel.columns(comparison)) >= 3]
     if not panels:
         return None
@@ -166,7 +168,10 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
             drawn += _radar_axes(axes, comparison, panel)
         handles = [_line("none"), *(_line(name) for name in names.in_order(drawn, names.CRITERIA))]
         drawing.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=7)
-    caption = f"Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; the {RADAR_LINES} best criteria by Avg in each panel."
+    caption = (
+        "Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; "
+        f"the {RADAR_LINES} best criteria by Avg in each panel."
+    )
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ import pandas as pd
 from analysis import names, overlap
 from analysis.comparison import Comparison, Panel
 from analysis.coverage import coverage_summary
+from analysis.frames import groups, records
 from analysis.load import Study
 from analysis.winners import LEVEL, SETTINGS, wins
 
@@ -48,12 +50,12 @@ def what_was_run(study: Study) -> str:
 
 def who_won(found: pd.DataFrame) -> list[str]:
     """A sentence per model and ratio: wins of the leading criteria, and how many of them are beyond noise."""
-    return [_who_won(key, group) for key, group in found.groupby(SETTINGS, sort=False)]
+    return [_who_won(key, group) for key, group in groups(found, SETTINGS)]
 
 
-def _who_won(key: Sequence[object], found: pd.DataFrame) -> str:
+def _who_won(key: Mapping[str, Any], found: pd.DataFrame) -> str:
     counts = wins(found)
-    where = f"With {names.ratio(float(str(key[1])))} of the experts of {key[0]} removed"
+    where = f"With {names.ratio(key['ratio'])} of the experts of {key['model']} removed"
     total = int((found["winners"].map(len) > 0).sum())
     if counts.empty or not counts["wins"].iloc[0]:
         return f"{where}, no criterion won a column alone."
@@ -65,7 +67,7 @@ def _who_won(key: Sequence[object], found: pd.DataFrame) -> str:
         certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
     else:
         certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
-    others = [f"{names.criterion(str(name))} {row['wins']}" for name, row in counts.iloc[1:].iterrows() if row["wins"]]
+    others = [f"{names.criterion(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
     ties = int((found["winners"].map(len) > 1).sum())
     rest = [f"others: {', '.join(others)}"] if others else []
     rest += [count(ties, "column is tied", "columns are tied")] if ties else []
@@ -74,7 +76,7 @@ def _who_won(key: Sequence[object], found: pd.DataFrame) -> str:
 
 
 def best_plan(comparison: Comparison) -> list[str]:
-    """A sentence per ratio: the pruned model with the best Avg, its distance to the unpruned one and to the runner-up."""
+    """A sentence per ratio: the plan with the best Avg, its distance to the unpruned model and to other criteria."""
     groups: dict[tuple[float, str, str, int], list[Panel]] = {}
     for panel in comparison.panels:
         groups.setdefault((panel.ratio, panel.allocation, panel.gate, panel.seed), []).append(panel)
@@ -113,20 +115,22 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
 def _runner_up(
     comparison: Comparison, by_cell: dict[int, tuple[str, Panel]], averages: pd.Series, target: tuple[str, ...]
 ) -> str:
-    if len(averages) < 2:
+    first = int(averages.index[0])
+    rivals = [int(str(cell)) for cell in averages.index if by_cell[int(str(cell))][0] != by_cell[first][0]]
+    if not rivals:
         return ""
-    first, second = int(averages.index[0]), int(averages.index[1])
+    second = rivals[0]
     p = float(comparison.p_values(target, first, [second])[0])
     name, panel = by_cell[second]
     rival = names.criterion(name)
     if comparison.cells["calibration"][second] != "none":
         rival += f" with {names.calibration(panel.calibration).lower()} calibration"
-    lead = averages.iloc[0] - averages.iloc[1]
+    lead = averages[first] - averages[second]
     if np.isnan(p):
-        return f" {rival} follows {lead:.3f} behind."
+        return f" The best other criterion, {rival}, is {lead:.3f} behind."
     if p < LEVEL:
-        return f" Its lead of {lead:.3f} over {rival} is beyond noise (p = {p:.2g})."
-    return f" Its lead of {lead:.3f} over {rival} is within noise (p = {p:.2g})."
+        return f" Its lead of {lead:.3f} over the best other criterion, {rival}, is beyond noise (p = {p:.2g})."
+    return f" Its lead of {lead:.3f} over the best other criterion, {rival}, is within noise (p = {p:.2g})."
 
 
 def calibration_effect(comparison: Comparison) -> list[str]:
@@ -152,18 +156,19 @@ def calibration_effect(comparison: Comparison) -> list[str]:
 
 def overlap_finding(overlaps: pd.DataFrame) -> list[str]:
     """Which part of the score makes the choice of experts depend on the calibration set."""
-    sentences = []
+    sentences: list[str] = []
     if overlaps.empty:
         return sentences
     pooled = overlap.pooled(overlaps)
-    for ratio, frame in pooled.groupby("ratio"):
+    for key, frame in groups(pooled, ["ratio"]):
         effect = overlap.component_effects(frame).query("component == 'b'").set_index("level")["overlap"]
-        best = frame.loc[frame["triple"].idxmax()]
+        best = frame.sort_values("triple", ascending=False, kind="stable").iloc[0]
         name = overlap.variant_name(int(best["b"]), int(best["alpha"]), int(best["beta"]))
         if len(effect) == 2:
             sentences.append(
-                f"At {names.ratio(float(str(ratio)))}, scores divided by the token count (b=1) agree on {names.share(effect[1])} of the "
-                f"experts to remove across calibration sets, sums (b=0) on {names.share(effect[0])}; random sets would on "
+                f"At {names.ratio(key['ratio'])}, scores divided by the token count (b=1) agree on "
+                f"{names.share(effect[1])} of the experts to remove across calibration sets, sums (b=0) on "
+                f"{names.share(effect[0])}; random sets would on "
                 f"{names.share(frame['chance_triple'].iloc[0])}. {name} agrees most ({names.share(best['triple'])})."
             )
     return sentences
@@ -172,9 +177,9 @@ def overlap_finding(overlaps: pd.DataFrame) -> list[str]:
 def coverage_finding(study: Study) -> list[str]:
     """Experts that no calibration token reached."""
     return [
-        f"{names.calibration(str(row.calibration))} calibration of {row.model} left "
-        + (f"{row.unseen} of {row.experts} experts without a token." if row.unseen else "no expert without a token.")
-        for row in coverage_summary(study.coverage).itertuples()
+        f"{names.calibration(row['calibration'])} calibration of {row['model']} left "
+        f"{row['unseen'] or 'none'} of {row['experts']} experts without a token."
+        for row in records(coverage_summary(study.coverage))
     ]
 
 

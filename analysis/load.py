@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from analysis.frames import groups, records
 from analysis.reader import SCHEMA, Gap, Reader
 from moe_lab.errors import UserError, unknown
 
@@ -186,20 +187,21 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
 
 def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:
     """A gap for every benchmark that a task reports for other cells but not for this one."""
-    for task, found in results.groupby("task"):
-        present = pd.crosstab(found["cell"], found["benchmark"])
-        absent = present.stack()
-        for cell, benchmark in absent.index[absent == 0]:
-            reader.gap(f"{benchmark} is not among the results of {task}", label(cells.loc[cell]))
+    for key, found in groups(results, ["task"]):
+        reported = found.groupby("cell")["benchmark"].agg(set)
+        every = set(found["benchmark"])
+        for cell, benchmarks in reported.items():
+            for benchmark in sorted(every - benchmarks):
+                reader.gap(f"{benchmark} is not among the results of {key['task']}", label(cells.loc[int(str(cell))]))
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
-    for name, folder_name in cells.drop_duplicates("model")[["model", "model_folder"]].itertuples(index=False):
-        folder = reader.folder(folder_name) if folder_name else None
+    for row in records(cells.drop_duplicates("model")):
+        folder = reader.folder(row["model_folder"]) if row["model_folder"] else None
         facts = reader.json(folder, "facts.json") if folder else None
         if facts is not None:
-            found[str(name)] = facts
+            found[row["model"]] = facts
     return found
 
 
@@ -207,16 +209,16 @@ def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[s
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
     passes = cells[cells["statistics_folder"].notna()].drop_duplicates(["model", "calibration"])
-    for row in passes.itertuples():
-        folder = reader.folder(str(row.statistics_folder))
+    for row in records(passes):
+        folder = reader.folder(row["statistics_folder"])
         if folder is None:
             continue
         table = reader.table(folder, "coverage.parquet", ("layer", "expert", "tokens"))
         if table is not None:
-            frames.append(table.to_pandas().assign(model=row.model, calibration=row.calibration))
+            frames.append(table.to_pandas().assign(model=row["model"], calibration=row["calibration"]))
         report = reader.json(folder, "calibration.json")
         if report is not None:
-            reports[f"{row.calibration}@{row.model}"] = report
+            reports[f"{row['calibration']}@{row['model']}"] = report
     return _stack(frames, ("layer", "expert", "tokens")), reports
 
 
@@ -239,16 +241,16 @@ def _stack(frames: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
 
 
 def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    bad = ~np.isfinite(results["score"].to_numpy(float))
-    for row in results[bad].itertuples():
-        reader.gap(f"{row.benchmark} has no finite score", str(row.folder))
+    bad = ~results["score"].astype(float).between(-np.inf, np.inf, inclusive="neither")
+    for row in records(results[bad]):
+        reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
     return results[~bad]
 
 
 def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     twice = results.duplicated(["cell", "benchmark"])
-    for row in results[twice].itertuples():
-        reader.gap(f"{row.benchmark} is reported twice, the first counts", str(row.folder))
+    for row in records(results[twice]):
+        reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
     return results[~twice].reset_index(drop=True)
 
 

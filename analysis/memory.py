@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.frames import records
 from analysis.load import Study
 
 BYTES = 2
@@ -28,21 +29,21 @@ def removed_parameters(layers: Mapping[str, Mapping[str, int]], removed: Mapping
 
 
 def loading_memory(study: Study) -> pd.DataFrame:
-    """One row per model and pruned share: parameters, bytes before and after, GiB. Empty without facts about the models."""
+    """One row per model and ratio: parameters and bytes before and after. Empty without facts about the models."""
     rows = []
     pruned = study.cells[study.cells["plan_folder"].notna()].drop_duplicates(["model", "ratio", "allocation"])
-    for cell in pruned.itertuples():
-        facts = study.models.get(str(cell.model))
-        removed = _removed(study.store / str(cell.plan_folder) / "plan.json")
+    for cell in records(pruned):
+        facts = study.models.get(cell["model"])
+        removed = _removed(study.store / cell["plan_folder"] / "plan.json")
         if facts is None or removed is None:
             continue
         before = int(facts["parameters"])
         after = before - removed_parameters(facts["layers"], removed)
         rows.append(
             {
-                "model": cell.model,
-                "ratio": cell.ratio,
-                "allocation": cell.allocation,
+                "model": cell["model"],
+                "ratio": cell["ratio"],
+                "allocation": cell["allocation"],
                 "parameters": before,
                 "parameters_after": after,
                 "bytes": before * BYTES,

@@ -1,4 +1,4 @@
-"""How much the experts to prune depend on the calibration set (000 Figs. 4, 5), and proxy against exact damage (Fig. 3).
+"""How much the experts to prune depend on the calibration set (000 Figs. 4, 5); proxy against exact damage (Fig. 3).
 
 The bottom set of a layer are the r = int(n x ratio) experts with the lowest scores, ties by expert index, as plans are
 made. Three readings of "overlap" are reported side by side, each with the level that random sets would reach.
@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from analysis import names
+from analysis.frames import groups
 
 RATIOS = (0.25, 0.5)
 """Ratios of the published figures."""
@@ -37,7 +37,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     """Overlap of bottom sets (calibration sets, layers, experts) of one size, averaged over layers.
 
     triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share both have; jaccard:
-    intersection over union of all. `chance_*`: expectation for random sets of that size (Jaccard: ratio of expectations).
+    intersection over union of all. `chance_*`: expectation for random sets (Jaccard: ratio of expectations).
     NaN when the sets are empty.
     """
     size, experts = int(sets[0, 0].sum()), sets.shape[-1]
@@ -63,15 +63,15 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
     calibration sets have no rows.
     """
     rows = []
-    for model, scores in family.groupby("model", sort=False):
+    for model, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
-        for variant, frame in scores.groupby(VARIANT, sort=True):
+        for variant, frame in groups(scores.sort_values(VARIANT, kind="stable"), VARIANT):
             for ratio in ratios:
                 found = _by_layer(frame, ratio)
-                if tuple(variant) == DEGENERATE:
+                if tuple(variant.values()) == DEGENERATE:
                     found |= {name: float("nan") for name in MEASURES}
-                rows.append({"model": model, "ratio": ratio, **dict(zip(VARIANT, variant, strict=True)), **found})
+                rows.append({**model, "ratio": ratio, **variant, **found})
     return pd.DataFrame(rows)
 
 
@@ -81,7 +81,7 @@ def _by_layer(frame: pd.DataFrame, ratio: float) -> dict[str, float]:
     for _, scores in frame.groupby("layer"):
         wide = scores.pivot(index="calibration", columns="expert", values="score").to_numpy(float)
         layers.append(agreement(bottom(wide, ratio)[:, None, :]))
-    return {name: float(value) for name, value in pd.DataFrame(layers).mean().items()}
+    return {name: float(np.mean([layer[name] for layer in layers])) for name in layers[0]}
 
 
 def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
@@ -113,8 +113,8 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[f
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
     both = proxy[[*keys, "score"]].merge(damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact"))
     rows = []
-    for (model, calibration), frame in both.groupby(["model", "calibration"], sort=False):
-        layers = [layer.sort_values("expert") for _, layer in frame.groupby("layer")]
+    for key, frame in groups(both.sort_values(["layer", "expert"]), ["model", "calibration"]):
+        layers = [layer for _, layer in groups(frame, ["layer"])]
         for ratio in ratios:
             shares, chance = [], []
             for layer in layers:
@@ -124,8 +124,7 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[f
                 chance.append(size / len(layer))
             rows.append(
                 {
-                    "model": model,
-                    "calibration": calibration,
+                    **key,
                     "ratio": ratio,
                     "overlap": float(np.mean(shares)),
                     "lowest": float(np.min(shares)),

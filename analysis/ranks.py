@@ -1,7 +1,7 @@
 """The papers' averages: displayed columns from benchmarks, their mean, and the average rank.
 
 000 Table 1 is reproduced exactly by: Avg = mean of the six displayed columns; Avg Rank = the pruned criteria ranked in
-each column (1 = best) on values rounded to three decimals, ties sharing the mean of their ranks, then the mean of ranks.
+each column (1 = best) on values rounded to three decimals, ties sharing their mean rank, then the mean of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRINTED_DECIMALS = 3
 def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Displayed column -> its benchmarks among `available`; benchmarks of no known column get a column of their own.
 
-    A column whose benchmarks were partly not run is the mean of those that were: `partial` says which columns those are.
+    A column whose benchmarks were partly not run is the mean of those that were: `partial` says which.
     """
     known = {column: tuple(name for name in parts if name in available) for column, parts in COLUMNS.items()}
     columns = {column: parts for column, parts in known.items() if parts}
@@ -64,7 +64,7 @@ def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) 
 
 
 def average_rank_draws(draws: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Average ranks (replicates, rows) of bootstrap replicates (replicates, rows, columns); `signs` -1 = higher is better."""
+    """Average ranks (replicates, rows) of replicates (replicates, rows, columns); sign -1: higher is better."""
     return np.asarray(_ranks(draws, signs, axis=1).mean(axis=2))
 
 

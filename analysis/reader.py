@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -66,7 +66,9 @@ class Reader:
             return self._unreadable(f"{file} is missing", folder)
         except (OSError, ValueError):
             return self._unreadable(f"{file} is damaged", folder)
-        return document if isinstance(document, dict) else self._unreadable(f"{file} is damaged", folder)
+        if not isinstance(document, dict):
+            return self._unreadable(f"{file} is damaged", folder)
+        return document
 
     def table(self, folder: Path, file: str, columns: Sequence[str]) -> pa.Table | None:
         """Columns of a Parquet file, or None with a gap."""
@@ -81,5 +83,6 @@ class Reader:
             return self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
         return table
 
-    def _unreadable(self, what: str, folder: Path) -> None:
+    def _unreadable(self, what: str, folder: Path) -> Literal[None]:
+        """None, after noting why."""
         self.gap(what, str(folder.relative_to(self.root)))

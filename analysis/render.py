@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from html import escape
 from pathlib import Path
 
 import pandas as pd
 
+from analysis.frames import records
 from analysis.tables import SCORE, Table
 
 GAP = "–"
 """What a missing number looks like; a footnote explains it."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
+KEY = "Criterion"
+"""The column that stays in sight while a table is scrolled sideways."""
+LONG = 60
+"""Characters from which a text may be broken into lines."""
 
 
 def minus(number: str) -> str:
@@ -25,7 +30,11 @@ def minus(number: str) -> str:
 
 def shown(value: object, form: str) -> str:
     """A number in its format; a gap is a dash."""
-    return GAP if value is None or (isinstance(value, float) and math.isnan(value)) else form.format(value)
+    return (
+        GAP
+        if value is None or (isinstance(value, float) and math.isnan(value))
+        else form.format(value).replace("%", " %")
+    )
 
 
 def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
@@ -36,7 +45,7 @@ def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
 
 def footnotes(table: Table) -> list[str]:
     """The table's own footnotes, and the one on gaps if it has any."""
-    rows = table.frame.to_dict("records")
+    rows = records(table.frame)
     missing = any(
         shown(row[column], "{}") == GAP and not expected_gap(table, row, column)
         for row in rows
@@ -68,7 +77,9 @@ def best(table: Table) -> pd.DataFrame:
 def text(table: Table) -> pd.DataFrame:
     """The frame with every number as it is printed."""
     columns = {
-        column: [shown(value, table.formats[column]) for value in values] if column in table.formats else list(values)
+        str(column): [
+            shown(value, table.formats[str(column)]) if column in table.formats else value for value in values
+        ]
         for column, values in table.frame.items()
     }
     return pd.DataFrame(columns, index=table.frame.index)
@@ -116,20 +127,19 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """A table element with sort keys, intervals under the numbers, and the best of each block marked; the page styles it."""
+    """A table element with sort keys, intervals under the numbers and the best marked; the page styles it."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks, cells = best(table).to_numpy(), text(table).to_numpy()
-    records = table.frame.to_dict("records")
     fresh = _block_starts(table)
     rows = []
-    for number, record in enumerate(records):
+    for number, record in enumerate(records(table.frame)):
         classes = " ".join(
             word
             for word, holds in (("first", fresh[number]), ("unpruned", record.get("Criterion") == UNPRUNED))
             if holds
         )
         body = "".join(
-            _cell(table, number, str(column), record[column], str(cells[number, at]), bool(marks[number, at]))
+            _cell(table, number, str(column), record[str(column)], str(cells[number, at]), bool(marks[number, at]))
             for at, column in enumerate(table.frame)
         )
         rows.append(f'<tr class="{classes}">{body}</tr>' if classes else f"<tr>{body}</tr>")
@@ -144,7 +154,8 @@ def _head(table: Table, column: str) -> str:
 def _cell(table: Table, row: int, column: str, value: object, printed: str, strong: bool) -> str:
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
-        return f"<td>{inner}</td>"
+        kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
+        return f"<td{kind}>{inner}</td>"
     if printed == GAP:
         return '<td class=number data-key="">' + GAP + "</td>"
     number, form = float(str(value)), table.formats[column]
@@ -169,7 +180,7 @@ def _block_starts(table: Table) -> list[bool]:
     return list(keys != keys.shift())
 
 
-SUFFIXES = {"csv": csv, "md": markdown, "tex": latex, "html": html}
+SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex": latex, "html": html}
 
 
 def write(table: Table, folder: Path) -> list[Path]:

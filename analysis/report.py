@@ -12,13 +12,14 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from analysis import catalogue, findings, names, render, style
 from analysis.catalogue import Material, Output
 from analysis.load import Study, load, versions
 from analysis.style import Figure
 from analysis.tables import Table
-from analysis.winners import SETTINGS, label
+from analysis.views import winner_views
 
 PAGE = "report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -93,13 +94,11 @@ def render_page(material: Material, made: Mapping[str, Sequence[Output]]) -> str
         sections=[section.context() for section in sections],
         css=_raw("report.css"),
         script=_raw("report.js"),
-        footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from the study {study.name} in {study.store.resolve()}.",
+        footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
     )
 
 
-def _raw(file: str) -> Any:
-    from markupsafe import Markup
-
+def _raw(file: str) -> Markup:
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
 
 
@@ -124,7 +123,7 @@ def _tiles(study: Study) -> list[dict[str, str]]:
 def _sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:
     study = material.study
     effect = [sentence for comparison in material.comparisons for sentence in findings.calibration_effect(comparison)]
-    maps = _views(material)
+    maps = winner_views(material)
     return [
         Section(
             "winners",
@@ -187,13 +186,14 @@ def _sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[
 
 
 _MAP_TEXT = (
-    "Rows are benchmarks or groups of them, columns are calibration sets. A filled cell names the criterion with the best "
-    "score. It is hatched when its lead over some other criterion could be chance: every pair of criteria answered the same "
-    "questions, so their answers are compared question by question, and the 5 % level is corrected for looking at many cells.",
+    "Rows are benchmarks or groups of them, columns are calibration sets. A filled cell names the criterion with the "
+    "best score. It is hatched when its lead over some other criterion could be chance: every pair of criteria "
+    "answered the same questions, so their answers are compared question by question, and the 5 % level is corrected "
+    "for looking at many cells.",
 )
 _KEPT_TEXT = (
-    "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a pruned one "
-    "overlap widely, pruning cost nothing that these benchmarks can show.",
+    "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
+    "pruned one overlap widely, pruning cost nothing that these benchmarks can show.",
 )
 
 
@@ -201,62 +201,7 @@ def _several_models(study: Study, outputs: Sequence[Output]) -> Sequence[Output]
     return outputs if study.family["model"].nunique() > 1 else ()
 
 
-def _views(material: Material) -> list[dict[str, Any]]:
-    """The winner maps: all criteria, and the papers' five baselines where that is a different map."""
-    views = [
-        ("all", "All criteria", material.winners),
-        ("baselines", "The papers’ five baselines", material.baseline_winners),
-    ]
-    same = set(material.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
-    return [
-        {"key": key, "label": text, "maps": [_map(group) for _, group in found.groupby(SETTINGS, sort=False)]}
-        for key, text, found in views[: 1 if same else 2]
-        if len(found)
-    ]
-
-
-def _map(found: pd.DataFrame) -> dict[str, Any]:
-    sets = names.calibrations_in_order(found["calibration"])
-    wins = {(win["column"], win["calibration"]): _win(win) for win in found.to_dict("records")}
-    blank = {"kind": "gap", "colour": "none", "label": "not run", "score": "", "lead": "", "detail": ""}
-    first = found.iloc[0]
-    return {
-        "title": f"{first['model']}, {names.ratio(first['ratio'])} pruned",
-        "sentence": findings.who_won(found)[0].split(", ", 1)[1],
-        "calibrations": [names.calibration(name) for name in sets],
-        "rows": [
-            {"column": names.benchmark(column), "cells": [wins.get((column, name), blank) for name in sets]}
-            for column in dict.fromkeys(found["column"])
-        ],
-    }
-
-
-def _win(win: Mapping[str, Any]) -> dict[str, str]:
-    winners = win["winners"]
-    alone = len(winners) == 1
-    kind = ("sure" if win["beyond_noise"] else "unsure") if alone else "tie" if winners else "gap"
-    detail = (
-        f"{names.listing(names.criterion(name) for name in winners)}: {win['score']:.3f}" if winners else "no result"
-    )
-    if alone and win["runner_up"]:
-        detail += (
-            f", ahead of {names.criterion(win['runner_up'])} by {win['lead']:.3f} (95 % interval {win['lead_low']:.3f} to "
-            f"{win['lead_high']:.3f}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
-        )
-    many = len(winners) > 3
-    return {
-        "kind": kind,
-        "colour": style.colour(winners[0]) if alone else "none",
-        "label": f"{len(winners)} tied" if many and win["score"] else label(winners, win["score"]),
-        "score": f"{win['score']:.3f}" if winners else "",
-        "lead": f"+{win['lead']:.3f}" if alone and win["runner_up"] else "",
-        "detail": detail,
-    }
-
-
 def _figure(figure: Figure) -> dict[str, Any]:
-    from markupsafe import Markup
-
     return {
         "name": figure.name,
         "title": figure.title,
@@ -266,8 +211,6 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _table(table: Table, filters: str) -> dict[str, Any]:
-    from markupsafe import Markup
-
     files = [
         {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(render.SUFFIXES[suffix](table), media)}
         for suffix, kind, media in (

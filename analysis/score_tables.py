@@ -9,6 +9,7 @@ import pandas as pd
 
 from analysis import names, ranks, uncertainty
 from analysis.comparison import Comparison, Panel, Target
+from analysis.frames import records
 from analysis.load import Study
 from analysis.tables import PERCENT, RANK, SCORE, Table, setting
 
@@ -22,8 +23,8 @@ def rank_table(
 ) -> Table:
     """T1: displayed columns, Avg and Avg Rank (with 95 % intervals) of the unpruned model and every criterion.
 
-    One block per model, ratio and calibration set. `first` is the share of bootstrap replicates in which a criterion has
-    the best Avg. Average ranks are among the criteria shown, the unpruned model excluded.
+    One block per model, ratio and calibration set. `First` is the share of bootstrap replicates in which a
+    criterion has the best Avg. Average ranks are among the criteria shown, the unpruned model excluded.
     """
     blocks = [_rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
@@ -34,9 +35,9 @@ def rank_table(
     return Table(
         name=name,
         title="Scores, average and average rank",
-        caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties share "
-        "the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best Avg "
-        f"when items are resampled. {setting(study)}",
+        caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties "
+        "share the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best "
+        f"Avg when items are resampled. {setting(study)}",
         frame=frame[order].rename(columns=names.benchmark),
         formats={**{names.benchmark(column): SCORE for column in scores}, "Avg Rank": RANK, "First": PERCENT},
         best={**{names.benchmark(c): "min" if c in lower else "max" for c in scores}, "Avg Rank": "min"},
@@ -98,7 +99,8 @@ def _resampled(comparison: Comparison, target: Target, cells: list[int]) -> tupl
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     lacking = {column: count for comparison in comparisons for column, count in ranks.partial(comparison.parts).items()}
     return [
-        f"{column} is the mean of the {len(names.COLUMNS[column]) - count} benchmarks that were run, of {len(names.COLUMNS[column])}."
+        f"{column} is the mean of {len(names.COLUMNS[column]) - count} of its {len(names.COLUMNS[column])} benchmarks, "
+        "the others were not run."
         for column, count in lacking.items()
     ]
 
@@ -127,8 +129,8 @@ def task_specific_table(
     return Table(
         name=name,
         title="Calibrated on the task",
-        caption="Coding columns come from the model pruned with code calibration, mathematics columns from the one pruned "
-        f"with mathematics calibration; Avg Rank is over these four columns. {setting(study)}",
+        caption="Coding columns come from the model pruned with code calibration, mathematics columns from the one "
+        f"pruned with mathematics calibration; Avg Rank is over these four columns. {setting(study)}",
         frame=frame,
         formats={**dict.fromkeys(columns, SCORE), "Avg Rank": RANK},
         best={**dict.fromkeys(columns, "max"), "Avg Rank": "min"},
@@ -192,10 +194,10 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
             }
         )
         frames.append(pd.concat([text, comparison.benchmarks.loc[cells.index]], axis=1))
-        ends = {column: comparison.interval((column,)) for column in comparison.benchmarks}
+        ends = {str(column): comparison.interval((str(column),)) for column in comparison.benchmarks}
         lows.append(pd.DataFrame({column: low for column, (low, _) in ends.items()}).loc[cells.index])
         highs.append(pd.DataFrame({column: high for column, (_, high) in ends.items()}).loc[cells.index])
-    columns = names.in_order((c for frame in lows for c in frame), names.BENCHMARKS)
+    columns = names.in_order((str(c) for frame in lows for c in frame), names.BENCHMARKS)
     lower = {column for comparison in comparisons for column in comparison.lower_is_better}
     frame, low, high = (
         pd.concat(parts, ignore_index=True).rename(columns=names.benchmark) for parts in (frames, lows, highs)
@@ -225,6 +227,6 @@ def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _metrics(study: Study) -> str:
     by_metric: dict[str, list[str]] = {}
-    for row in study.results.drop_duplicates("benchmark").itertuples():
-        by_metric.setdefault(str(row.metric), []).append(names.benchmark(str(row.benchmark)))
+    for row in records(study.results.drop_duplicates("benchmark")):
+        by_metric.setdefault(str(row["metric"]), []).append(names.benchmark(row["benchmark"]))
     return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))

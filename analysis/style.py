@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -65,7 +67,7 @@ def colour(criterion: str) -> str:
 @contextmanager
 def look() -> Iterator[None]:
     """Settings under which figures are drawn and saved."""
-    settings = {
+    settings: Any = {
         "font.family": "DejaVu Sans",
         "font.size": 8,
         "axes.titlesize": 8.5,
@@ -130,18 +132,18 @@ def svg(figure: Figure) -> str:
         settle(figure.drawing)
         figure.drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     made = buffer.getvalue()
-    made = made[made.index("<svg") :]
-    made = re.sub(r"<metadata>.*?</metadata>", "", made, flags=re.DOTALL)
-    made = re.sub(
-        r'<svg[^>]*?viewBox="([^"]*)"[^>]*>',
-        r'<svg viewBox="\1" role="img" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">',
-        made,
-        count=1,
-    )
+    box = re.search(r'viewBox="(0 0 ([\d.]+) [\d.]+)"', made)
+    assert box is not None
+    start = made.index(">", made.index("<svg")) + 1
+    made = re.sub(r"<metadata>.*?</metadata>", "", made[start:], flags=re.DOTALL)
     for fixed, variable in _THEME.items():
         made = made.replace(fixed, variable)
     stem = re.sub(r"\W", "_", figure.name)
-    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", made)
+    made = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", made)
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return (
+        f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{escape(figure.title)}" {spaces}>{made}'
+    )
 
 
 def bare(axes: Axes) -> None:

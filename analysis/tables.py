@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 
 from analysis import memory, names, uncertainty
 from analysis.coverage import coverage_summary
+from analysis.frames import records
 from analysis.load import Study, versions
 from analysis.overlap import variant_name
 from analysis.winners import LEVEL, label
@@ -55,7 +57,7 @@ def setting(study: Study) -> str:
         f"seed {_several(pruned['seed'])}",
         f"gate {_several(pruned['gate'])}",
         f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
-        f"{uncertainty.CONFIDENCE:.0%} intervals",
+        f"{names.share(uncertainty.CONFIDENCE)} intervals",
         libraries,
     ]
     return "; ".join(part for part in parts if part) + "."
@@ -74,16 +76,16 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
         "Column": found["column"].map(names.benchmark),
         "Winner": [label(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
         "Runner-up": found["runner_up"].map(names.criterion),
-        "Verdict": [verdict(row) for row in found.to_dict("records")],
+        "Verdict": [verdict(row) for row in records(found)],
     }
     numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
     frame = pd.DataFrame({**text, **{shown: found[column] for shown, column in numbers.items()}})
     return Table(
         name=name,
         title="Winners",
-        caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a benchmark "
-        "of right-or-wrong items, sign flips for averages and graded stories); Holm: corrected for all columns "
-        f"of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
+        caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a "
+        "benchmark of right-or-wrong items, sign flips for averages and graded stories); Holm: corrected for all "
+        f"columns of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
         frame=frame,
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
@@ -92,10 +94,9 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
     )
 
 
-def verdict(win: Mapping[str, object]) -> str:
+def verdict(win: Mapping[str, Any]) -> str:
     """A cell of the winner map in words."""
     winners = win["winners"]
-    assert isinstance(winners, tuple)
     if not winners:
         return "gap"
     if len(winners) > 1:
@@ -166,7 +167,7 @@ def overlap_table(overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
             "chance_jaccard",
         ]
         numbers = overlaps[keys].set_axis([*columns[3:], *chance], axis=1)
-        variants = [variant_name(row.b, row.alpha, row.beta) for row in overlaps.itertuples()]
+        variants = [variant_name(row["b"], row["alpha"], row["beta"]) for row in records(overlaps)]
         text = {"Model": overlaps["model"], "Pruned": overlaps["ratio"].map(names.ratio), "Variant": variants}
         frame = pd.concat([pd.DataFrame(text), numbers], axis=1)
     shown = dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys((*columns[6:], *chance), SCORE)
@@ -194,8 +195,8 @@ def proxy_table(found: pd.DataFrame, *, name: str = "proxy") -> Table:
     return Table(
         name=name,
         title="Overlap of proxy and exact damage",
-        caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over layers, "
-        "the lowest layer, and what random sets would share.",
+        caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
+        "layers, the lowest layer, and what random sets would share.",
         frame=frame,
         formats=dict.fromkeys(columns[3:], SCORE),
     )
@@ -217,8 +218,8 @@ def artefact_table(study: Study, *, name: str = "artefacts") -> Table:
     return Table(
         name=name,
         title="Where the artefacts are",
-        caption=f"Folders inside {study.store}. Each holds its identity (step.json), how it came about (provenance.json) and "
-        "checksums (manifest.json); evaluations also hold every prompt's outcome (samples.parquet).",
+        caption=f"Folders inside {study.store}. Each holds its identity (step.json), how it came about "
+        "(provenance.json) and checksums (manifest.json); evaluations also hold every item (samples.parquet).",
         frame=pd.DataFrame(text),
         formats={},
     )

@@ -45,14 +45,14 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     only_first = ((first == 1) & (second == 0)).sum(axis=-1)
     only_second = ((first == 0) & (second == 1)).sum(axis=-1)
     tail = binom.cdf(np.minimum(only_first, only_second), only_first + only_second, 0.5)
-    return np.minimum(1.0, 2 * tail)
+    return np.asarray(np.minimum(1.0, 2 * tail))
 
 
 def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES, seed: int = 0) -> np.ndarray:
-    """Two-sided p-values of paired differences (pairs, items): McNemar's test carried over to graded or averaged scores.
+    """Two-sided p-values of paired differences (pairs, items): McNemar's test for graded or averaged scores.
 
-    If two plans were equally good, each item's difference could as well have had the other sign; the p-value is the share
-    of random sign patterns whose total is at least as far from zero. Items that weigh differently keep their weight.
+    If two plans were equally good, each item's difference could as well have had the other sign; the p-value is the
+    share of random sign patterns whose total is at least as far from zero. Items keep their different weights.
     """
     totals = np.abs(differences.sum(axis=-1))
     tolerance = 1e-9 * np.abs(differences).sum(axis=-1)
@@ -70,8 +70,8 @@ def bootstrap(
     """Paired, stratified bootstrap: replicates of every column's score for every plan at once.
 
     strata: stratum -> column -> contributions (plans, items of the stratum); a column's score is the sum of its
-    contributions over all strata. Items are drawn with replacement within their stratum, the same draw for all plans and
-    columns. Returns column -> replicates (replicates, plans), float32.
+    contributions over all strata. Items are drawn with replacement within their stratum, the same draw for all plans
+    and columns. Returns column -> replicates (replicates, plans), float32.
     """
     drawn: dict[str, np.ndarray] = {}
     for stratum, columns in strata.items():

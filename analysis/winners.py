@@ -1,7 +1,8 @@
 """The winner map (000 Fig. 2): which criterion is best in each displayed column under each calibration set.
 
-A win is over all other criteria: its p-value is the largest of the paired tests against them, and Holm's correction covers
-all columns of one model and ratio. Criteria whose scores print alike (three decimals) share the place: nobody wins.
+A win is over all other criteria: its p-value is the largest of the paired tests against them, and Holm's correction
+covers all columns of one model and ratio. Criteria whose scores print alike (three decimals) share the place, and
+nobody wins.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pandas as pd
 
 from analysis import names, uncertainty
 from analysis.comparison import Comparison, Panel
+from analysis.frames import groups
 from analysis.ranks import PRINTED_DECIMALS
 
 LEVEL = 0.05
@@ -28,8 +30,8 @@ def winner_map(
     """One row per model, ratio, calibration set and column.
 
     criteria: who competes, by default all; columns: displayed columns by default, benchmarks are possible too.
-    Returned columns: SETTINGS, calibration, column, winners (tuple, several when tied), score, runner_up, runner_up_score,
-    lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
+    Returned columns: SETTINGS, calibration, column, winners (tuple, several when tied), score, runner_up,
+    runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -41,7 +43,7 @@ def winner_map(
     if found.empty:
         return found
     found["p_holm"] = np.nan
-    for _, group in found.groupby(SETTINGS, sort=False):
+    for _, group in groups(found, SETTINGS):
         found.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
     found["beyond_noise"] = found["p_holm"] < LEVEL
     return found

@@ -1,7 +1,7 @@
 """Stores with made-up numbers in the layout a study leaves behind; deterministic, and used by tests only.
 
 Every plan has a quality between 0 and 1 that follows from its criterion, calibration set and ratio; items have a
-difficulty, and a plan solves an item if its quality exceeds it by noise. So winners, ties and gaps are known beforehand.
+difficulty, and a plan solves an item if its quality, plus luck, exceeds it. So winners are known beforehand.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ TASKS = {
 }  # fmt: skip
 SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k": "math", "math500": "math"}
 STRENGTH = {
-    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78, "msan": 0.66,
-    "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32, "random": 0.10,
+    "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78,
+    "msan": 0.66, "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32,
+    "random": 0.10,
 }  # fmt: skip
 LAYERS, EXPERTS = 4, 32
 
@@ -83,7 +84,7 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
                     "output": "made up",
                     "extracted": "",
                 }
-            )  # fmt: skip
+            )
         )
         stderr = float(outcome.std(ddof=1) / np.sqrt(items))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
@@ -154,7 +155,7 @@ def _statistics(root: Path, model: str, calibration: str) -> str:
 
 
 def _family(root: Path, model: str, calibration: str) -> str:
-    """Scores whose ranking depends on the calibration set through frequency (b=0) much more than through norms (b=1)."""
+    """Scores whose ranking depends on the calibration set through frequency (b=0), hardly through norms (b=1)."""
     folder = _folder("family", f"{model}-{calibration}")
     frame = _expert_frame()
     shared, own = _rng("norm", model), _rng("frequency", model, calibration)
