@@ -99,7 +99,7 @@ def _report(config: Config, store: Store) -> int:
         start = time.monotonic()
         command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.experiment}"]
         done = subprocess.run([*command, f"out={page.parent}"], capture_output=True, text=True)
-        if done.returncode not in (0, 1):
+        if done.returncode not in (0, 1) or not page.exists():
             console.print(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", markup=False, soft_wrap=True, style="red")
             return 1
         record.mark_report(store, config.experiment)
