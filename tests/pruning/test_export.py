@@ -112,8 +112,9 @@ def test_fields_given_per_layer(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
     assert json.loads((out / "config.json").read_text()) == {**config, "num_experts": [8] * 3}
+    three = Plan(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16))
     with pytest.raises(UserError, match=r"keeps 3 of 16 experts.*top_k=4"):
-        export(tmp_path / "model", Plan(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16)), tmp_path / "no")
+        export(tmp_path / "model", three, tmp_path / "no")
 
 
 def test_kernel_copy_and_buffered_copy_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
