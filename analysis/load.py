@@ -132,16 +132,19 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     cells = pd.DataFrame(rows, columns=[*AXES, *(f"{kind}_folder" for kind in ARTEFACTS)])
     cells.index.name = "cell"
     twice = cells.duplicated(list(AXES))
-    for cell in cells.index[twice]:
-        reader.gap("listed twice, counted once", label(cells.loc[cell]))
+    for words in _labels(cells[twice]).values():
+        reader.gap("listed twice, counted once", words)
     return cells[~twice]
 
 
-def label(cell: pd.Series) -> str:
-    """A cell in words: its axes that matter."""
-    if cell["criterion"] == "none":
-        return f"{cell['model']} unpruned"
-    return f"{cell['model']} {cell['criterion']} {cell['calibration']} {cell['ratio']:g}"
+def _labels(cells: pd.DataFrame) -> dict[int, str]:
+    """Cells in words: their axes that matter."""
+    return {
+        int(str(cell)): f"{row['model']} unpruned"
+        if row["criterion"] == "none"
+        else f"{row['model']} {row['criterion']} {row['calibration']} {row['ratio']:g}"
+        for cell, row in zip(cells.index, records(cells), strict=True)
+    }
 
 
 def _evaluations(
@@ -151,10 +154,10 @@ def _evaluations(
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
-    for cell in cells.index:
+    for cell, words in _labels(cells).items():
         entry = document["cells"][cell]
         for task, name in entry.get("evaluate", {}).items():
-            folder = reader.step(name, f"{task} of {label(cells.loc[cell])}", (entry.get("errors") or {}).get(task))
+            folder = reader.step(name, f"{task} of {words}", (entry.get("errors") or {}).get(task))
             result = reader.json(folder, "result.json") if folder else None
             if folder is None or result is None:
                 continue
@@ -187,12 +190,13 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
 
 def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:
     """A gap for every benchmark that a task reports for other cells but not for this one."""
+    labels = _labels(cells)
     for key, found in groups(results, ["task"]):
         reported = found.groupby("cell")["benchmark"].agg(set)
         every = set(found["benchmark"])
         for cell, benchmarks in reported.items():
             for benchmark in sorted(every - benchmarks):
-                reader.gap(f"{benchmark} is not among the results of {key['task']}", label(cells.loc[int(str(cell))]))
+                reader.gap(f"{benchmark} is not among the results of {key['task']}", labels[int(str(cell))])
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
@@ -271,9 +275,8 @@ def _notes(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
             notes.append(f"{name} was measured by different metrics ({listed}): its scores are not comparable.")
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
-        notes.append(
-            f"A limit was set: {short['benchmark'].nunique()} benchmarks were run on part of their items only."
-        )
+        few = short["benchmark"].nunique()
+        notes.append(f"A limit was set: {few} {'benchmark' if few == 1 else 'benchmarks'} ran on part of the items only.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,11 +63,14 @@ class Reader:
         try:
             document = json.loads((folder / file).read_bytes())
         except FileNotFoundError:
-            return self._unreadable(f"{file} is missing", folder)
+            self._unreadable(f"{file} is missing", folder)
+            return None
         except (OSError, ValueError):
-            return self._unreadable(f"{file} is damaged", folder)
+            self._unreadable(f"{file} is damaged", folder)
+            return None
         if not isinstance(document, dict):
-            return self._unreadable(f"{file} is damaged", folder)
+            self._unreadable(f"{file} is damaged", folder)
+            return None
         return document
 
     def table(self, folder: Path, file: str, columns: Sequence[str]) -> pa.Table | None:
@@ -76,13 +79,15 @@ class Reader:
             with pq.ParquetFile(folder / file) as opened:
                 table = opened.read(columns=list(columns), use_threads=False)
         except FileNotFoundError:
-            return self._unreadable(f"{file} is missing", folder)
+            self._unreadable(f"{file} is missing", folder)
+            return None
         except (OSError, pa.ArrowException):
-            return self._unreadable(f"{file} is damaged", folder)
+            self._unreadable(f"{file} is damaged", folder)
+            return None
         if table.column_names != list(columns):
-            return self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
+            self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
+            return None
         return table
 
-    def _unreadable(self, what: str, folder: Path) -> Literal[None]:
-        """None, after noting why."""
+    def _unreadable(self, what: str, folder: Path) -> None:
         self.gap(what, str(folder.relative_to(self.root)))

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from synthetic import write_store
+
+SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of four criteria, three calibration sets and two ratios; not to be changed."""
+    return write_store(tmp_path_factory.mktemp("small") / "store", **SMALL)
+
+
+@pytest.fixture
+def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
+    """Makes a copy of the small store that a test may damage."""
+
+    def copy() -> Path:
+        return Path(shutil.copytree(small, tmp_path / "copy"))
+
+    return copy

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.comparison import compare
+from analysis.load import Study, load, studies
+from analysis.score_tables import benchmark_table, rank_table
+from moe_lab.errors import UserError
+
+Copy = Callable[[], Path]
+
+
+def document(store: Path) -> dict:
+    return json.loads((store / "studies" / "made_up.json").read_text())
+
+
+def rewrite(store: Path, changed: dict) -> None:
+    (store / "studies" / "made_up.json").write_text(json.dumps(changed))
+
+
+def folder(store: Path, cell: int, task: str) -> Path:
+    return store / document(store)["cells"][cell]["evaluate"][task]
+
+
+def change_result(store: Path, cell: int, task: str, **values: object) -> None:
+    path = folder(store, cell, task) / "result.json"
+    result = json.loads(path.read_text())
+    result["results"][0].update(values)
+    path.write_text(json.dumps(result))
+
+
+def gaps(study: Study) -> list[str]:
+    return [f"{gap.where}: {gap.what}" for gap in study.gaps]
+
+
+def score(study: Study, cell: int, benchmark: str) -> float:
+    [comparison] = compare(study)
+    return float(comparison.benchmarks.loc[cell, benchmark])
+
+
+def test_a_whole_store_is_read_whole(small: Path) -> None:
+    study = load(small, "made_up")
+    assert gaps(study) == [] and list(study.notes) == []
+    assert len(study.cells) == 1 + 2 * (3 * 3 + 1)
+    assert len(study.results) == len(study.cells) * 16
+    assert len(study.samples) == len(study.results) * 30
+    means = study.samples.groupby(["cell", "benchmark"])["outcome"].mean()
+    scores = study.results.set_index(["cell", "benchmark"])["score"]
+    assert np.allclose(means.loc[scores.index], scores)
+    assert set(study.family["calibration"]) == {"pocket_general", "pocket_code", "pocket_math"}
+    assert len(study.coverage) == 3 * 4 * 32
+    assert study.models["pocket_olmoe"]["parameters"] == 3_700_000
+
+
+def test_a_missing_benchmark_is_a_gap_and_never_zero(copied: Copy) -> None:
+    store = copied()
+    changed = document(store)
+    changed["cells"][2]["evaluate"]["gsm8k"] = None
+    changed["cells"][2]["errors"] = {"gsm8k": "out of memory: lower batch_size"}
+    rewrite(store, changed)
+    study = load(store, "made_up")
+    assert gaps(study) == [
+        "gsm8k of pocket_olmoe frequency pocket_code 0.25: failed: out of memory: lower batch_size"
+    ]
+    assert np.isnan(score(study, 2, "gsm8k"))
+    table = rank_table(study, compare(study))
+    row = table.frame.query("Criterion == 'Frequency' and Calibration == 'Code' and Pruned == '25 %'").iloc[0]
+    assert np.isnan(row["GSM8K"]) and np.isnan(row["Avg"]) and np.isnan(row["Avg Rank"])
+    others = table.frame.query("Criterion == 'MAN' and Calibration == 'Code' and Pruned == '25 %'").iloc[0]
+    assert others["Avg Rank"] >= 1
+
+
+@pytest.mark.parametrize("damage", ["gone", "result", "samples", "text"])
+def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
+    store = copied()
+    place = folder(store, 3, "rte")
+    if damage == "gone":
+        place.rename(store / "elsewhere")
+    elif damage == "result":
+        (place / "result.json").unlink()
+    elif damage == "samples":
+        (place / "samples.parquet").write_bytes(b"PAR1 no parquet")
+    else:
+        (place / "result.json").write_text("{")
+    study = load(store, "made_up")
+    [gap] = study.gaps
+    assert place.name in gap.where
+    expected = {"gone": "gone", "result": "is missing", "samples": "is damaged", "text": "is damaged"}[damage]
+    assert expected in gap.what
+    if damage != "samples":
+        assert np.isnan(score(study, 3, "rte"))
+    else:
+        low, high = compare(study)[0].interval(("rte",))
+        assert score(study, 3, "rte") > 0 and np.isnan(low[3]) and not np.isnan(low[4]) and high[4] <= 1
+
+
+def test_nan_and_duplicates(copied: Copy) -> None:
+    store = copied()
+    change_result(store, 1, "boolq", score=float("nan"))
+    path = folder(store, 2, "mmlu") / "result.json"
+    result = json.loads(path.read_text())
+    result["results"].append({**result["results"][0], "score": 0.0})
+    path.write_text(json.dumps(result))
+    changed = document(store)
+    changed["cells"].append(changed["cells"][4])
+    rewrite(store, changed)
+    study = load(store, "made_up")
+    whats = sorted(gap.what for gap in study.gaps)
+    assert whats == ["boolq has no finite score", "listed twice, counted once", "mmlu is reported twice, the first counts"]
+    assert np.isnan(score(study, 1, "boolq"))
+    assert score(study, 2, "mmlu") > 0
+    assert len(study.cells) == len(changed["cells"]) - 1
+
+
+def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
+    store = copied()
+    place = folder(store, 1, "hellaswag")
+    frame = pd.read_parquet(place / "samples.parquet").iloc[:20]
+    frame.to_parquet(place / "samples.parquet", index=False)
+    change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
+    change_result(store, 2, "arc_easy", metric="acc_norm")
+    provenance = folder(store, 2, "rte") / "provenance.json"
+    provenance.write_text(json.dumps({"versions": {"torch": "9.9"}}))
+    study = load(store, "made_up")
+    notes = " ".join(study.notes)
+    for words in ("hellaswag was counted on different numbers", "arc_easy was measured by different metrics", "torch"):
+        assert words in notes
+    assert "A limit was set: 1 benchmark " in notes
+    [comparison] = compare(study)
+    assert comparison.outcomes["hellaswag"].shape[1] == 20
+    assert len(benchmark_table(study, [comparison]).frame) == len(study.cells)
+
+
+def test_a_renamed_label_is_found_by_its_id(copied: Copy) -> None:
+    store = copied()
+    place = folder(store, 1, "rte")
+    place.rename(place.with_name(f"renamed-{place.name[-12:]}"))
+    assert gaps(load(store, "made_up")) == []
+
+
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied: Copy) -> None:
+    store = copied()
+    for cell in range(len(document(store)["cells"])):
+        change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric="perplexity")
+    [comparison] = compare(load(store, "made_up"))
+    assert "gsm8k" in comparison.lower_is_better
+    low, high = comparison.interval(("gsm8k",))
+    assert (low[3], high[3]) == pytest.approx((13 - 0.98, 13 + 0.98))
+    assert np.isnan(comparison.p_values(("gsm8k",), 1, [2, 3])).all()
+
+
+def test_mistakes_are_sentences(copied: Copy, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        studies(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no study yet"):
+        studies(tmp_path / "empty")
+    store = copied()
+    with pytest.raises(UserError, match="did you mean made_up"):
+        load(store, "made_op")
+    rewrite(store, {**document(store), "schema": 2})
+    with pytest.raises(UserError, match="newer moe_lab"):
+        load(store, "made_up")
+    (store / "studies" / "made_up.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        load(store, "made_up")
