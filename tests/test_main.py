@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 LIMIT = 1.5
-"""Seconds for --help and for any mistake found in the configuration."""
+"""Seconds for --help and for any mistake found in the configuration; of processor time, which other work on the machine
+does not lengthen. Importing torch alone takes longer."""
 
 
 def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
@@ -20,6 +21,12 @@ def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
 
 
+def spent() -> float:
+    """Processor seconds of all child processes so far."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return children.ru_utime + children.ru_stime
+
+
 def test_alone_it_says_how_to_start(tmp_path: Path) -> None:
     done = moe_lab(store=tmp_path / "store")
     assert done.returncode == 0
@@ -27,13 +34,11 @@ def test_alone_it_says_how_to_start(tmp_path: Path) -> None:
 
 
 def test_help_lists_every_group_quickly(tmp_path: Path) -> None:
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        done = moe_lab("--help", store=tmp_path / "store")
-        seconds.append(time.monotonic() - start)
+    start = spent()
+    done = moe_lab("--help", store=tmp_path / "store")
+    seconds = spent() - start
     assert all(group in done.stdout for group in ("criterion:", "calibration:", "model:", "suite:", "experiment:"))
-    assert min(seconds) <= LIMIT
+    assert seconds <= LIMIT
 
 
 MISTAKES = {
@@ -55,23 +60,21 @@ MISTAKES = {
     "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
     "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
     "programs without permission": (["suite=pocket16"], "allow_code_execution"),
-    "more than top-k removed": (["ratio=0.95", "suite=pocket_quick", "allow_code_execution=true"], "0.87"),
+    "more than top-k removed": (["ratio=0.95"], "0.875 is the largest"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_path: Path) -> None:
     words, sentence = MISTAKES[mistake]
-    seconds = []
-    for _ in range(2):
-        start = time.monotonic()
-        done = moe_lab(*words, store=tmp_path / "store")
-        seconds.append(time.monotonic() - start)
+    start = spent()
+    done = moe_lab(*words, store=tmp_path / "store")
+    seconds = spent() - start
     assert done.returncode == 2, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert min(seconds) <= LIMIT
+    assert seconds <= LIMIT
 
 
 def test_several_mistakes_are_told_together(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_json
-from moe_lab.models.families import UNSUPPORTED
+from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED
 from moe_lab.paths import resolve
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,6 +36,17 @@ def check(settings: ModelConfig) -> None:
         raise UserError(
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
         )
+
+
+def expert_counts(settings: ModelConfig) -> tuple[int, int] | None:
+    """(experts per layer, top-k) as config.json states them; None when it is not on this machine or does not say."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if not folder.is_dir():
+        return None
+    config = read_json(folder / "config.json")
+    text = config.get("text_config", config)
+    experts, top_k = (next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS))
+    return (experts, top_k) if isinstance(experts, int) and isinstance(top_k, int) else None
 
 
 def local_folder(settings: ModelConfig) -> Path:

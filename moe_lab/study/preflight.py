@@ -9,7 +9,7 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
-from moe_lab.grid import Cell
+from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 
 
@@ -30,8 +30,19 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     for cell in _each(cells, "calibration"):
         if any(criteria.reads_text(c.criterion.name) for c in cells if c.criterion.name in criteria.CRITERIA):
             yield from _said(lambda cell=cell: calibrations.check(cell.calibration))
-    for cell in cells:
+    for cell in _each(cells, "allocation"):
         yield from _said(lambda cell=cell: allocation.check(cell.allocation))
+    for cell in {(id(cell.model), id(cell.allocation), cell.ratio): cell for cell in cells}.values():
+        if cell.allocation.name in allocation.ALLOCATIONS:
+            yield from _said(lambda cell=cell: _try_allocation(cell))
+
+
+def _try_allocation(cell: Cell) -> None:
+    """UserError when the ratio cannot be had, as far as config.json tells; the plan step knows the groups too."""
+    if (counts := files.expert_counts(cell.model)) is not None:
+        experts, top_k = counts
+        layer = {"n_experts": experts, "top_k": top_k, "n_group": 1, "topk_group": 1}
+        allocation.allocate({**plain(cell.allocation), "ratio": cell.ratio}, {0: layer}, {0: [0.0] * experts})
 
 
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:
