@@ -10,6 +10,8 @@ import torch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.statistics import dispatch
+from moe_lab.statistics.accumulate import Call
+from moe_lab.statistics.experts import sort_by_expert
 from moe_lab.statistics.forward import ForwardTap, inside_backward, is_softmax
 from moe_lab.statistics.observe import Observer
 
@@ -186,3 +188,17 @@ def test_a_mask_of_another_size_is_refused() -> None:
         observer.valid = valid[:1]
         with torch.no_grad(), pytest.raises(UserError, match="saw 96 tokens, expected the batch's 24"):
             model(input_ids=ids)
+
+
+def test_not_even_a_nan_in_padding_is_counted() -> None:
+    index = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    valid = torch.tensor([True, False, True])
+    rows = sort_by_expert(index, 2)
+    call = Call(2, rows, torch.full((3, 2), 0.5), None, valid)
+    values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
+    for expert, part in rows.parts():
+        call.add(expert, part, values[rows.token[part]], values[rows.token[part]])
+    sums = {**call.finish(values), **call.normalize(values)}
+    assert sums["tokens"].tolist() == [2, 2]
+    for name, tensor in sums.items():
+        assert torch.isfinite(tensor).all(), name
