@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import builtins
 
-_BUILTINS = frozenset(
-    "abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int isinstance iter len "
-    "list map max min next oct ord pow print range repr reversed round set slice sorted str sum tuple zip "
-    "True False None Exception ValueError TypeError KeyError IndexError ZeroDivisionError StopIteration".split()
-)
+_BUILTINS = """
+abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int isinstance iter len
+list map max min next oct ord pow print range repr reversed round set slice sorted str sum tuple zip
+True False None Exception ValueError TypeError KeyError IndexError ZeroDivisionError StopIteration
+"""
+_ALLOWED = frozenset(_BUILTINS.split())
 _ATTRIBUTES = frozenset(
     name
     for kind in (str, list, tuple, dict, set, frozenset, int, float, bytes)
@@ -40,7 +41,9 @@ def _reaches_out(node: ast.AST) -> str | None:
         return "an import"
     if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:
         return f"the attribute {node.attr}"
-    if isinstance(node, ast.Name) and (node.id.startswith("_") or (hasattr(builtins, node.id) and node.id not in _BUILTINS)):
+    if isinstance(node, ast.Name) and (
+        node.id.startswith("_") or (hasattr(builtins, node.id) and node.id not in _ALLOWED)
+    ):
         return f"the name {node.id}"
     if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and node.decorator_list):
         return "a class or a decorator"

@@ -46,7 +46,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 def _visible_paths() -> list[str]:
     """What programs can read: the system's libraries, the interpreter and its packages; parents before children."""
-    wanted = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix, *sys.path}
+    wanted = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
     wanted |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     chosen: list[str] = []
     for path in sorted(path for path in wanted if path and os.path.exists(path)):
@@ -113,8 +113,8 @@ def _become_own_user() -> None:
 def enter(root: str, hidden: Iterable[str] = ()) -> None:
     """Confine this process for good. `root` is an empty folder to build the new file system on.
 
-    Afterwards: no network, own processes, IPC and host name, a read-only root without /proc, /home or /tmp, no capability
-    and no way to gain one. The caller goes on as process 1 of its tree (in a fork: a waiting parent stays outside).
+    Afterwards: no network, own processes, IPC and host name, a read-only root without /proc, /home or /tmp, no
+    capability and no way to gain one. The caller goes on as process 1 of its tree, in a fork whose parent waits.
     Root becomes the user `nobody` first, because limits on processes do not bind root.
 
     Raises OSError naming the call the kernel refused.

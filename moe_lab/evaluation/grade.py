@@ -1,7 +1,7 @@
 """Grade programs with EvalPlus's data and oracles: `python -m moe_lab.evaluation.grade REQUEST VERDICTS`.
 
-A process of its own, without torch and without the model. It never runs a program itself: runners do (`runner.py`), which
-get the program and the inputs but not what is expected. Regrading needs nothing but the request file.
+A process of its own, without torch and without the model. It never runs a program itself: runners do (`runner.py`),
+which get the program and the inputs but not what is expected. Regrading needs nothing but the request file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Verdict:
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """The problems as EvalPlus reads them, with its special input types. Sets its path variables, so: once a process."""
+    """The problems as EvalPlus reads them, with its special input types. Sets its path variable, so once a process."""
     os.environ["HUMANEVAL_OVERRIDE_PATH" if dataset == "humaneval" else "MBPP_OVERRIDE_PATH"] = data
     # evalplus.data imports `datasets` for a benchmark not used here; without it the import takes 0.1 s instead of 1.3.
     unused = types.ModuleType("datasets")
@@ -137,9 +137,8 @@ class Grader:
             seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
             outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
             if outcome.status != "ok":
-                raise GradingError(
-                    f"{self.request.data}: the canonical solution of {task} does not run: {outcome.status} {outcome.error}"
-                )
+                how = f"{outcome.status} {outcome.error}"
+                raise GradingError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
             found[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
         return found
 
@@ -149,7 +148,9 @@ class Grader:
         folder = Path(self.request.cache)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
-            raise GradingError(f"{folder} must belong to you and be writable by you alone: it says what right answers are")
+            raise GradingError(
+                f"{folder} must belong to you and be writable by you alone: it says what right answers are"
+            )
         digest = hashlib.sha256(Path(self.request.data).read_bytes()).hexdigest()
         return folder / f"{self.request.dataset}-{digest}.json"
 

@@ -75,7 +75,8 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
 def _task(benchmark: BenchmarkConfig) -> Any:
     key = f"{data_digest(benchmark)} {benchmark.max_new_tokens}"
     if key not in _tasks:
-        _tasks[key] = _build_task(*data_files(benchmark), benchmark.max_new_tokens)
+        definition, items = data_files(benchmark)
+        _tasks[key] = _build_task(definition, items, benchmark.max_new_tokens)
     return _tasks[key]
 
 
@@ -124,7 +125,9 @@ class SubjectLM(HFLM):
 
 def _spec(settings: Mapping[str, Any], batch_size: int) -> GenSpec:
     if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
-        raise UserError(f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done")
+        raise UserError(
+            f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done"
+        )
     until = settings.get("until") or []
     stop = tuple([until] if isinstance(until, str) else until)
     return GenSpec(int(settings.get("max_gen_toks", 256)), stop, batch_size)

@@ -1,8 +1,8 @@
 """EvalPlus's own comparison, applied to recorded return values.
 
-EvalPlus decides whether outputs are right inside the process that runs the program, where the program can see and change
-the verdict. Here its comparison is given a program of ours that hands back what the model's program returned elsewhere:
-tolerances, set equality and the special cases of MBPP stay EvalPlus's, and there is nothing left to tamper with.
+EvalPlus decides whether outputs are right inside the process that runs the program, where the program can see and
+change the verdict. Here its comparison is given a program of ours that hands back what the model's program returned
+elsewhere: tolerances, set equality and the special cases of MBPP stay EvalPlus's, and nothing is left to tamper with.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def replay(*arguments: Any) -> Any:
 def agrees(dataset: str, problem: dict[str, Any], part: str, outputs: list[Any], expected: list[Any]) -> bool:
     """Whether EvalPlus takes `outputs` for right: one per input of the problem's `part`, base or plus.
 
-    HumanEval/32 can pass: EvalPlus 0.3.1 reports it as failed after its own check has succeeded, which is what counts here.
+    HumanEval/32 can pass: EvalPlus 0.3.1 reports it as failed after its own check has succeeded, which counts here.
     """
     global _recorded
     inputs = problem[f"{part}_input"]
@@ -61,6 +61,16 @@ def agrees(dataset: str, problem: dict[str, Any], part: str, outputs: list[Any],
     program = f"from {__name__} import replay as {problem['entry_point']}"
     limits, details = [0.0] * len(inputs), [False] * len(inputs)
     _compare(
-        dataset, problem["entry_point"], program, inputs, expected, limits, problem["atol"], True, verdict, details, progress
+        dataset,
+        problem["entry_point"],
+        program,
+        inputs,
+        expected,
+        limits,
+        problem["atol"],
+        True,
+        verdict,
+        details,
+        progress,
     )
     return verdict.value == _SUCCESS

@@ -79,7 +79,12 @@ def _losses(subject: Subject, windows: list[torch.Tensor], batch_size: int) -> I
 
 
 def _result(
-    name: str, metric: str, losses: torch.Tensor, counts: torch.Tensor, tokens_per_byte: float, benchmark: BenchmarkConfig
+    name: str,
+    metric: str,
+    losses: torch.Tensor,
+    counts: torch.Tensor,
+    tokens_per_byte: float,
+    benchmark: BenchmarkConfig,
 ) -> Result:
     """One metric; its standard error is that of the loss over windows, carried over by the metric's slope."""
     weights = counts / counts.sum()

@@ -56,9 +56,18 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     text, number = arrow.string(), arrow.float64()
-    columns = {"benchmark": text, "item": text, "outcome": number, "prompt_hash": text, "output": text, "extracted": text}
+    columns = {
+        "benchmark": text,
+        "item": text,
+        "outcome": number,
+        "prompt_hash": text,
+        "output": text,
+        "extracted": text,
+    }
     rows = [{name: _storable(value) for name, value in sample.items()} for sample in graded.samples]
-    parquet.write_table(arrow.Table.from_pylist(rows, schema=arrow.schema(list(columns.items()))), out / "samples.parquet")
+    parquet.write_table(
+        arrow.Table.from_pylist(rows, schema=arrow.schema(list(columns.items()))), out / "samples.parquet"
+    )
     content = ResultFile(
         schema=SCHEMA,
         results=graded.results,

@@ -1,9 +1,10 @@
 """The process that runs programs a model wrote. It knows programs and inputs, never what is expected of them.
 
-It reads one JSON request a line from standard input and answers with one line each: the program is executed in a child
-of its own, called on each input, and what it returned comes back as encoded values (`values.py`). A program can only
-harm its own child: the child has no network, no writable file, no view of other processes, limits on memory, processes,
-time and output, and is killed with all it started before the answer is given. Nothing it sends is executed or unpickled.
+It reads one JSON request a line from standard input and answers with one line each: the program is executed in a
+child of its own, called on each input, and what it returned comes back as encoded values (`values.py`). A program can
+only harm its own child: the child has no network, no writable file, no view of other processes, limits on memory,
+processes, time and output, and is killed with all it started before the answer is given. Nothing it sends is executed
+or unpickled.
 
 Standard library only, so that a child holds nothing worth stealing and starts within milliseconds.
 """
@@ -75,7 +76,7 @@ def _answer(reply: dict[str, Any]) -> None:
 
 
 def _start_confined(request: Request, results: int) -> int:
-    """A child that is process 1 of its own tree. A helper in between makes the tree, tells the child's id and leaves."""
+    """A child that is process 1 of its own tree. A helper makes the tree, tells the child's id and leaves."""
     told, tell = os.pipe()
     helper = os.fork()
     if helper == 0:
@@ -133,48 +134,63 @@ def _cpu_seconds(process: int) -> float:
     return time.clock_gettime((~process << 3) | 2)
 
 
-def _watch(child: int, results: int, request: Request) -> dict[str, Any]:
-    limits = [request.seconds[0] if request.seconds else request.total_seconds, *request.seconds]
-    lines: list[str] = []
-    times: list[float] = []
-    rest = b""
-    received = 0
-    begin = since = _cpu_seconds(child)
-    wall = time.monotonic()
+class _Watch:
+    """What is known of a running child: its results so far and the time it has used."""
 
-    def reply(status: str, error: str = "") -> dict[str, Any]:
-        return {"status": status, "error": error, "outputs": lines[1:], "seconds": times[1:]}
+    def __init__(self, child: int, request: Request) -> None:
+        self.child, self.request = child, request
+        self.limits = [request.seconds[0] if request.seconds else request.total_seconds, *request.seconds]
+        self.lines: list[str] = []
+        self.times: list[float] = []
+        self.rest = b""
+        self.received = 0
+        self.begin = self.since = _cpu_seconds(child)
+        self.wall = time.monotonic()
 
-    while True:
-        used = _cpu_seconds(child)
-        limit = limits[min(len(lines), len(limits) - 1)]
-        left = min(since + limit - used, begin + request.total_seconds - used)
-        wall_left = wall + 4 * limit + 1 - time.monotonic()  # for programs that sleep
-        if left <= 0 or wall_left <= 0:
-            return reply("timeout")
-        ready, _, _ = select.select([results, 0], [], [], max(_LEAST_WAIT, min(left, wall_left)))
-        if 0 in ready and results not in ready:
-            raise SystemExit("the grader is gone")
-        if results not in ready:
-            continue
-        chunk = os.read(results, 1 << 16)
+    def seconds_left(self) -> float:
+        """Until the current call, or all of the program, has had its time. Four times as much by the clock on the wall
+        and a second, for programs that sleep."""
+        used = _cpu_seconds(self.child)
+        limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
+        by_call, by_all = self.since + limit - used, self.begin + self.request.total_seconds - used
+        return min(by_call, by_all, self.wall + 4 * limit + 1 - time.monotonic())
+
+    def take(self, chunk: bytes) -> dict[str, Any] | None:
+        """Note what the child sent; the reply if that was the end."""
         if not chunk:
-            done = len(lines) == len(limits) and not rest
-            return reply("ok" if done else "crash")
-        received += len(chunk)
-        if received > request.output:
-            return reply("output")
-        *complete, rest = (rest + chunk).split(b"\n")
-        now = _cpu_seconds(child)
+            return self.reply("ok" if len(self.lines) == len(self.limits) and not self.rest else "crash")
+        self.received += len(chunk)
+        if self.received > self.request.output:
+            return self.reply("output")
+        *complete, self.rest = (self.rest + chunk).split(b"\n")
+        now = _cpu_seconds(self.child)
         for line in complete:
             text = line.decode("utf-8", "replace")
             if text.startswith("error "):
-                return reply("failed", text[6:300])
-            lines.append(text)
-            times.append(now - since)
-            since, wall = now, time.monotonic()
-        if len(lines) > len(limits):
-            return reply("crash", "more results than calls")
+                return self.reply("failed", text[6:300])
+            self.lines.append(text)
+            self.times.append(now - self.since)
+            self.since, self.wall = now, time.monotonic()
+        return self.reply("crash", "more results than calls") if len(self.lines) > len(self.limits) else None
+
+    def reply(self, status: str, error: str = "") -> dict[str, Any]:
+        """The answer to the request; the first line only said that the program was loaded."""
+        return {"status": status, "error": error, "outputs": self.lines[1:], "seconds": self.times[1:]}
+
+
+def _watch(child: int, results: int, request: Request) -> dict[str, Any]:
+    watch = _Watch(child, request)
+    while True:
+        left = watch.seconds_left()
+        if left <= 0:
+            return watch.reply("timeout")
+        ready, _, _ = select.select([results, 0], [], [], max(_LEAST_WAIT, left))
+        if results in ready:
+            reply = watch.take(os.read(results, 1 << 16))
+            if reply is not None:
+                return reply
+        elif 0 in ready:
+            raise SystemExit("the grader is gone")
 
 
 # The child's side: nothing here is to be trusted once the program has started.
@@ -207,7 +223,7 @@ def _text(error: BaseException) -> str:
 
 def _call_program(request: Request) -> None:
     names: dict[str, Any] = {}
-    exec(compile(request.program, "<program>", "exec"), names)  # noqa: S102 - the purpose of this process
+    exec(compile(request.program, "<program>", "exec"), names)
     function = names[request.entry_point]
     _send("loaded")
     for encoded in request.inputs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,15 +77,16 @@ class Subject:
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
         stopping = [_StopTexts(self.tokenizer, spec.stop, prompt.shape[1])] if spec.stop else []
-        produced = self.model.generate(
-            input_ids=prompt,
-            attention_mask=encoded.attention_mask.to(self.model.device),
-            generation_config=_greedy(spec.max_new_tokens, ends, padding),
-            stopping_criteria=StoppingCriteriaList(stopping),
-        )
+        with _greedily(self.model, spec.max_new_tokens, ends, padding):
+            produced = self.model.generate(
+                input_ids=prompt,
+                attention_mask=encoded.attention_mask.to(self.model.device),
+                stopping_criteria=StoppingCriteriaList(stopping),
+            )
         new = produced[:, prompt.shape[1] :].tolist()
         return [
-            _cut(self._decode(before, after, ends), spec.stop) for before, after in zip(prompt.tolist(), new, strict=True)
+            _cut(self._decode(before, after, ends), spec.stop)
+            for before, after in zip(prompt.tolist(), new, strict=True)
         ]
 
     def _decode(self, before: list[int], after: list[int], ends: list[int]) -> str:
@@ -98,26 +100,18 @@ class Subject:
         return str(whole[len(prefix) :])
 
 
-def _greedy(max_new_tokens: int, ends: list[int], padding: int) -> GenerationConfig:
-    """Greedy search and nothing else; every setting is said, because unsaid ones come from the checkpoint."""
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        encoder_repetition_penalty=1.0,
-        length_penalty=1.0,
-        no_repeat_ngram_size=0,
-        min_length=0,
-        min_new_tokens=0,
-        eos_token_id=ends,
-        pad_token_id=padding,
-        use_cache=True,
+@contextmanager
+def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) -> Iterator[None]:
+    """Greedy search and nothing else: generate() fills what it is not told from the checkpoint's own settings, such as
+    a repetition penalty, so they are set aside meanwhile."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=padding, use_cache=True
     )
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -131,9 +131,7 @@ def _check_package(benchmark: BenchmarkConfig) -> None:
     try:
         version(package)
     except PackageNotFoundError:
-        raise UserError(
-            f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
-        ) from None
+        raise UserError(f"benchmark {benchmark.name} needs the package {package}: pip install {package}") from None
 
 
 def _check_items(benchmark: BenchmarkConfig) -> None:

@@ -1,7 +1,7 @@
-"""Python values as JSON, so that what a program returned can be looked at without running or unpickling anything of it.
+"""Python values as JSON, so that what a program returned can be looked at without running or unpickling any of it.
 
-Plain values stay themselves. Others become {"kind": ..., "value": ...}. What has no honest form (a function, an object of
-the program's own class) becomes an `Opaque`, which equals nothing, as such an object would. A value of more than
+Plain values stay themselves. Others become {"kind": ..., "value": ...}. What has no honest form (a function, an object
+of the program's own class) becomes an `Opaque`, which equals nothing, as such an object would. A value of more than
 `HUGE` parts (some published tests return hundreds of millions) is carried over as a hash: it can be compared, exactly.
 """
 
@@ -175,7 +175,7 @@ def _parts(base: type, value: Any) -> Any:
         return bytes.hex(value)
     if base is dict:
         return [[encode(key), encode(item)] for key, item in dict.items(value)]
-    return [encode(item) for item in base.__iter__(value)]
+    return [encode(item) for item in value]
 
 
 def _encode_other(value: Any) -> Any:

@@ -1,0 +1,39 @@
+"""What evaluation tests share: processes that run programs, and the shipped model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_lab.config import ModelConfig
+from moe_lab.evaluation.programs import Runner, namespaces_missing
+from moe_lab.evaluation.subject import Subject
+from moe_lab.models.load import load_model
+from moe_lab.paths import shipped
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
+def runner(request: pytest.FixtureRequest) -> Any:
+    """A runner, with and without namespaces."""
+    if request.param and namespaces_missing():
+        pytest.skip(f"no namespaces: {namespaces_missing()}")
+    with Runner(confined=request.param) as one:
+        yield one
+
+
+@pytest.fixture
+def confined() -> Any:
+    """A runner behind namespaces."""
+    if namespaces_missing():
+        pytest.skip(f"no namespaces: {namespaces_missing()}")
+    with Runner(confined=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def subject() -> Subject:
+    """The shipped model."""
+    if "olmoe" not in shipped():
+        pytest.skip("the pocket model is not there")
+    return Subject(*load_model(ModelConfig(name="pocket", path="pocket:olmoe", threads=1)))

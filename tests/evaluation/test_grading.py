@@ -1,0 +1,177 @@
+"""Programs graded by EvalPlus's rules in a process that no program can reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from miniature import problem, write_lines
+
+from moe_lab.evaluation.closed_world import leaves_closed_world
+from moe_lab.evaluation.grade import GradeRequest
+from moe_lab.evaluation.harness_evalplus import grade
+from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.paths import resolve
+
+ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
+MEAN = problem(901, "mean", "return sum(x) / len(x) if x else 0.0", [[[1.0, 2.0]]], [[[]], [[0.1, 0.2]]], atol=1e-6)
+TWICE = problem(902, "twice", "return [x, x]", [[1]], [[2]])
+ROOT = problem(
+    32, "find_zero", "return -x[0] / x[1]", [[[1, 2]], [[-6, 3]]], [[[5, 1]]], atol=1e-4
+)  # EvalPlus judges this entry point by putting the answer in, and 0.3.1 then fails it in any case
+SHARED = {
+    **problem(0, "similar_elements", "", [[[3, 4, 5], [5, 4, 7]]], [[[1], [2]]]),
+    "task_id": "Mbpp/2",
+    "prompt": '"""\nFind the shared elements.\n"""\n',
+    "canonical_solution": "def similar_elements(a, b):\n    return tuple(set(a) & set(b))\n",
+}
+
+
+def verdicts(
+    folder: Path, problems: list[dict[str, Any]], bodies: dict[str, str], dataset: str = "humaneval", **changes: Any
+) -> dict[str, tuple[str, str]]:
+    """Entry point -> (base, plus) for whole programs by entry point."""
+    data = write_lines(folder / "data.jsonl", problems)
+    tasks = {row["entry_point"]: row["task_id"] for row in problems}
+    settings = {"confined": not namespaces_missing(), "closed_world_only": False, "seconds": 0.3, "memory_mib": 512}
+    programs = {tasks[name]: body for name, body in bodies.items()}
+    request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
+    found = grade(request)["verdicts"]
+    return {name: (found[task]["base"], found[task]["plus"]) for name, task in tasks.items() if name in bodies}
+
+
+def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
+    found = verdicts(
+        tmp_path,
+        [ADD, MEAN, TWICE],
+        {
+            "add": "def add(x): return x + 1",
+            "mean": "def mean(x): return sum(x) / len(x) + 1e-9",  # close enough, but fails on the empty list of plus
+            "twice": "def twice(x): return (x, x)",  # a tuple is no list
+        },
+    )
+    assert found == {"add": ("pass", "pass"), "mean": ("pass", "fail"), "twice": ("fail", "fail")}
+
+
+def test_humaneval_32_can_pass_and_fail(tmp_path: Path) -> None:
+    for body, verdict in (("return -x[0] / x[1] + 1e-7", "pass"), ("return 0.5", "fail")):
+        found = verdicts(tmp_path, [ROOT], {"find_zero": f"def find_zero(x): {body}"})
+        assert found == {"find_zero": (verdict, verdict)}
+
+
+def test_mbpp_has_its_own_input_types_and_oracles(tmp_path: Path) -> None:
+    right = "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) & set(b))"
+    found = verdicts(tmp_path, [SHARED], {"similar_elements": right}, dataset="mbpp")
+    assert found == {"similar_elements": ("pass", "pass")}
+    wrong = "def similar_elements(a, b): return a"
+    assert verdicts(tmp_path, [SHARED], {"similar_elements": wrong}, dataset="mbpp")["similar_elements"][0] == "fail"
+
+
+def test_a_program_that_dies_costs_one_verdict(tmp_path: Path) -> None:
+    found = verdicts(
+        tmp_path,
+        [ADD, MEAN, TWICE],
+        {
+            "add": "import os, signal\ndef add(x): os.kill(os.getppid(), signal.SIGKILL); os._exit(1)"
+            if not namespaces_missing()
+            else "import os\ndef add(x): os._exit(1)",
+            "mean": "def mean(x):\n    while True: pass",
+            "twice": "def twice(x): return [x, x]",
+        },
+    )
+    assert found == {"add": ("crash", "crash"), "mean": ("timeout", "timeout"), "twice": ("pass", "pass")}
+
+
+CHEATS = {
+    "equal to everything": "class Any:\n    def __eq__(self, o): return True\ndef add(x): return Any()",
+    "a number equal to everything": "class Any(int):\n    def __eq__(self, o): return True\ndef add(x): return Any(0)",
+    "looks through frames": (
+        "import sys\ndef add(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for name, value in {**frame.f_globals, **frame.f_locals}.items():\n"
+        "            if 'expected' in name or 'canonical' in name: return value\n        frame = frame.f_back"
+    ),
+    "looks through memory": (
+        "import gc\ndef add(x):\n    for thing in gc.get_objects():\n"
+        "        if isinstance(thing, dict) and 'canonical_solution' in thing: raise SystemExit\n    return 'none'"
+    ),
+    "ends well": "import os, atexit\ndef add(x): os._exit(0)",
+    "forges lines": "import os\ndef add(x):\n    os.write(3, b'2\\n3\\n')\n    os._exit(0)",
+    "forges a file": (
+        "def add(x):\n    import glob\n    for path in glob.glob('/tmp/moe_lab-grade-*/*'):\n"
+        "        open(path, 'w').write('{\"verdicts\": {}}')\n    return 0"
+    ),
+    "changes the comparison": "import json\njson.dumps = lambda *a: '2'\ndef add(x): return x",
+}
+
+
+@pytest.mark.parametrize("cheat", list(CHEATS))
+def test_a_verdict_cannot_be_forged(tmp_path: Path, cheat: str) -> None:
+    if namespaces_missing():
+        pytest.skip("no namespaces")
+    problems = [problem(900, "add", "return x + 1", [[1], [2], [3]], [[9]])]
+    assert verdicts(tmp_path, problems, {"add": CHEATS[cheat]})["add"][0] != "pass"
+
+
+def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> None:
+    cache = tmp_path / "private" / "cache"
+    right = {"add": "def add(x): return x + 1"}
+    assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("pass", "pass")
+    (file,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    known = json.loads(file.read_text())
+    known["HumanEval/900"]["base"]["encoded"][0] = "77"
+    file.write_text(json.dumps(known))
+    assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("fail", "fail"), "the cache was not used"
+    changed = {**ADD, "canonical_solution": "    return x + 2\n"}
+    assert verdicts(tmp_path, [changed], right, cache=str(cache))["add"] == ("fail", "fail")
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    os.chmod(tmp_path / "cache", 0o777)
+    with pytest.raises(RuntimeError, match="must belong to you"):
+        verdicts(tmp_path, [ADD], {"add": "def add(x): return 1"}, cache=str(tmp_path / "cache"))
+
+
+def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
+    broken = {**ADD, "canonical_solution": "    return y\n"}
+    with pytest.raises(RuntimeError, match="canonical solution of HumanEval/900 does not run: failed NameError"):
+        verdicts(tmp_path, [broken], {"add": "def add(x): return 1"})
+
+
+def test_closed_world_programs_are_told_from_others(tmp_path: Path) -> None:
+    reaching = [
+        "import os\ndef add(x): return x + 1",
+        "def add(x): return ().__class__",
+        "def add(x): return (i for i in [1]).gi_frame",
+        "def add(x): return open('/etc/passwd')",
+        "def add(x): return getattr(x, 'a')",
+        "def add(x): return '{0.real}'.format(x)",
+        "def add(x): return __builtins__",
+        "def add(x): return eval('1')",
+    ]
+    assert all(leaves_closed_world(program) for program in reaching)
+    assert leaves_closed_world("def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]") is None
+    assert leaves_closed_world("def add(x: return") is None
+    found = verdicts(tmp_path, [ADD], {"add": reaching[0]}, confined=False, closed_world_only=True)
+    assert found == {"add": ("refused", "refused")}
+
+
+@pytest.mark.parametrize(("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")])
+def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str, dataset: str) -> None:
+    data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
+    problems = [json.loads(line) for line in data.read_text().splitlines()]
+    right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}
+    assert not any(leaves_closed_world(program) for program in right.values())
+    wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
+    for programs, status in ((right, "pass"), (wrong, "fail")):
+        begin = time.monotonic()
+        request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing(), closed_world_only=False)
+        found = grade(request)["verdicts"].values()
+        assert {verdict["plus"] for verdict in found} == {status}
+        assert time.monotonic() - begin < 20  # about one second on a machine that has nothing else to do

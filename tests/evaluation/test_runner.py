@@ -1,0 +1,173 @@
+"""Programs that try to break out, cheat or never end; each costs its own outcome and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.evaluation.programs import Outcome, Runner
+from moe_lab.evaluation.runner import Request
+
+MEBI = 1 << 20
+
+
+def run(runner: Runner, body: str, inputs: list[Any] | None = None, seconds: float = 0.3, **changes: Any) -> Outcome:
+    """Run a program that defines f(x); `body` is the whole program."""
+    inputs = [[1]] if inputs is None else inputs
+    settings = {"seconds": [seconds] * len(inputs), "total_seconds": 5.0, "memory": 512 * MEBI, "output": MEBI}
+    return runner.run(Request(program=body, entry_point="f", inputs=inputs, **{**settings, **changes}))
+
+
+def still_works(runner: Runner) -> bool:
+    return run(runner, "def f(x): return x + 1").values() == [2]
+
+
+def test_results_come_back_in_order(runner: Runner) -> None:
+    outcome = run(runner, "def f(x): return (x, {x})", [[1], [2], ["a"]])
+    assert outcome.status == "ok"
+    assert outcome.values() == [(1, {1}), (2, {2}), ("a", {"a"})]
+    assert len(outcome.seconds) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ("def f(x): return 1 / 0", "failed", "ZeroDivisionError"),
+        ("def f(x: return", "failed", "SyntaxError"),
+        ("def g(x): return 1", "failed", "KeyError"),
+        ("raise SystemExit", "failed", "SystemExit"),
+        ("def f(x): return f(x)", "failed", "RecursionError"),
+        ("def f(x): return len(bytearray(1200 << 20))", "failed", "MemoryError"),
+        ("import os\ndef f(x): os._exit(0)", "crash", ""),
+        ("import ctypes\ndef f(x): ctypes.string_at(0)", "crash", ""),
+        ("import os\ndef f(x):\n    while True: os.write(3, b'x' * 99999)", "output", ""),
+        ("import os\ndef f(x):\n    os.write(3, b'1\\n2\\n3\\n')\n    return 1", "crash", "more results than calls"),
+        ("class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", "failed", "E: "),
+    ],
+)
+def test_a_bad_program_is_described_and_the_next_one_runs(runner: Runner, body: str, status: str, says: str) -> None:
+    outcome = run(runner, body)
+    assert (outcome.status, outcome.error[: len(says)]) == (status, says)
+    assert still_works(runner)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def f(x):\n    while True: pass",
+        "def f(x):\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
+        "def f(x): return sum(range(10 ** 12))",
+        "while True: pass",
+        "import time\ndef f(x): time.sleep(1000)",
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ndef f(x):\n    while True: pass",
+        "def f(x):\n    class R:\n        def __iter__(self):\n            while True: yield 1\n    return iter(R())",
+    ],
+)
+def test_an_endless_program_costs_about_its_limit(runner: Runner, body: str) -> None:
+    begin = time.monotonic()
+    outcome = run(runner, body, seconds=0.1)
+    assert outcome.status in ("timeout", "ok")  # an endless iterator is cut off, not an endless program
+    assert time.monotonic() - begin < 10  # about 0.1 s, or 1.4 s asleep, on a machine that has nothing else to do
+    assert still_works(runner)
+
+
+def test_flooding_standard_output_goes_nowhere(runner: Runner) -> None:
+    outcome = run(runner, "def f(x):\n    for _ in range(2000): print('x' * 1000)\n    return x", seconds=3)
+    assert outcome.values() == [1]
+
+
+def test_the_environment_holds_no_secret(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "s3cret")
+    with Runner(confined=False) as fresh:
+        for one in (runner, fresh):
+            (found,) = run(one, "import os\ndef f(x): return dict(os.environ)").values()
+            assert "SECRET_KEY" not in found and "HOME" not in found
+
+
+def test_standard_streams_and_the_runners_pipes_are_out_of_reach(runner: Runner) -> None:
+    body = "import os\ndef f(x):\n    return [os.path.exists(f'/dev/null') and os.readlink is not None, x]"
+    assert run(runner, body).status == "ok"
+    forge = (
+        "import os\ndef f(x):\n    for number in range(4, 200):\n        try: os.write(number, b'{}\\n')\n"
+        "        except OSError: pass\n    os.write(1, b'{\"status\": \"ok\"}\\n')\n    return x"
+    )
+    assert run(runner, forge).values() == [1]
+    assert still_works(runner)
+
+
+def test_killing_parents_and_groups_reaches_nobody(confined: Runner) -> None:
+    body = (
+        "import os, signal\ndef f(x):\n    for target in (os.getppid(), 0, -1):\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        try: os.kill(target, signal.SIGTERM)\n"
+        "        except OSError: pass\n    return os.getpid()"
+    )
+    assert run(confined, body).values() == [1]
+    run(confined, "import os\ndef f(x): os.kill(os.getppid(), 9); os.killpg(0, 9)")
+    assert still_works(confined)
+
+
+def test_a_fork_bomb_is_small_and_dies(confined: Runner) -> None:
+    bomb = "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass"
+    begin = time.monotonic()
+    assert run(confined, bomb, seconds=0.1).status == "timeout"
+    assert time.monotonic() - begin < 10
+    count = "import os, time\ndef f(x):\n    n = 0\n    try:\n        while n < 99:\n            if os.fork() == 0: time.sleep(99)\n            n += 1\n    except OSError: return n"
+    (children,) = run(confined, count, seconds=1).values()
+    assert children < 8
+    assert still_works(confined)
+
+
+def test_daemons_do_not_outlive_their_program(confined: Runner, tmp_path: Path) -> None:
+    marker = f"marker-{os.getpid()}"
+    body = (
+        "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        f"            os.execv('/bin/sh', ['sh', '-c', ': {marker}; sleep 60'])\n        os._exit(0)\n"
+        "    time.sleep(0.1)\n    return x"
+    )
+    assert run(confined, body, seconds=1).values() == [1]
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(marker.encode() in command for command in commands)
+
+
+def test_nothing_can_be_written_and_private_files_cannot_be_read(confined: Runner, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    folders = ["/", "/tmp", "/dev", "/dev/shm", "/usr", str(Path.home()), str(tmp_path), str(Path(__file__).parent)]
+    for folder in folders:
+        for call in (f"open({folder + '/evil'!r}, 'w')", f"os.mkdir({folder + '/evil'!r})"):
+            assert run(confined, f"import os\ndef f(x): {call}").status == "failed", folder
+    for path in (str(secret), __file__, "/etc/passwd", "/proc/1/environ"):
+        assert run(confined, f"def f(x): return open({path!r}).read()").status == "failed", path
+    assert run(confined, "import moe_lab.pocket\ndef f(x): return moe_lab.pocket.__file__").status == "failed"
+
+
+def test_there_is_no_network(confined: Runner) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        body = f"import socket\ndef f(x): socket.create_connection(('127.0.0.1', {port}), 1)"
+        assert run(confined, body, seconds=2).error.startswith("OSError")
+
+
+def test_walls_cannot_be_taken_down(confined: Runner) -> None:
+    body = (
+        "import ctypes, os\ndef f(x):\n    libc = ctypes.CDLL(None, use_errno=True)\n"
+        "    return [libc.mount(b'none', b'/', None, 32 | 4096, None), libc.umount2(b'/usr', 2),\n"
+        "            libc.setuid(0), libc.setns(0, 0), libc.chroot(b'/usr')]"
+    )
+    assert run(confined, body).values() == [[-1] * 5]
+    again = "import ctypes\ndef f(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n    return libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
+    assert run(confined, again).values() == [-1]
+
+
+def test_the_same_program_gives_the_same_values() -> None:
+    body = "import random\ndef f(x): return [list({'a', 'b', 'c', 'd', 'e'}), random.random()]"
+    found = []
+    for _ in range(2):
+        with Runner(confined=False) as one:
+            found.append(run(one, body).values())
+    assert found[0] == found[1]

@@ -1,0 +1,91 @@
+"""Batched generation gives the text that each prompt gets alone, ends where it should, and looks at no prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lab.errors import UserError
+from moe_lab.evaluation.subject import GenSpec, Subject
+from moe_lab.paths import resolve
+
+
+def prompts(name: str, count: int) -> list[str]:
+    lines = Path(resolve(f"pocket:benchmarks/{name}.jsonl")).read_text().splitlines()[:count]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def alone(subject: Subject, prompt: str, tokens: int) -> str:
+    """Plain transformers, one prompt, no padding."""
+    encoded = subject.tokenizer(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        found = subject.model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
+    return str(subject.tokenizer.decode(found[0, encoded.input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: Subject) -> None:
+    asked = [*prompts("gsm8k", 4), *prompts("wildbench", 3), *prompts("humaneval", 3)]
+    expected = [alone(subject, prompt, 24) for prompt in asked]
+    for size in (1, 3, 64):
+        assert subject.generate(asked, GenSpec(24, batch_size=size)) == expected
+
+
+def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: Subject) -> None:
+    """The longest prompt comes last, after shorter ones, and holds the stop text itself."""
+    asked = prompts("humaneval", 4)
+    asked.append("\n\n".join([*asked, asked[0]]))
+    stop = ("\ndef ", ")")
+    assert stop[0] in asked[-1]
+    whole = subject.generate(asked, GenSpec(32))
+    assert any(")" in text for text in whole)
+    cut = subject.generate(asked, GenSpec(32, stop=stop))
+    assert cut == [text[: min((text.index(s) for s in stop if s in text), default=None)] for text in whole]  # type: ignore[type-var]
+    assert len(cut[-1]) > 4
+
+
+def test_a_stop_text_that_begins_in_the_prompt_does_not_count(subject: Subject) -> None:
+    asked = prompts("humaneval", 1)
+    text = subject.generate(asked, GenSpec(8))[0]
+    spanning = asked[0][-1] + text[:3]
+    assert spanning not in text
+    assert subject.generate(asked, GenSpec(8, stop=(spanning,))) == [text]
+
+
+def test_stopping_early_saves_forward_passes(subject: Subject) -> None:
+    asked = prompts("humaneval", 4)
+    calls = []
+    hook = subject.model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        subject.generate(asked, GenSpec(48, stop=("    r",)))
+    finally:
+        hook.remove()
+    assert len(calls) < 12
+
+
+def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: Subject) -> None:
+    asked = prompts("wildbench", 3)
+    expected = subject.generate(asked, GenSpec(24))
+    settings = subject.model.generation_config
+    changes = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "min_new_tokens": 23, "num_beams": 2}
+    before = {name: getattr(settings, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(settings, name, value)
+        assert subject.generate(asked, GenSpec(24)) == expected
+        assert subject.model.generation_config is settings
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def test_nothing_to_generate_is_nothing(subject: Subject) -> None:
+    assert subject.generate([], GenSpec(4)) == []
+
+
+def test_a_prompt_that_leaves_no_room_is_said(subject: Subject) -> None:
+    assert subject.max_length is not None
+    with pytest.raises(UserError, match=f"do not fit the model's {subject.max_length} tokens"):
+        subject.generate(["a", "word " * subject.max_length], GenSpec(4))

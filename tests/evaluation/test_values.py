@@ -1,0 +1,99 @@
+"""Return values survive the way through JSON, with their type where the type decides a verdict."""
+
+from __future__ import annotations
+
+import collections
+import json
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lab.evaluation.values import HUGE, Huge, Opaque, Stream, decode, encode, encode_result
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**600, max_value=2**700),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(),
+    st.binary(),
+)
+hashable = st.recursive(scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=8)
+values = st.recursive(
+    hashable | st.sets(hashable, max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(hashable, inner, max_size=3),
+    max_leaves=15,
+)
+
+
+def carried(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value))))
+
+
+def same_types(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return all(map(same_types, one, other))
+    return not isinstance(one, dict) or all(same_types(one[key], other[key]) for key in one)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values)
+def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+    assert carried(value) == value
+    assert same_types(carried(value), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "equal"),
+    [
+        (collections.Counter("aab"), {"a": 2, "b": 1}),
+        (collections.OrderedDict(a=1), {"a": 1}),
+        (collections.namedtuple("Point", "x y")(1, 2), (1, 2)),
+        (np.float64(2.5), 2.5),
+        (np.int64(3), 3),
+        (bytearray(b"ab"), b"ab"),
+        ({1: 2}.keys(), {1}),
+        (Fraction(1, 3), Fraction(1, 3)),
+        (Decimal("1.5"), 1.5),
+    ],
+)
+def test_kin_of_plain_values_are_equal_but_of_another_type(value: Any, equal: Any) -> None:
+    found = carried(value)
+    assert found == equal
+    assert isinstance(value, Fraction) or type(found) is not type(equal)
+
+
+def test_what_has_no_honest_form_equals_nothing() -> None:
+    class AlwaysEqual:
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    assert isinstance(carried(AlwaysEqual()), Opaque)
+    assert carried(AlwaysEqual()) != 1
+    stream = carried(iter([1, 2]))
+    assert isinstance(stream, Stream) and list(stream) == [1, 2] and stream != [1, 2]
+
+
+def test_huge_values_are_compared_by_hash() -> None:
+    large = [(number, "x") for number in range(HUGE)]
+    found = decode(json.loads(json.dumps(encode_result(large))))
+    assert isinstance(found, Huge)
+    assert found == decode(encode_result(list(large)))
+    assert found != decode(encode_result(large[::-1]))
+    assert found != decode(encode_result(tuple(large)))
+    assert encode_result([1] * 10) == [1] * 10
+
+
+@pytest.mark.parametrize("forged", [{"kind": "list"}, {"kind": "eval", "value": "1"}, {"kind": "int", "value": []}, {}])
+def test_what_no_encoder_wrote_is_refused(forged: Any) -> None:
+    with pytest.raises(ValueError, match="not an encoded value"):
+        decode([forged])
