@@ -28,7 +28,7 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
         across = min(2, len(maps))
         down = -(-len(maps) // across)
         rows = max(len(group["column"].unique()) for _, group in maps)
-        drawing = style.drawing(style.PAGE if across > 1 else style.PAGE * 0.6, down * (0.36 * rows + 0.75))
+        drawing = style.drawing(style.PAGE if across > 1 else style.PAGE * 0.6, down * (max(0.36 * rows, 1.1) + 0.75))
         for at, (key, group) in enumerate(maps):
             axes = drawing.add_subplot(down, across, at + 1)
             _winner_axes(axes, group)
@@ -88,7 +88,7 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
     groups = list(dict.fromkeys(_group(panel) for panel in panels))
     with style.look():
         criteria = max(len(panel.cells) for panel in panels)
-        drawing = style.drawing(style.PAGE, len(groups) * (0.17 * criteria + 0.75))
+        drawing = style.drawing(style.PAGE, len(groups) * (max(0.17 * criteria, 0.9) + 0.75))
         grid = drawing.subplots(len(groups), len(sets), sharex=True, squeeze=False)
         for row, group in enumerate(groups):
             members = [panel for panel in panels if _group(panel) == group]

@@ -276,7 +276,8 @@ def _notes(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
         few = short["benchmark"].nunique()
-        notes.append(f"A limit was set: {few} {'benchmark' if few == 1 else 'benchmarks'} ran on part of the items only.")
+        noun = "benchmark" if few == 1 else "benchmarks"
+        notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."

@@ -24,6 +24,9 @@ SETTINGS = ["model", "ratio", "allocation", "gate", "seed"]
 """What one map is about: columns and calibration sets are its two sides."""
 
 
+_BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
+
+
 def winner_map(
     comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None, columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
@@ -39,7 +42,7 @@ def winner_map(
         for panel in comparison.panels
         for column in (columns or panel.columns(comparison))
     ]
-    found = pd.DataFrame(rows)
+    found = pd.DataFrame(rows, columns=[*SETTINGS, "calibration", "column", *_BEST])
     if found.empty:
         return found
     found["p_holm"] = np.nan

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from synthetic import write_store
 
+from analysis import report
+
 SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
 
 
@@ -14,6 +16,12 @@ SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of four criteria, three calibration sets and two ratios; not to be changed."""
     return write_store(tmp_path_factory.mktemp("small") / "store", **SMALL)
+
+
+@pytest.fixture(scope="session")
+def small_report(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the small store."""
+    return report.write(small, "made_up", tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture

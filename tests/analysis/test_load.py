@@ -65,9 +65,7 @@ def test_a_missing_benchmark_is_a_gap_and_never_zero(copied: Copy) -> None:
     changed["cells"][2]["errors"] = {"gsm8k": "out of memory: lower batch_size"}
     rewrite(store, changed)
     study = load(store, "made_up")
-    assert gaps(study) == [
-        "gsm8k of pocket_olmoe frequency pocket_code 0.25: failed: out of memory: lower batch_size"
-    ]
+    assert gaps(study) == ["gsm8k of pocket_olmoe frequency pocket_code 0.25: failed: out of memory: lower batch_size"]
     assert np.isnan(score(study, 2, "gsm8k"))
     table = rank_table(study, compare(study))
     row = table.frame.query("Criterion == 'Frequency' and Calibration == 'Code' and Pruned == '25 %'").iloc[0]
@@ -112,7 +110,11 @@ def test_nan_and_duplicates(copied: Copy) -> None:
     rewrite(store, changed)
     study = load(store, "made_up")
     whats = sorted(gap.what for gap in study.gaps)
-    assert whats == ["boolq has no finite score", "listed twice, counted once", "mmlu is reported twice, the first counts"]
+    assert whats == [
+        "boolq has no finite score",
+        "listed twice, counted once",
+        "mmlu is reported twice, the first counts",
+    ]
     assert np.isnan(score(study, 1, "boolq"))
     assert score(study, 2, "mmlu") > 0
     assert len(study.cells) == len(changed["cells"]) - 1

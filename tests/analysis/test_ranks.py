@@ -54,7 +54,9 @@ def test_every_printed_rank_of_table_2_is_over_four_columns() -> None:
 
 def test_components_of_table_1_follow_from_the_benchmarks_of_table_5() -> None:
     """Within rounding of printed values; the benchmarks are printed with three decimals too."""
-    wide = published("unified", 5).pivot_table(index=["model", "ratio", "criterion"], columns="benchmark", values="value")
+    wide = published("unified", 5).pivot_table(
+        index=["model", "ratio", "criterion"], columns="benchmark", values="value"
+    )
     spelled = {spelling: name for name, spelling in names.BENCHMARKS.items()}
     columns = ranks.component_columns(wide.rename(columns=spelled))
     printed = published("unified", 1).pivot_table(

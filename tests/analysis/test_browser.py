@@ -1,0 +1,121 @@
+"""The report as a person sees it: opened from its file in a headless Chromium, offline."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+selenium = pytest.importorskip("selenium", reason="selenium is not installed")
+
+BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with Chrome(options=options, service=Service(str(DRIVER))) as driver:
+        driver.execute_cdp_cmd("Network.enable", {})
+        driver.execute_cdp_cmd(
+            "Network.emulateNetworkConditions",
+            {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+        )
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def page(small_report: Path) -> str:
+    return small_report.as_uri()
+
+
+def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1400])
+def test_nothing_overflows_and_nothing_complains(browser: Any, page: str, width: int, scheme: str) -> None:
+    show(browser, page, width, scheme)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
+    light = sum(int(part) for part in _colour(browser, "background-color")) > 384
+    assert light == (scheme == "light")
+    cut = browser.execute_script(
+        "return [...document.querySelectorAll('h1,h2,h3,.winners b,.tiles dd,.tiles dt')]"
+        ".filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
+    )
+    assert cut == []
+
+
+def _colour(browser: Any, name: str) -> list[str]:
+    found = browser.execute_script(f"return getComputedStyle(document.body).getPropertyValue('{name}')")
+    return str(found).removeprefix("rgb(").rstrip(")").split(",")
+
+
+def test_the_text_of_figures_follows_the_theme(browser: Any, page: str) -> None:
+    shades = []
+    for scheme in ("light", "dark"):
+        show(browser, page, 1400, scheme)
+        script = "return getComputedStyle(document.querySelector('figure.plot svg [style*=\"var(--ink)\"]')).fill"
+        shades.append(browser.execute_script(script))
+    assert shades[0] != shades[1]
+
+
+def test_tables_sort_and_filter(browser: Any, page: str) -> None:
+    show(browser, page, 1400)
+    visible = (
+        "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
+        "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 2].dataset.key])"
+    )
+    heads = "[...document.querySelectorAll('#table-ranks th button')]"
+    click = f"{heads}.find(b => b.textContent == 'Avg Rank').click()"
+    assert len(browser.execute_script(visible)) == 5, "the first block is shown at first"
+    browser.execute_script(click)
+    down = browser.execute_script(visible)
+    browser.execute_script(click)
+    up = browser.execute_script(visible)
+    assert [float(key) for _, key in down[:4]] == sorted((float(key) for _, key in down[:4]), reverse=True)
+    assert up[0][0] == "MAN" and up[-1][0] == down[-1][0] == "Unpruned", "what has no value stays last"
+    browser.execute_script(
+        "for (const select of document.querySelectorAll('#table-ranks select'))"
+        " { select.value = ''; select.dispatchEvent(new Event('change')); }"
+    )
+    assert len(browser.execute_script(visible)) == 30
+
+
+def test_figures_open_large_and_close(browser: Any, page: str) -> None:
+    show(browser, page, 1400)
+    browser.execute_script("document.querySelector('figure.plot .large').click()")
+    assert browser.execute_script("return document.querySelector('#viewer').open")
+    assert browser.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
+    browser.execute_script("document.querySelector('#viewer .close').click()")
+    assert not browser.execute_script("return document.querySelector('#viewer').open")
+
+
+def test_the_map_of_the_baselines_is_one_click_away(browser: Any, page: str) -> None:
+    show(browser, page, 1400)
+    shown = "return [...document.querySelectorAll('.maps')].filter(m => !m.hidden).map(m => m.dataset.view)"
+    assert browser.execute_script(shown) == ["all"]
+    browser.execute_script("document.querySelector('[data-show=baselines]').click()")
+    assert browser.execute_script(shown) == ["baselines"]
+
+
+def test_tables_can_be_downloaded(browser: Any, page: str) -> None:
+    show(browser, page, 1400)
+    script = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
+    assert browser.execute_script(script).startswith("Model,Pruned,Calibration,Criterion,Eval+,")

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import html
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from synthetic import write_store
+
+from analysis import report
+from analysis.__main__ import main
+
+NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
+
+
+@pytest.fixture(scope="module")
+def page(small_report: Path) -> Path:
+    return small_report
+
+
+def text(page: Path) -> str:
+    return html.unescape(page.read_text(encoding="utf-8"))
+
+
+def test_the_page_says_what_was_run_what_won_and_how_sure_that_is(page: Path) -> None:
+    said = text(page)
+    assert "Four criteria chose which experts of pocket_olmoe to remove" in said
+    assert re.search(r"With 50 % of the experts of pocket_olmoe removed, MAN won \d+ of 18 columns; [^.]*noise", said)
+    assert re.search(r"The best average at 25 % is 0\.\d{3}, by MAN, calibrated on \w+", said)
+    assert "Nothing is missing" in said
+    assert re.search(r"General calibration of pocket_olmoe left [4-9] of 128 experts without a token", said)
+    for words in (
+        "plan/pocket_olmoe-pocket_code-man-0.25",
+        "lm_eval 0.0-synthetic",
+        "made-up text",
+        "imagined, 2 cores",
+    ):
+        assert words in said
+
+
+def test_the_page_needs_nothing_beside_it(page: Path) -> None:
+    source = page.read_text(encoding="utf-8")
+    assert not NETWORK.search(source.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+    ids = re.findall(r'\sid="([^"]+)"', source)
+    references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
+    assert references <= set(ids)
+    assert source.count("<svg") >= 5 and "var(--ink)" in source
+
+
+def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
+    for name in (
+        "unified.fig2",
+        "unified.fig3",
+        "unified.fig4",
+        "unified.fig5",
+        "winners",
+        "averages",
+        "radar",
+        "coverage",
+    ):
+        picture = Image.open(page.parent / "figures" / f"{name}.png")
+        assert picture.width > 600 and len(picture.convert("RGB").getcolors(2**24) or []) > 20
+        assert (page.parent / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
+        for suffix in ("csv", "md", "tex", "html"):
+            assert (page.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
+
+
+def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "overlap": False}
+    store = write_store(tmp_path / "store", tasks=("gsm8k", "math500", "rte"), items=10, **kept)
+    path = store / "studies" / "made_up.json"
+    study = json.loads(path.read_text())
+    study["cells"][1]["evaluate"]["gsm8k"] = None
+    study["cells"][1]["errors"] = {"gsm8k": "the <b>tokenizer</b> broke"}
+    study["cells"][2]["evaluate"]["rte"] = None
+    path.write_text(json.dumps(study))
+    assert main(["report", f"store={store}", f"out={tmp_path / 'out'}"]) == 1
+    assert "failed: the <b>tokenizer</b> broke" in capsys.readouterr().err
+    source = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Two gaps: some results are missing" in source
+    assert "the <b>tokenizer</b>" not in source and "&lt;b&gt;tokenizer" in source
+    assert "– marks a result that is missing" in source
+    ranks = (tmp_path / "out" / "tables" / "ranks.csv").read_text()
+    assert re.search(r"^pocket_olmoe,25 %,Code,Frequency,,[\d.]+,[\d.]+,,,", ranks, re.MULTILINE)
+
+
+def test_one_table_by_name(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["unified.table2", f"store={small}", f"out={tmp_path}"]) == 0
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
+        f"unified.table2.{suffix}" for suffix in ("csv", "html", "md", "tex")
+    ]
+    assert "unified.table2.csv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["unified.tabel2"], "did you mean unified.table2"),
+        (["report", "sotre=x"], "did you mean store"),
+        (["report", "store="], "store= has no value"),
+        (["report", "study=made_op"], "did you mean made_up"),
+    ],
+)
+def test_mistakes_get_the_nearest_name(
+    small: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert main([*words, f"store={small}"] if not any("store" in word for word in words) else words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_empty_store_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"store={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "holds no study yet" in error and error.count("\n") == 1
+
+
+def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
+    """One data-free criterion, one benchmark of no known column, no calibration pass."""
+    tasks = ("arc_easy",)
+    store = write_store(
+        tmp_path / "store", criteria=("random",), calibrations=(), ratios=(0.25,), tasks=tasks, items=10, overlap=False
+    )
+    said = text(report.write(store, "made_up", tmp_path / "out"))
+    assert "One criterion chose which experts" in said and "one pruned model" in said
+    assert "MC Avg is the mean of 1 of its 8 benchmarks" in said
+    assert "Do calibration sets agree" not in said
+
+
+def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from analysis.__main__ import main; "
+        f"assert main(['unified.fig2', 'ranks', 'store={small}', 'out={tmp_path}']) == 0; "
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy imports'; "
+        "assert {m for m in sys.modules if m.startswith('moe_lab.')} <= {'moe_lab.errors', 'moe_lab.results'}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
+    """73 cells x 16 benchmarks x 80 items; processor time, so that a busy machine does not matter much."""
+    store = write_store(tmp_path / "store")
+    start = time.process_time()
+    report.write(store, "made_up", tmp_path / "out")
+    assert time.process_time() - start < 12
