@@ -36,7 +36,7 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, out: Path, *, policy:
     """
     problems = suite.preflight([benchmark], policy)
     if problems:
-        raise UserError(problems[0])
+        raise UserError("; ".join(problems))
     graded: Graded = importlib.import_module(ADAPTERS[benchmark.harness]).evaluate(subject, benchmark, policy)
     _check_complete(graded, benchmark)
     _write(graded, benchmark, out)

@@ -162,7 +162,9 @@ def test_closed_world_programs_are_told_from_others(tmp_path: Path) -> None:
     assert found == {"add": ("refused", "refused")}
 
 
-@pytest.mark.parametrize(("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")])
+@pytest.mark.parametrize(
+    ("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")]
+)
 def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str, dataset: str) -> None:
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]

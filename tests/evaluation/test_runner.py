@@ -94,7 +94,7 @@ def test_standard_streams_and_the_runners_pipes_are_out_of_reach(runner: Runner)
     assert run(runner, body).status == "ok"
     forge = (
         "import os\ndef f(x):\n    for number in range(4, 200):\n        try: os.write(number, b'{}\\n')\n"
-        "        except OSError: pass\n    os.write(1, b'{\"status\": \"ok\"}\\n')\n    return x"
+        '        except OSError: pass\n    os.write(1, b\'{"status": "ok"}\\n\')\n    return x'
     )
     assert run(runner, forge).values() == [1]
     assert still_works(runner)
@@ -116,7 +116,10 @@ def test_a_fork_bomb_is_small_and_dies(confined: Runner) -> None:
     begin = time.monotonic()
     assert run(confined, bomb, seconds=0.1).status == "timeout"
     assert time.monotonic() - begin < 10
-    count = "import os, time\ndef f(x):\n    n = 0\n    try:\n        while n < 99:\n            if os.fork() == 0: time.sleep(99)\n            n += 1\n    except OSError: return n"
+    count = (
+        "import os, time\ndef f(x):\n    n = 0\n    try:\n        while n < 99:\n"
+        "            if os.fork() == 0: time.sleep(99)\n            n += 1\n    except OSError: return n"
+    )
     (children,) = run(confined, count, seconds=1).values()
     assert children < 8
     assert still_works(confined)
@@ -160,7 +163,10 @@ def test_walls_cannot_be_taken_down(confined: Runner) -> None:
         "            libc.setuid(0), libc.setns(0, 0), libc.chroot(b'/usr')]"
     )
     assert run(confined, body).values() == [[-1] * 5]
-    again = "import ctypes\ndef f(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n    return libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
+    again = (
+        "import ctypes\ndef f(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n"
+        "    return libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
+    )
     assert run(confined, again).values() == [-1]
 
 

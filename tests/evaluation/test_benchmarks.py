@@ -1,0 +1,206 @@
+"""EvalPlus, stories and perplexity on the loaded model, and the folder an evaluation leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from evalplus.provider.utility import EOS
+from miniature import problem, write_lines
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
+from moe_lab.evaluation.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.run import evaluate
+from moe_lab.evaluation.subject import GenSpec, Subject
+
+ALLOWED = Policy(allow_code_execution=True, sandbox="auto" if not namespaces_missing() else "none")
+TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
+
+
+def test_programs_are_completed_and_graded(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right answers are made to be what the model writes; one problem wants something else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = Path(suite.resolve("pocket:benchmarks/humaneval.jsonl")).read_text().splitlines()[:3]
+    problems = [json.loads(line) for line in words]
+    stop = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
+    written = subject.generate([row["prompt"].strip() + "\n" for row in problems], GenSpec(64, stop))
+    for row, body in zip(problems, written, strict=True):
+        row["canonical_solution"] = body
+    problems[2]["canonical_solution"] = "    return 'something else'\n"
+    data = write_lines(tmp_path / "mini.jsonl", problems)
+    benchmark = BenchmarkConfig(
+        name="mini",
+        harness="evalplus",
+        task=str(data),
+        reports={"humaneval": "base", "humaneval_plus": "plus"},
+        expected=3,
+        max_new_tokens=64,
+        executes_code=True,
+        parameters={"seconds": 0.5, "memory_mib": 512, "processes": 1},
+    )
+    eos = list(EOS)
+    results = evaluate(subject, benchmark, tmp_path / "out", policy=ALLOWED)
+    assert [(r["benchmark"], r["metric"], r["score"], r["n"]) for r in results] == [
+        ("humaneval", "base", pytest.approx(2 / 3), 3),
+        ("humaneval_plus", "plus", pytest.approx(2 / 3), 3),
+    ]
+    assert results[0]["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
+    assert eos == EOS, "EvalPlus's own list was changed"
+    table = parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()
+    assert [row["output"] for row in table[:3]] == written
+    assert [row["extracted"] for row in table[:3]] == ["pass", "pass", "fail: another value was expected"]
+    protocol = json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]
+    assert protocol["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
+    assert protocol["prompt"] == problems[0]["prompt"].strip() + "\n"
+
+
+def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: "not on this machine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shipped = BenchmarkConfig(
+        name="code",
+        harness="evalplus",
+        task="pocket:benchmarks/humaneval.jsonl",
+        reports={"humaneval": "base"},
+        max_new_tokens=32,
+        executes_code=True,
+        limit=4,
+        parameters={"seconds": 0.5},
+    )
+    evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]["sandbox"] == LIMITED
+    foreign = replace(shipped, task=suite.resolve(shipped.task))
+    with pytest.raises(UserError, match="say sandbox=none"):
+        evaluate(subject, foreign, tmp_path / "other", policy=Policy(True))
+    assert not (tmp_path / "other").exists()
+    assert evaluate(subject, foreign, tmp_path / "other", policy=Policy(True, "none"))[0]["n"] == 4
+
+
+def test_stories_are_scored_by_the_share_of_their_rules(subject: Subject, tmp_path: Path) -> None:
+    prompt = (
+        "Write a story about Karl, a spoon and the mill. Karl feels tired. End with: Then it began to rain.\nStory:"
+    )
+    (story,) = subject.generate([prompt], GenSpec(48))
+    word = story.split()[0].strip(".,")
+    rules = [{"rule": "mentions", "text": word}, {"rule": "mentions", "text": "Xylophone"}]
+    data = write_lines(
+        tmp_path / "stories.jsonl",
+        [{"id": "a", "prompt": prompt, "checklist": rules}, {"id": "b", "prompt": prompt, "checklist": rules[:1]}],
+    )
+    benchmark = BenchmarkConfig(
+        name="s", harness="stories", task=str(data), reports={"wildbench": "score"}, max_new_tokens=48, expected=2
+    )
+    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
+    assert (result["score"], result["n"]) == (0.75, 2)
+    first = parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[0]
+    assert (first["item"], first["outcome"], first["output"], first["extracted"]) == ("a", 0.5, story, "[true, false]")
+
+
+def test_perplexity_equals_an_independent_computation(subject: Subject, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    benchmark = BenchmarkConfig(
+        name="perplexity",
+        harness="perplexity",
+        task=str(file),
+        reports={"perplexity": "perplexity", "bits": "bits_per_byte", "loss": "loss"},
+        parameters={"length": 64},
+        batch_size=3,
+    )
+    perplexity, bits, loss = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
+    ids = subject.tokenizer(TEXT).input_ids
+    total, count, per_window = 0.0, 0, []
+    for start in range(0, len(ids), 64):
+        window = ids[start : start + 64]
+        with torch.inference_mode():
+            found = subject.model(torch.tensor([window])).logits[0].double().log_softmax(-1)
+        losses = [-float(found[place, window[place + 1]]) for place in range(len(window) - 1)]
+        total, count = total + sum(losses), count + len(losses)
+        per_window.append(sum(losses) / len(losses) if losses else None)
+    assert len(ids) % 64 > 1, "the last window is shorter, and counts by its tokens"
+    assert loss["score"] == pytest.approx(total / count, rel=1e-5)
+    assert perplexity["score"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert bits["score"] == pytest.approx(total / count * len(ids) / len(TEXT.encode()) / math.log(2), rel=1e-4)
+    assert perplexity["n"] == len(per_window) > 3
+    assert perplexity["stderr"] is not None and loss["stderr"] is not None
+    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
+    table = parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()
+    assert [row["outcome"] for row in table if row["benchmark"] == "loss"] == pytest.approx(per_window, rel=1e-4)
+
+
+def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: Subject, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    benchmark = BenchmarkConfig(name="p", harness="perplexity", task=str(file), reports={"p": "loss"}, limit=2)
+    evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
+    content = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
+    assert content["protocol"]["data"] == suite.data_digest(benchmark)
+    assert {"torch", "transformers"} <= set(content["versions"])
+    columns = ["benchmark", "item", "outcome", "prompt_hash", "output", "extracted"]
+    assert parquet.read_table(tmp_path / "out" / "samples.parquet").column_names == columns
+    hook = subject.model.lm_head.register_forward_hook(lambda module, given, logits: logits * math.nan)
+    try:
+        with pytest.raises(FloatingPointError, match="window 0"):
+            evaluate(subject, benchmark, tmp_path / "broken", policy=Policy())
+    finally:
+        hook.remove()
+    assert not (tmp_path / "broken").exists()
+
+
+def test_half_a_character_can_be_stored(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_lines(tmp_path / "s.jsonl", [{"id": "a", "prompt": "A", "checklist": [{"rule": "no_repeats"}]}])
+    monkeypatch.setattr(Subject, "generate", lambda *_: ["\ud800 half"])
+    benchmark = BenchmarkConfig(name="s", harness="stories", task=str(data), reports={"s": "score"}, max_new_tokens=4)
+    evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
+    assert parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[0]["output"] == "? half"
+
+
+def mixed_ids(folder: Path) -> Path:
+    rows = [problem(1, "f", "return x", [[1]], []), {**problem(2, "g", "return x", [[1]], []), "task_id": "Mbpp/2"}]
+    return write_lines(folder / "mixed.jsonl", rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"harness": "evalpuls"}, "did you mean evalplus"),
+        ({"harness": "evalplus", "max_new_tokens": 8, "reports": {"p": "plus"}}, "allow_code_execution=false"),
+        ({"reports": {"p": "perplexty"}}, "did you mean perplexity"),
+        ({"reports": {}}, "reports is empty"),
+        ({"parameters": {"lenght": 3}}, "did you mean length"),
+        ({"parameters": {"length": 99999}}, "expected 2 to"),
+        ({"task": "nowhere.txt"}, "there is no such file"),
+        ({"task": ""}, "suite.path=FILE"),
+        ({"task": "pocket:benchmarks/arc_esy.yaml"}, "did you mean pocket:benchmarks/arc_easy.yaml"),
+        ({"limit": 0}, "expected 1 or more items"),
+        ({"harness": "stories", "reports": {"s": "score"}}, "it generates text"),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(
+    subject: Subject, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    good = BenchmarkConfig(name="p", harness="perplexity", task=str(tmp_path / "text.txt"), reports={"p": "perplexity"})
+    with pytest.raises(UserError, match=says):
+        evaluate(subject, replace(good, **changes), tmp_path / "out", policy=Policy())
+    assert not (tmp_path / "out").exists()
+
+
+def test_ids_of_two_benchmarks_in_one_file_are_refused(subject: Subject, tmp_path: Path) -> None:
+    benchmark = BenchmarkConfig(
+        name="m", harness="evalplus", task=str(mixed_ids(tmp_path)), reports={"m": "base"}, max_new_tokens=4
+    )
+    with pytest.raises(UserError, match="Mbpp/N"):
+        evaluate(subject, benchmark, tmp_path / "out", policy=ALLOWED)

@@ -1,0 +1,173 @@
+"""lm-eval on the loaded model: its numbers are those of an independent computation, and it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from miniature import write_lines
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation.harness_lm_eval import evaluate
+from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.subject import GenSpec, Subject
+from moe_lab.paths import resolve
+
+ARC = BenchmarkConfig(
+    name="arc", harness="lm_eval", task="pocket:benchmarks/arc_challenge.yaml", reports={"arc": "acc_norm"}, limit=24
+)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(resolve(f"pocket:benchmarks/{name}.jsonl")).read_text().splitlines()]
+
+
+def log_likelihood(subject: Subject, prompt: str, answer: str) -> float:
+    """One unpadded forward pass."""
+    before = subject.tokenizer(prompt).input_ids
+    whole = subject.tokenizer(prompt + answer).input_ids
+    with torch.inference_mode():
+        logits = subject.model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
+    return float(sum(logits[place - 1, whole[place]] for place in range(len(before), len(whole))))
+
+
+def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Subject) -> None:
+    reports = {"plain": "acc", "normalised": "acc_norm"}
+    graded = evaluate(subject, replace(ARC, reports=reports, limit=40, batch_size=16), Policy())
+    outcomes = {(sample["benchmark"], sample["item"]): sample["outcome"] for sample in graded.samples}
+    for row in rows("arc_challenge")[:40]:
+        scores = np.array([log_likelihood(subject, row["prompt"], " " + choice) for choice in row["choices"]])
+        lengths = np.array([len(choice) for choice in row["choices"]])
+        assert outcomes["plain", row["id"]] == float(scores.argmax() == row["label"])
+        assert outcomes["normalised", row["id"]] == float((scores / lengths).argmax() == row["label"])
+        (sample,) = [s for s in graded.samples if s["item"] == row["id"] and s["benchmark"] == "plain"]
+        assert np.abs(np.array(json.loads(sample["output"])) - scores).max() < 1e-3
+        assert sample["extracted"] == str(scores.argmax())
+    mean = np.mean([value for (name, _), value in outcomes.items() if name == "plain"])
+    assert graded.results[0]["score"] == pytest.approx(mean)
+    assert graded.results[0]["stderr"] == pytest.approx(np.sqrt(mean * (1 - mean) / 39))
+
+
+def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: Subject) -> None:
+    benchmark = BenchmarkConfig(
+        name="w", harness="lm_eval", task="pocket:benchmarks/winogrande.yaml", reports={"winogrande": "acc"}, limit=12
+    )
+    graded = evaluate(subject, benchmark, Policy())
+    for row, sample in zip(rows("winogrande")[:12], graded.samples, strict=True):
+        scores = [log_likelihood(subject, context, " " + row["ending"]) for context in row["contexts"]]
+        assert sample["outcome"] == float(np.argmax(scores) == row["label"])
+
+
+@pytest.fixture
+def story_task(subject: Subject, tmp_path: Path) -> BenchmarkConfig:
+    """A generation task whose right answers are what the model writes; the last is made wrong."""
+    prompts = [row["prompt"] for row in rows("gsm8k")[:3]]
+    texts = subject.generate(prompts, GenSpec(40))
+    items = [
+        {"id": f"a{n}", "prompt": p, "target": t.strip()} for n, (p, t) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    items[-1]["target"] += "0"
+    definition = {
+        "task": "mini",
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "prompt",
+        "doc_to_target": "target",
+        "generation_kwargs": {"until": ["<|endoftext|>"], "do_sample": False, "max_gen_toks": 3},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "filter_list": [{"name": "strip", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
+    }
+    (tmp_path / "mini.yaml").write_text(yaml.safe_dump(definition))
+    write_lines(tmp_path / "mini.jsonl", items)
+    return BenchmarkConfig(
+        name="mini",
+        harness="lm_eval",
+        task=str(tmp_path / "mini.yaml"),
+        reports={"mini": "exact_match"},
+        expected=3,
+        max_new_tokens=40,
+    )
+
+
+def test_generated_answers_are_graded_right_and_wrong(subject: Subject, story_task: BenchmarkConfig) -> None:
+    graded = evaluate(subject, story_task, Policy())
+    assert [sample["outcome"] for sample in graded.samples] == [1.0, 1.0, 0.0]
+    assert [sample["item"] for sample in graded.samples] == ["a0", "a1", "a2"]
+    expected = subject.generate([row["prompt"] for row in rows("gsm8k")[:3]], GenSpec(40))
+    assert [sample["output"] for sample in graded.samples] == expected
+    assert graded.protocol["prompt"] == rows("gsm8k")[0]["prompt"]
+    assert evaluate(subject, replace(story_task, max_new_tokens=0), Policy()).samples[0]["output"] != expected[0]
+
+
+def test_changed_data_is_seen(subject: Subject, story_task: BenchmarkConfig) -> None:
+    """Task objects are kept over plans, but belong to the content of their files."""
+    evaluate(subject, story_task, Policy())
+    items = Path(story_task.task).with_suffix(".jsonl")
+    changed = [{**json.loads(line), "target": "nothing"} for line in items.read_text().splitlines()]
+    write_lines(items, changed)
+    assert evaluate(subject, story_task, Policy()).results[0]["score"] == 0
+
+
+def test_a_second_model_does_not_get_the_first_ones_answers(subject: Subject) -> None:
+    first = evaluate(subject, ARC, Policy())
+    weight = subject.model.lm_head.weight
+    original = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(original.roll(1, 0))
+    try:
+        other = evaluate(subject, ARC, Policy())
+    finally:
+        with torch.no_grad():
+            weight.copy_(original)
+    assert [s["output"] for s in other.samples] != [s["output"] for s in first.samples]
+    assert evaluate(subject, ARC, Policy()).samples == first.samples
+
+
+def test_the_process_is_left_as_it_was(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = evaluate(subject, ARC, Policy()).samples
+    (tmp_path / "arc_challenge").mkdir()  # data sets prefers a folder of that name to the hub
+    write_lines(tmp_path / "arc_challenge.jsonl", [{"id": 1}])
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state(), os.getcwd()
+    level = logging.getLogger("lm_eval").level
+    assert evaluate(subject, ARC, Policy()).samples == expected
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.random.get_rng_state(), before[2])
+    assert (os.getcwd(), logging.getLogger("lm_eval").level) == (before[3], level)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arc_challenge", "arc_challenge.jsonl"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"reports": {"arc": "acc_nrom"}}, "did you mean acc_norm"),
+        ({"reports": {"arc": "acc_norm,strict"}}, "filter=strict is unknown"),
+        ({"expected": 113, "limit": None}, "has 112 items and should have 113"),
+    ],
+)
+def test_mistakes_are_said(subject: Subject, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        evaluate(subject, replace(ARC, **changes), Policy())
+
+
+def test_a_task_that_samples_is_refused(subject: Subject, story_task: BenchmarkConfig) -> None:
+    definition = yaml.safe_load(Path(story_task.task).read_text())
+    definition["generation_kwargs"] |= {"do_sample": True, "temperature": 0.7}
+    Path(story_task.task).write_text(yaml.safe_dump(definition))
+    with pytest.raises(UserError, match="ask for sampling"):
+        evaluate(subject, story_task, Policy())

@@ -1,0 +1,98 @@
+"""What is wrong with benchmarks is said together and before torch; what identifies them is content, not place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
+from moe_lab.evaluation.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.paths import resolve
+
+CODE = BenchmarkConfig(
+    name="code",
+    harness="evalplus",
+    task="pocket:benchmarks/humaneval.jsonl",
+    reports={"humaneval": "base"},
+    expected=60,
+    max_new_tokens=8,
+    executes_code=True,
+)
+
+
+def test_all_problems_are_reported_together() -> None:
+    benchmarks = [
+        CODE,
+        replace(CODE, name="typo", harness="lm_evil"),
+        replace(CODE, name="gone", task="gone.jsonl"),
+        replace(CODE, name="count", expected=164),
+    ]
+    found = suite.preflight(benchmarks, suite.policy(False, "auto"))
+    for says in ("allow_code_execution=false", "did you mean lm_eval", "gone.jsonl", "60 items and should have 164"):
+        assert sum(says in sentence for sentence in found) == 1, says
+
+
+def test_what_is_right_is_silent() -> None:
+    assert suite.preflight([CODE], suite.policy(True, "none")) == []
+
+
+def test_preflight_imports_neither_torch_nor_a_harness() -> None:
+    program = (
+        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "import moe_lab.results\n"
+        "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
+        "assert len(suite.preflight([b], suite.policy(True, 'auto'))) == 1\nsuite.identity(b)\n"
+        "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
+
+
+def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere.jsonl"
+    copy.write_bytes(Path(resolve(CODE.task)).read_bytes())
+    known = suite.identity(CODE)
+    for same in ({"task": str(copy)}, {"batch_size": 1}, {"name": "other"}, {"parameters": {"processes": 3}}):
+        assert suite.identity(replace(CODE, **same)) == known, same  # type: ignore[arg-type]
+    copy.write_bytes(copy.read_bytes() + b"\n")
+    changes = (
+        {"task": str(copy)},
+        {"limit": 3},
+        {"max_new_tokens": 9},
+        {"parameters": {"seconds": 1}},
+        {"reports": {}},
+    )
+    for other in changes:
+        assert suite.identity(replace(CODE, **other)) != known, other  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "missing", "closed_world", "expected"),
+    [
+        ("auto", None, False, NAMESPACES),
+        ("auto", "none here", True, LIMITED),
+        ("auto", "none here", False, UserError),
+        ("namespaces", None, True, NAMESPACES),
+        ("namespaces", "none here", True, UserError),
+        ("none", None, False, UNCONFINED),
+        ("nun", None, True, UserError),
+    ],
+)
+def test_programs_run_behind_the_walls_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: str | None, closed_world: bool, expected: object
+) -> None:
+    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: missing)
+    if expected is UserError:
+        with pytest.raises(UserError, match=f"sandbox={sandbox}"):
+            Policy(True, sandbox).protection(closed_world=closed_world)
+    else:
+        assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
+    with pytest.raises(UserError, match=r"sandbox|allow_code_execution"):
+        Policy(False, sandbox).protection(closed_world=closed_world)
