@@ -202,3 +202,18 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     assert sums["tokens"].tolist() == [2, 2]
     for name, tensor in sums.items():
         assert torch.isfinite(tensor).all(), name
+
+
+def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    index = torch.zeros(300, 1, dtype=torch.int64)
+    gates, f = (torch.rand(300, n, generator=generator).bfloat16() for n in (1, 4))
+    rows = sort_by_expert(index, 1)
+    call = Call(1, rows, gates, None, None)
+    call.add(0, slice(0, 300), f, f)
+    sums = call.finish(gates * f)
+    g, exact = gates.double(), f.double()
+    assert naive.relative(sums["output_sum"][0], exact.sum(0)) < 1e-6
+    assert naive.relative(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
+    assert naive.relative(sums["gate_channel_square"][0], (g * exact).square().sum(0)) < 1e-6
+    assert naive.relative(sums["sums_model"][0, 1, 1], (g[:, 0] * exact.norm(dim=-1)).sum()) < 1e-6
