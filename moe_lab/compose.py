@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -67,12 +68,10 @@ def ask(configs: Sequence[DictConfig], overrides: Sequence[str] | None = None) -
     files = group_files(_task_overrides() if overrides is None else overrides)
     settings = [typed(config) for config in configs]
     requests = [(grid.cells(one, files), grid.benchmarks(one, files)) for one in settings]
-    return run(settings[0], requests)
+    return run(settings[0], requests, add=overrides is None and HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def _task_overrides() -> Sequence[str]:
-    from hydra.core.hydra_config import HydraConfig
-
     return list(HydraConfig.get().overrides.task)
 
 

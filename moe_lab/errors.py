@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest valid choice."""
+    """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest choice."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str | None:

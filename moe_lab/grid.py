@@ -123,10 +123,11 @@ def cells(config: Config, files: Files) -> list[Cell]:
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite. UserError for an unknown one; a suite that names a text gives it to its benchmark."""
+    """The benchmarks of the suite, with its limit and, if it names one, its text. UserError for an unknown one."""
     found = [choose(BenchmarkConfig, "benchmark", name, files) for name in config.suite.benchmarks]
-    changes = {"limit": config.suite.limit, "task": config.suite.path}
-    return [replace(benchmark, **{k: v for k, v in changes.items() if v is not None}) for benchmark in found]
+    return [
+        replace(benchmark, limit=config.suite.limit, task=config.suite.path or benchmark.task) for benchmark in found
+    ]
 
 
 def plain(settings: object) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def log_study(
     try:
         with wandb.init(
             project=settings.project,
-            name=study["experiment"],
+            name=study["study"],
             mode=_mode(settings),
             config={key: value for key, value in study.items() if key not in ("cells", "families", "damages")},
             settings=_quiet(),

@@ -20,7 +20,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 STUDY: dict[str, Any] = {
     "schema": 1,
-    "experiment": "demo",
+    "study": "demo",
     "created": 1795255200.0,
     "config": {"suite": {"name": "pocket16"}},
     "cells": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
@@ -19,7 +18,7 @@ ConfigStore.instance().store(
 )
 
 
-class StudyLauncher(Launcher):  # type: ignore[misc]
+class StudyLauncher(Launcher):
     """Composes every job, and hands all of them to one study."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:

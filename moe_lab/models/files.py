@@ -45,7 +45,9 @@ def expert_counts(settings: ModelConfig) -> tuple[int, int] | None:
         return None
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
-    experts, top_k = (next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS))
+    experts, top_k = (
+        next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS)
+    )
     return (experts, top_k) if isinstance(experts, int) and isinstance(top_k, int) else None
 
 

@@ -101,5 +101,5 @@ class Here:
 
         try:
             perform(Job.of(step, self.store, scratch))
-        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
+        except Exception as error:
             raise step_error(error_document(error)) from error

@@ -135,7 +135,7 @@ class Maker:
         """A score per expert and layer."""
         criterion = criteria.get(cell.criterion.name)
         evidence = self.evidence(criterion.needs, cell.model, cell.calibration, cell.seed)
-        settings = {"criterion": criterion.name, "parameters": dict(cell.criterion.parameters)}
+        settings: dict[str, Any] = {"criterion": criterion.name, "parameters": dict(cell.criterion.parameters)}
         if criterion.uses_gate:
             settings["gate"] = cell.gate
         if criterion.uses_seed:
@@ -162,7 +162,12 @@ class Maker:
         scores = self.scores(cell)
         settings = {**plain(cell.allocation), "ratio": cell.ratio}
         part = self._once(("allocation", cell.allocation, cell.ratio), lambda: Part(settings))
-        return Step("plan", f"{scores.label}-{cell.ratio:g}", {"allocation": part}, {"scores": scores, "model": self.model(cell.model)})
+        return Step(
+            "plan",
+            f"{scores.label}-{cell.ratio:g}",
+            {"allocation": part},
+            {"scores": scores, "model": self.model(cell.model)},
+        )
 
     def evaluate(self, model: ModelConfig, plan: Step | None, benchmark: BenchmarkConfig) -> Step:
         """One benchmark on the model under one plan."""

@@ -22,7 +22,7 @@ TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM}
 
 @dataclass(frozen=True)
 class Job:
-    """What to do (`kind`, `settings`, `inputs`), how (`runtime`), and where (`scratch`, and `partial` to resume from)."""
+    """What to do (`kind`, `settings`, `inputs`), how (`runtime`), where (`scratch`, and `partial` to resume from)."""
 
     kind: str
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from moe_lab import allocation, criteria, tracking
 from moe_lab.calibration import settings as calibrations
@@ -15,26 +16,28 @@ from moe_lab.models import files
 
 def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
     """One sentence per problem, each once; empty when the study can start."""
-    return list(dict.fromkeys(sentence for cells, benchmarks in requests for sentence in _check(config, cells, benchmarks)))
+    return list(
+        dict.fromkeys(sentence for cells, benchmarks in requests for sentence in _check(config, cells, benchmarks))
+    )
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
-    yield from _said(lambda: tracking.check(config.tracker))
+    yield from _said(partial(tracking.check, config.tracker))
     yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
     for cell in _each(cells, "model"):
-        yield from _said(lambda cell=cell: files.check(cell.model))
+        yield from _said(partial(files.check, cell.model))
     for cell in _each(cells, "criterion"):
-        yield from _said(lambda cell=cell: criteria.check(cell.criterion.name, cell.criterion.parameters))
+        yield from _said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
     for cell in _each(cells, "calibration"):
         if any(criteria.reads_text(c.criterion.name) for c in cells if c.criterion.name in criteria.CRITERIA):
-            yield from _said(lambda cell=cell: calibrations.check(cell.calibration))
+            yield from _said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "allocation"):
-        yield from _said(lambda cell=cell: allocation.check(cell.allocation))
+        yield from _said(partial(allocation.check, cell.allocation))
     for cell in {(id(cell.model), id(cell.allocation), cell.ratio): cell for cell in cells}.values():
         if cell.allocation.name in allocation.ALLOCATIONS:
-            yield from _said(lambda cell=cell: _try_allocation(cell))
+            yield from _said(partial(_try_allocation, cell))
 
 
 def _try_allocation(cell: Cell) -> None:

@@ -39,7 +39,13 @@ def _left(schedule: Schedule) -> Counter[str]:
 
 
 def _bars(schedule: Schedule, stop: threading.Event) -> None:
-    columns = (TextColumn("{task.description:<11}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:<11}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bars = {kind: progress.add_task(kind, total=total) for kind, total in schedule.total.items()}
         done = False
@@ -55,7 +61,11 @@ def _lines(schedule: Schedule, stop: threading.Event) -> None:
     while not stop.wait(LINE_EVERY):
         left = _left(schedule)
         done = total - sum(left.values())
-        parts = [f"{kind} {schedule.total[kind] - left[kind]}/{count}" for kind, count in schedule.total.items() if left[kind]]
+        parts = [
+            f"{kind} {schedule.total[kind] - left[kind]}/{count}"
+            for kind, count in schedule.total.items()
+            if left[kind]
+        ]
         elapsed = time.monotonic() - start
         eta = f", about {elapsed / done * (total - done) / 60:.0f} min left" if done else ""
         print(f"{elapsed / 60:.0f} min: {', '.join(parts)}{eta}", file=sys.stderr, flush=True)

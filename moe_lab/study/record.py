@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 import moe_lab
 from moe_lab.config import Config
 from moe_lab.study.graph import CellSteps, Graph
@@ -18,12 +20,15 @@ from moe_lab.study.store import Store, write_json
 SCHEMA = 1
 
 
-def _path(store: Store, experiment: str) -> Path:
-    return store.root / "studies" / f"{experiment}.json"
+def _path(store: Store, study: str) -> Path:
+    return store.root / "studies" / f"{study}.json"
 
 
-def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write studies/<experiment>.json: every cell with the folders of its steps; failed ones with their sentence."""
+def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mapping[str, Any]], *, add: bool) -> None:
+    """Write studies/<study>.json: every cell with the folders of its steps; failed ones with their sentence.
+
+    `add` keeps the cells that are there already, for the jobs of a multirun, each of which knows only its own.
+    """
 
     def place(step: Step | None) -> str | None:
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
@@ -46,7 +51,7 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
     ]
     document = {
         "schema": SCHEMA,
-        "experiment": config.experiment,
+        "study": config.study,
         "created": time.time(),
         "moe_lab": moe_lab.__version__,
         "config": asdict(config),
@@ -54,9 +59,23 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         "families": {name: place(step) for name, step in graph.families.items()},
         "damages": {name: place(step) for name, step in graph.damages.items()},
     }
-    path = _path(store, config.experiment)
+    path = _path(store, config.study)
     path.parent.mkdir(exist_ok=True)
-    write_json(path, document)
+    with FileLock(path.with_suffix(".lock")):
+        if add and path.exists():
+            document = _joined(read(store, config.study), document)
+        write_json(path, document)
+
+
+def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The new document with the cells, families and damages only the old one has."""
+    named = [cell["cell"] for cell in new["cells"]]
+    return {
+        **new,
+        "cells": [cell for cell in old["cells"] if cell["cell"] not in named] + new["cells"],
+        "families": {**old["families"], **new["families"]},
+        "damages": {**old["damages"], **new["damages"]},
+    }
 
 
 def _names(steps: CellSteps) -> dict[str, Any]:
@@ -68,28 +87,28 @@ def _names(steps: CellSteps) -> dict[str, Any]:
     return {**groups, "ratio": cell.ratio, "gate": cell.gate, "seed": cell.seed}
 
 
-def read(store: Store, experiment: str) -> dict[str, Any]:
+def read(store: Store, study: str) -> dict[str, Any]:
     """The study as written."""
-    document: dict[str, Any] = json.loads(_path(store, experiment).read_text())
+    document: dict[str, Any] = json.loads(_path(store, study).read_text())
     return document
 
 
-def report_folder(store: Store, experiment: str) -> Path:
-    """Where the report of an experiment is."""
-    return store.root / "reports" / experiment
+def report_folder(store: Store, study: str) -> Path:
+    """Where the report of a study is."""
+    return store.root / "reports" / study
 
 
-def _fingerprint(store: Store, experiment: str) -> str:
-    return digest({key: value for key, value in read(store, experiment).items() if key not in ("created", "config")})
+def _fingerprint(store: Store, study: str) -> str:
+    return digest({key: value for key, value in read(store, study).items() if key not in ("created", "config")})
 
 
-def report_is_current(store: Store, experiment: str) -> bool:
+def report_is_current(store: Store, study: str) -> bool:
     """Whether the report there is shows exactly these cells, made by this version."""
-    folder = report_folder(store, experiment)
+    folder = report_folder(store, study)
     mark = folder / ".made_from"
-    return (folder / "report.html").exists() and mark.exists() and mark.read_text() == _fingerprint(store, experiment)
+    return (folder / "report.html").exists() and mark.exists() and mark.read_text() == _fingerprint(store, study)
 
 
-def mark_report(store: Store, experiment: str) -> None:
+def mark_report(store: Store, study: str) -> None:
     """Remember what the report was made from."""
-    (report_folder(store, experiment) / ".made_from").write_text(_fingerprint(store, experiment))
+    (report_folder(store, study) / ".made_from").write_text(_fingerprint(store, study))

@@ -26,8 +26,12 @@ from moe_lab.study.store import Store
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
 
 
-def run(config: Config, requests: Sequence[Request]) -> int:
-    """Run the study. 0: all done; 1: something failed or is missing; 2: a user's mistake, nothing was run."""
+def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:
+    """Run the study; `add` its cells to those recorded under its name. Gives the exit code.
+
+    0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
+    mistakes that show before anything is run.
+    """
     launch = launcher(config.launcher)
     if problems := preflight(config, requests):
         raise UserError("; ".join(problems) if len(problems) == 1 else "\n  - ".join(["several things:", *problems]))
@@ -46,14 +50,16 @@ def run(config: Config, requests: Sequence[Request]) -> int:
     if schedule.waiting:
         with watch(schedule):
             launch(schedule, store, config.launcher)
-    record.write(store, config, graph, {**{i: e.document for i, e in schedule.failed.items()}})
+    record.write(store, config, graph, {name: error.document for name, error in schedule.failed.items()}, add=add)
     _complain(schedule, store)
     code = _report(config, store) if config.report else 0
-    return 1 if schedule.failed else code
+    if schedule.failed:
+        return 2 if all(error.document.get("user") for error in schedule.failed.values()) else 1
+    return code
 
 
 def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]) -> str:
-    return f"{config.experiment}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}"
+    return f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}"
 
 
 def show(config: Config, steps: Sequence[Step], done: set[str]) -> None:
@@ -71,7 +77,7 @@ def show(config: Config, steps: Sequence[Step], done: set[str]) -> None:
 
 
 def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *, retry: str | None) -> None:
-    """Steps that failed in an earlier run stay failed, with their error, until retry=failed or other code tries again."""
+    """Steps that failed in an earlier run stay failed, with their error; retry=failed or other code tries again."""
     for step in steps:
         if step.id not in schedule.waiting or (document := store.error(step)) is None:
             continue
@@ -85,24 +91,32 @@ def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *,
 def _complain(schedule: Schedule, store: Store) -> None:
     messages = Counter(str(error) for error in schedule.failed.values())
     for message, count in messages.items():
-        console.print(f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", markup=False, soft_wrap=True, style="red")
+        console.print(
+            f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", markup=False, soft_wrap=True, style="red"
+        )
     if schedule.skipped:
-        console.print(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those", markup=False, soft_wrap=True)
+        console.print(
+            f"moe_lab: {len(schedule.skipped)} steps were not run because they need those", markup=False, soft_wrap=True
+        )
     if any(not error.document.get("user") for error in schedule.failed.values()):
-        console.print(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}", markup=False, soft_wrap=True)
+        console.print(
+            f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}", markup=False, soft_wrap=True
+        )
 
 
 def _report(config: Config, store: Store) -> int:
     """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date."""
-    page = record.report_folder(store, config.experiment) / "report.html"
-    if not record.report_is_current(store, config.experiment):
+    page = record.report_folder(store, config.study) / "report.html"
+    if not record.report_is_current(store, config.study):
         start = time.monotonic()
-        command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.experiment}"]
+        command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.study}"]
         done = subprocess.run([*command, f"out={page.parent}"], capture_output=True, text=True)
         if done.returncode not in (0, 1) or not page.exists():
-            console.print(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", markup=False, soft_wrap=True, style="red")
+            console.print(
+                f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", markup=False, soft_wrap=True, style="red"
+            )
             return 1
-        record.mark_report(store, config.experiment)
+        record.mark_report(store, config.study)
         _track(config, store, page.parent)
         console.print(f"report written in {time.monotonic() - start:.0f} s", markup=False, soft_wrap=True)
     console.print(f"report: {page.absolute()}", markup=False, soft_wrap=True)
@@ -116,5 +130,5 @@ def _track(config: Config, store: Store, folder: Path) -> None:
 
     tables: dict[str, Path] = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
     figures: list[Path] = sorted(folder.rglob("*.png"))
-    study: dict[str, Any] = record.read(store, config.experiment)
+    study: dict[str, Any] = record.read(store, config.study)
     log_study(config.tracker, study, tables, figures)

@@ -173,4 +173,3 @@ def _damage(folder: Path, manifest: dict[str, Any]) -> str | None:
         if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
             return f"has a damaged {name}"
     return None
-

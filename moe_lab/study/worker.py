@@ -11,6 +11,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from typing import IO, Any
 
 from moe_lab.study.job import Job, error_document
@@ -28,6 +29,7 @@ def serve(replies: IO[str]) -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
         job = Job(**jobs.get())
+        print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
         try:
             from moe_lab.study.kinds import perform
 

@@ -236,10 +236,10 @@ def write_store(
     damages = {f"{calibration}@{model}": _damage(root, model, calibration) for model, calibration in pairs}
     document = {
         "schema": 1,
-        "experiment": name,
+        "study": name,
         "created": 946684800.0,
         "moe_lab": "0.0-synthetic",
-        "config": {"experiment": name, "calibration": {"tokens": 65536, "length": 128}},
+        "config": {"study": name, "calibration": {"tokens": 65536, "length": 128}},
         "cells": cells,
         "families": families,
         "damages": damages,

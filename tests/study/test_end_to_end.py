@@ -1,0 +1,158 @@
+"""Studies from the command line on the shipped model: shared, killed, repeated, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
+GRID = ["grid.criterion=[man,reap]", "grid.ratio=[0.25,0.5]", "grid.calibration=[pocket_code,pocket_math]"]
+SWEEP = ["-m", "criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
+RESULTS = (
+    "statistics.safetensors",
+    "scores.parquet",
+    "plan.json",
+    "result.json",
+    "samples.parquet",
+    "coverage.parquet",
+)
+pytestmark = pytest.mark.skipif(
+    not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"
+)
+
+
+def command(store: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "moe_lab", *SMALL, *words, f"store={store}"]
+
+
+def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(store, *words), capture_output=True, text=True, cwd=store.parent)
+
+
+def results(store: Path) -> dict[str, bytes]:
+    """Everything that was computed, by file; provenance and times are not part of it."""
+    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.glob("*/*/*")) if p.name in RESULTS}
+
+
+def ran(store: Path) -> Counter[str]:
+    """Which steps workers were given, and how often."""
+    lines = [line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()]
+    return Counter(line.split()[1] for line in lines if re.match(r"\d\d:\d\d:\d\d \w+/", line))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store in which the grid has been run by two processes."""
+    store = tmp_path_factory.mktemp("finished") / "store"
+    done = moe_lab(store, *GRID, "launcher.processes=2")
+    assert done.returncode == 0, done.stderr
+    return store
+
+
+def test_shared_steps_ran_once(finished: Path) -> None:
+    kinds = Counter(name.split("/")[0] for name in ran(finished))
+    assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "evaluate": 9}
+    assert set(ran(finished).values()) == {1}
+    assert not list((finished / "partial").glob("*")) if (finished / "partial").exists() else True
+
+
+def test_the_study_lists_every_cell_with_its_results(finished: Path) -> None:
+    study = json.loads((finished / "studies" / "study.json").read_text())
+    assert len(study["cells"]) == 9
+    for cell in study["cells"]:
+        (folder,) = cell["evaluate"].values()
+        (result,) = json.loads((finished / folder / "result.json").read_text())["results"]
+        assert result["n"] == 8 and 0 <= result["score"] <= 1
+
+
+@pytest.mark.parametrize("launcher", ["study", "basic"])
+def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: str) -> None:
+    before = ran(finished)
+    done = moe_lab(finished, *SWEEP, f"hydra/launcher={launcher}", "study=swept_" + launcher)
+    assert done.returncode == 0, done.stderr
+    assert ran(finished) == before
+    swept, grid = (
+        json.loads((finished / "studies" / f"{name}.json").read_text())["cells"]
+        for name in (f"swept_{launcher}", "study")
+    )
+    assert sorted(map(str, swept)) == sorted(map(str, grid))
+
+
+def test_a_second_sweep_runs_only_what_is_new(finished: Path) -> None:
+    before = ran(finished)
+    done = moe_lab(finished, "grid.criterion=[man,frequency]", "grid.calibration=[pocket_code,pocket_math]")
+    assert done.returncode == 0, done.stderr
+    new = ran(finished) - before
+    assert Counter(name.split("/")[0] for name in new) == {"scores": 2, "plan": 2, "evaluate": 2}
+    assert all("frequency" in name for name in new)
+
+
+def test_inline_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = moe_lab(store, "criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline")
+    assert done.returncode == 0, done.stderr
+    mine, theirs = results(store), results(finished)
+    assert len(mine) == 8 and all(theirs[name] == content for name, content in mine.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["statistics", "plan", "evaluate"])
+def test_killed_and_started_again_it_ends_in_the_same_store(finished: Path, tmp_path: Path, after: str) -> None:
+    """SIGKILL to everything as soon as the first step of a kind is there, then the same command."""
+    store = tmp_path / "store"
+    run = subprocess.Popen(command(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(store.glob(f"{after}/*/manifest.json")):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    done = moe_lab(store, *GRID)
+    assert done.returncode == 0, done.stderr
+    mine = results(store)
+    assert mine == {name: content for name, content in results(finished).items() if name in mine}
+    assert len(list(store.glob("evaluate/*/result.json"))) == 9
+    assert not list(store.glob("*/.*"))
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_share_the_work(finished: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    runs = [
+        subprocess.Popen(command(store, *GRID, "launcher.processes=1"), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for run in runs:
+        _, errors = run.communicate(timeout=300)
+        assert run.returncode == 0, errors
+    assert set(ran(store).values()) == {1}
+    mine = results(store)
+    assert mine == {name: content for name, content in results(finished).items() if name in mine}
+
+
+def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = moe_lab(store, "grid.criterion=[man,random]", "calibration.tokens=100000000")
+    assert done.returncode == 2
+    assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
+    study = json.loads((store / "studies" / "study.json").read_text())
+    found = {cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]}
+    assert found["random"] and found["none"] and found["man"] is None
+    again = moe_lab(store, "grid.criterion=[man,random]", "calibration.tokens=100000000")
+    assert "retry=failed" in again.stderr
+
+
+def test_a_dry_run_computes_nothing(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = moe_lab(store, *GRID, "dry_run=true")
+    assert done.returncode == 0 and "statistics" in done.stderr
+    assert not list(store.glob("*/*/manifest.json"))
