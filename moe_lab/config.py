@@ -58,7 +58,7 @@ class CalibrationConfig:
     field: str | None = None
     """Field of a JSON line to read; null takes text, messages, instruction and output, or question and answer."""
     packing: str = "reap"
-    """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream), none (one document a row)."""
+    """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream), none (one each)."""
     length: int = 2048
     """Tokens in a row."""
     tokens: int = 524288
@@ -194,7 +194,7 @@ class Config:
     seed: int = 42
     """Seed of the calibration order and of random choices."""
     gate: str = "model"
-    """What multiplies an expert's output: model (as its forward pass), renormalized (the papers' equation), double_softmax."""
+    """What multiplies an expert's output: model (its forward pass), renormalized (the papers' equation), double_softmax."""
     study: str = "study"
     """Name of the study: its list of cells and its report are stored under it."""
     store: str = "store"
@@ -210,6 +210,6 @@ class Config:
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""
     sandbox: str = "auto"
-    """auto (namespaces, or a limited subprocess for the shipped model's own programs), namespaces, or none (said aloud)."""
+    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
     retry: str | None = None
     """failed: run steps again that ended with an error; null leaves their error standing."""
