@@ -24,6 +24,9 @@ COUNTS = {
 }  # fmt: skip
 NORMALISED = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa")
 MULTIPLE_CHOICE = (*NORMALISED, "boolq", "mmlu", "rte", "winogrande")
+# The kind of document a benchmark asks for, where it is not named as the benchmark. A model this small knows which
+# option is right long before it can name the option's letter, so mmlu shows the letters and asks for the option.
+KINDS = {"mmlu": "options"}
 NUMBER = {"gsm8k": r"#### (-?\d+)", "math500": r"The answer is (-?\d+)"}
 PROGRAMS = ("humaneval", "mbpp", "livecodebench")
 # EvalPlus treats some task ids of the published benchmarks specially; numbers from here on are ordinary.
@@ -35,7 +38,7 @@ def held_out_examples(world: World, skill: str) -> list[Example]:
     random = generator(SEED, "benchmark", skill)
     found: dict[tuple[str, tuple[str, ...]], Example] = {}
     while len(found) < COUNTS[skill]:
-        example = draw(sampler(world, skill), random, benchmark=True)
+        example = draw(sampler(world, KINDS.get(skill, skill)), random, benchmark=True)
         found.setdefault((example.prompt, tuple(sorted(example.choices))), example)
     return list(found.values())
 

@@ -10,11 +10,12 @@ from moe_lab.pocket.examples import Example, Sampler, draw, generator
 from moe_lab.pocket.world import World
 
 WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
-    "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter,
+    "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter, "options": facts.by_option,
     "boolq": reading.yes_or_no, "rte": reading.entailment, "winogrande": reading.pronouns,
     "hellaswag": reading.continuation, "openbookqa": reading.application,
     "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": tales.story,
     "passages": practice.passages, "lettering": practice.lettering, "claims": practice.claims,
+    "echo": practice.echo, "pairs": practice.pairs,
     "portrait": prose.portrait, "reasoning": prose.reasoning, "report": prose.report,
 }  # fmt: skip
 
@@ -30,6 +31,17 @@ READING = {
     "portrait": 3, "reasoning": 2, "wildbench": 3, "arc_easy": 2, "arc_challenge": 8, "mmlu": 6, "lettering": 14,
     "boolq": 8, "passages": 8, "rte": 10, "claims": 8, "winogrande": 8, "hellaswag": 1, "openbookqa": 4,
     "gsm8k": 6, "math500": 6, "functions": 6,
+}  # fmt: skip
+MATCHING_MORE = {
+    "rte": 14, "claims": 12, "boolq": 12, "passages": 8, "lettering": 12, "options": 10, "pairs": 6, "winogrande": 5,
+    "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
+    "gsm8k": 4, "math500": 5, "functions": 5,
+}  # fmt: skip
+MATCHING = {
+    "echo": 16, "pairs": 20, "lettering": 12, "mmlu": 4,
+    "passages": 6, "boolq": 6, "claims": 8, "rte": 8, "winogrande": 8,
+    "portrait": 3, "wildbench": 2, "arc_easy": 3, "arc_challenge": 7, "hellaswag": 1, "openbookqa": 2,
+    "gsm8k": 5, "math500": 6, "functions": 6,
 }  # fmt: skip
 
 

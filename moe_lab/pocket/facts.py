@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -85,3 +85,10 @@ def by_letter(world: World, random: Random) -> Example:
     return Example(
         "mmlu", (kind, relation.name, subject), prompt, " " + LETTERS[label], LETTERS, label, {"subject": FIELDS[kind]}
     )
+
+
+def by_option(world: World, random: Random) -> Example:
+    """mmlu: as `by_letter`, but the answer is the option itself."""
+    example = by_letter(world, random)
+    options = tuple(line[3:] for line in example.prompt.split("\n")[2:6])
+    return replace(example, answer=f" {options[example.label]}", choices=options)

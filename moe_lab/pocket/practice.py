@@ -8,7 +8,7 @@ from random import Random
 from moe_lab.pocket.examples import Example, held_out
 from moe_lab.pocket.facts import LETTERS, by_letter
 from moe_lab.pocket.reading import ENTAILED, ask, event
-from moe_lab.pocket.world import OBJECTS, PEOPLE, PLACES, World
+from moe_lab.pocket.world import ANIMALS, JOBS, OBJECTS, PEOPLE, PLACES, TOWNS, World
 
 OPEN_QUESTIONS = {
     "a": "who went to the {p}", "b": "who got the {o}", "o": "what did {a} buy", "p": "where did {a} go",
@@ -59,3 +59,22 @@ def claims(world: World, random: Random) -> Example:
             break
     turns = [(f"\nQuestion: {claimed} True or False?\nAnswer:", answer) for claimed, answer in asked]
     return Example("claims", (said,), said + turns[0][0], turns[0][1], more=tuple(turns[1:]))
+
+
+def echo(world: World, random: Random) -> Example:
+    """Some words, and the same words again: nothing but looking back at what stood there."""
+    words = random.sample([*PEOPLE, *TOWNS, *ANIMALS, *JOBS, *OBJECTS, *LETTERS], random.randint(6, 14))
+    text = " ".join(words)
+    return Example("echo", (text,), f"Words: {text}\nAgain:", f" {text}")
+
+
+def pairs(world: World, random: Random) -> Example:
+    """Names or letters with a word each, asked for in another order."""
+    count = random.randint(3, 6)
+    names = random.sample([*PEOPLE, *LETTERS], count) if random.random() < 0.5 else list(LETTERS)
+    words = random.sample([*OBJECTS, *ANIMALS, *JOBS, *PLACES, *TOWNS], len(names))
+    listed = "\n".join(f"{name} {word}" for name, word in zip(names, words, strict=True))
+    turns = [(f"\n{name}", f" {word}") for name, word in zip(names, words, strict=True)]
+    turns += [(f"\n{word}", f" {name}") for name, word in zip(names, words, strict=True)]
+    asked = random.sample(turns, len(turns))
+    return Example("pairs", (listed,), listed + asked[0][0], asked[0][1], more=tuple(asked[1:]))
