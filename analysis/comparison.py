@@ -51,8 +51,6 @@ class Comparison:
     """Displayed column -> its benchmarks."""
     lower_is_better: tuple[str, ...]
     """Columns and benchmarks where less is better."""
-    items: pd.Series
-    """Benchmark -> number of items all cells share."""
     outcomes: dict[str, np.ndarray]
     """Benchmark -> outcomes (cells, items) on the items all cells share; only where they add up to the score."""
     standard_errors: pd.DataFrame
@@ -80,6 +78,16 @@ class Comparison:
         Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks, the reported
         standard error where there are no outcomes.
         """
+        if target not in self._intervals:
+            self._intervals[target] = self._interval(target)
+        return self._intervals[target]
+
+    @cached_property
+    def _intervals(self) -> dict[Target, tuple[pd.Series, pd.Series]]:
+        """Intervals that were asked for already: several tables and figures show the same ones."""
+        return {}
+
+    def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
         outcomes = self._right_or_wrong(target)
         draws = None if outcomes is not None else self.draws(target)
         if outcomes is not None:
@@ -183,14 +191,13 @@ def _comparison(study: Study, model: str) -> Comparison:
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
-    outcomes, items = _outcomes(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    outcomes = _outcomes(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
     return Comparison(
         model=model,
         cells=cells,
         benchmarks=scores.astype(float),
         parts=ranks.displayed(order),
         lower_is_better=_lower_is_better(results),
-        items=items,
         outcomes=outcomes,
         standard_errors=errors.astype(float),
     )
@@ -202,10 +209,9 @@ def _lower_is_better(results: pd.DataFrame) -> tuple[str, ...]:
     return tuple(name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER))
 
 
-def _outcomes(samples: pd.DataFrame, scores: pd.DataFrame) -> tuple[dict[str, np.ndarray], pd.Series]:
+def _outcomes(samples: pd.DataFrame, scores: pd.DataFrame) -> dict[str, np.ndarray]:
     """Outcomes (cells, items) per benchmark on the items that all evaluated cells share, NaN rows for other cells."""
     found: dict[str, np.ndarray] = {}
-    items: dict[str, int] = {}
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
     for name, rows in unique.groupby("benchmark", sort=False):
         if name not in scores.columns:
@@ -215,10 +221,9 @@ def _outcomes(samples: pd.DataFrame, scores: pd.DataFrame) -> tuple[dict[str, np
         shared = wide.loc[evaluated].notna().all(axis=0)
         matrix = wide.loc[:, shared].to_numpy(float, copy=True)
         matrix[~evaluated.to_numpy()] = np.nan
-        items[str(name)] = matrix.shape[1]
         if matrix.shape[1] and _adds_up(wide, scores[name]):
             found[str(name)] = matrix
-    return found, pd.Series(items, dtype=int).reindex(scores.columns, fill_value=0)
+    return found
 
 
 def _adds_up(wide: pd.DataFrame, scores: pd.Series) -> bool:

@@ -100,7 +100,8 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
         else f", calibrated on {names.calibration(panel.calibration).lower()}"
     )
     sentence = (
-        f"The best average at {names.ratio(panel.ratio)} is {averages.iloc[0]:.3f}, by {names.criterion(name)}{data}"
+        f"With {names.ratio(panel.ratio)} of the experts of {comparison.model} removed, the best average is "
+        f"{averages.iloc[0]:.3f}, by {names.criterion(name)}{data}"
     )
     full = comparison.unpruned
     if full is not None and not np.isnan(scores[full]):
@@ -148,8 +149,8 @@ def calibration_effect(comparison: Comparison) -> list[str]:
                 f"{value:.3f} after {names.calibration(str(name)).lower()}" for name, value in others.items()
             )
             sentences.append(
-                f"{word} columns keep {by_set[matching].mean():.3f} on average over criteria and ratios after {domain} "
-                f"calibration, {rest} calibration."
+                f"{word} columns of {comparison.model} keep {by_set[matching].mean():.3f} on average over criteria "
+                f"and ratios after {domain} calibration, {rest} calibration."
             )
     return sentences
 

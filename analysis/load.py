@@ -15,6 +15,7 @@ import pyarrow as pa
 from analysis.frames import groups, records
 from analysis.reader import SCHEMA, Gap, Reader
 from moe_lab.errors import UserError, unknown
+from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 AXES = ("model", "criterion", "calibration", "ratio", "allocation", "gate", "seed")
 """What a cell is made of; `none` and 0 for the unpruned model."""
@@ -160,6 +161,9 @@ def _evaluations(
             folder = reader.step(name, f"{task} of {words}", (entry.get("errors") or {}).get(task))
             result = reader.json(folder, "result.json") if folder else None
             if folder is None or result is None:
+                continue
+            if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
+                reader.gap("written by a newer moe_lab: upgrade to read it", name)
                 continue
             rows += [{"cell": cell, "task": task, "folder": name, **found} for found in result.get("results", [])]
             if name not in origins:

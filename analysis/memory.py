@@ -54,14 +54,6 @@ def loading_memory(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def human(count: float) -> str:
-    """Bytes in the largest binary unit that keeps a digit before the point: 6.89 GiB, 7.1 MiB."""
-    for unit, size, decimals in (("GiB", 2**30, 2), ("MiB", 2**20, 2), ("KiB", 2**10, 1)):
-        if count >= size:
-            return f"{count / size:.{decimals}f} {unit}"
-    return f"{count:.0f} B"
-
-
 def _removed(path: Path) -> dict[str, int] | None:
     """Layer -> number of experts a plan removes; None when the plan cannot be read."""
     try:

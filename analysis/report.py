@@ -50,7 +50,7 @@ class Section:
             "anchor": self.anchor,
             "short": self.short,
             "title": self.title,
-            "text": self.text,
+            "text": [_bound(sentence) for sentence in self.text],
             "views": self.views,
             "facts": self.facts,
             "details": self.details,
@@ -88,14 +88,21 @@ def render_page(material: Material, made: Mapping[str, Sequence[Output]]) -> str
     return environment.get_template("report.html.j2").render(
         title=findings.capitalised(study.name.replace("_", " ")),
         kicker=_kicker(study),
-        lead=findings.what_was_run(study),
-        findings=findings.headline(study, material.comparisons, material.winners),
+        lead=_bound(findings.what_was_run(study)),
+        findings=[
+            (about, _bound(said)) for about, said in findings.headline(study, material.comparisons, material.winners)
+        ],
         tiles=_tiles(study),
         sections=[section.context() for section in sections],
         css=_raw("report.css"),
         script=_raw("report.js"),
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
     )
+
+
+def _bound(sentence: str) -> str:
+    """The sentence with per cent signs that stay on the line of their number."""
+    return sentence.replace(" %", "\u00a0%")
 
 
 def _raw(file: str) -> Markup:

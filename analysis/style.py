@@ -15,8 +15,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-COLUMN, PAGE = 3.35, 6.9
-"""Widths in inches: one column and the full page of a paper."""
+PAGE = 6.9
+"""Width of a paper's text in inches."""
 DPI = 200
 
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"

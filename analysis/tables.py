@@ -39,11 +39,6 @@ class Table:
     high: pd.DataFrame | None = None
     footnotes: Sequence[str] = ()
 
-    @property
-    def gaps(self) -> int:
-        """Number of missing values in number columns that should have one."""
-        return int(self.frame[list(self.formats)].isna().to_numpy().sum()) if len(self.frame) else 0
-
 
 def setting(study: Study) -> str:
     """What every caption states: items, seed, calibration tokens, gate, intervals and library versions."""

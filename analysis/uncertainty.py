@@ -90,9 +90,10 @@ def bootstrap(
 def percentiles(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.ndarray, np.ndarray]:
     """Percentile interval over replicates (axis 0): lower and upper ends."""
     tail = (1 - confidence) / 2
-    ordered = np.sort(draws, axis=0)
     last = len(draws) - 1
-    return ordered[int(np.floor(tail * last))], ordered[int(np.ceil((1 - tail) * last))]
+    ends = [int(np.floor(tail * last)), int(np.ceil((1 - tail) * last))]
+    ordered = np.partition(draws, ends, axis=0)
+    return ordered[ends[0]], ordered[ends[1]]
 
 
 def _draw(rng: np.random.Generator, rows: int, items: int) -> np.ndarray:

@@ -109,8 +109,8 @@ def test_nan_and_duplicates(copied: Copy) -> None:
     changed["cells"].append(changed["cells"][4])
     rewrite(store, changed)
     study = load(store, "made_up")
-    whats = sorted(gap.what for gap in study.gaps)
-    assert whats == [
+    said = sorted(gap.what for gap in study.gaps)
+    assert said == [
         "boolq has no finite score",
         "listed twice, counted once",
         "mmlu is reported twice, the first counts",
@@ -137,6 +137,15 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     [comparison] = compare(study)
     assert comparison.outcomes["hellaswag"].shape[1] == 20
     assert len(benchmark_table(study, [comparison]).frame) == len(study.cells)
+
+
+def test_a_result_of_a_newer_version_is_a_gap(copied: Copy) -> None:
+    store = copied()
+    path = folder(store, 1, "rte") / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+    study = load(store, "made_up")
+    assert [gap.what for gap in study.gaps] == ["written by a newer moe_lab: upgrade to read it"]
+    assert np.isnan(score(study, 1, "rte"))
 
 
 def test_a_renamed_label_is_found_by_its_id(copied: Copy) -> None:

@@ -67,5 +67,6 @@ def test_proxy_against_exact_damage_by_hand() -> None:
     exact = family({"a": [[1, 2, 3, 4], [4, 3, 2, 1]]}).drop(columns=overlap.VARIANT)
     found = overlap.proxy_overlap(proxy, exact, [0.5]).iloc[0]
     assert (found["overlap"], found["lowest"], found["chance"]) == (0.5, 0.0, 0.5)
-    other = family({"a": [[9, 9, 9, 9], [9, 9, 9, 9]]}, (0, 1, 2))
-    assert overlap.proxy_overlap(pd.concat([other, proxy]), exact, [0.5]).iloc[0]["overlap"] == 0.5
+    for variant in ((0, 1, 2), (0, 2, 1), (1, 1, 1)):
+        other = family({"a": [[1, 2, 3, 4], [4, 3, 2, 1]]}, variant)
+        assert overlap.proxy_overlap(pd.concat([other, proxy]), exact, [0.5]).iloc[0]["overlap"] == 0.5, "another score"

@@ -87,6 +87,13 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 0.90 <= np.mean((low <= 0.7) & (high >= 0.7)) <= 0.99
 
 
+def test_percentiles_equal_numpys() -> None:
+    draws = np.random.default_rng(6).random((4001, 3))
+    low, high = uncertainty.percentiles(draws)
+    assert low == pytest.approx(np.percentile(draws, 2.5, axis=0))
+    assert high == pytest.approx(np.percentile(draws, 97.5, axis=0))
+
+
 def test_a_gap_stays_a_gap() -> None:
     contributions = np.array([[0.5, 0.5], [np.nan, np.nan]])
     draws = uncertainty.bootstrap({"one": {"score": contributions}}, replicates=50)["score"]

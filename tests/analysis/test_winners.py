@@ -28,7 +28,6 @@ def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
         benchmarks=scores,
         parts=ranks.displayed(benchmarks),
         lower_is_better=(),
-        items=pd.Series(ITEMS, index=benchmarks),
         outcomes=stacked,
         standard_errors=scores * 0,
     )
