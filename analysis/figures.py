@@ -140,7 +140,8 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
         if cell is None:
             continue
         if np.isnan(scores[cell]):
-            axes.text(0.02, y, "gap", fontsize=6.5, color=style.MUTED, va="center")
+            beside = axes.get_yaxis_transform()  # x in shares of the width, so that a gap has no score
+            axes.text(0.02, y, "gap", transform=beside, fontsize=6.5, color=style.MUTED, va="center")
             continue
         shade = style.colour(criterion)
         axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
