@@ -150,7 +150,8 @@ def new_process_tree() -> None:
 
 
 def limit_process(memory: int, processes: int) -> None:
-    """Hard limits of this process and its children: `memory` bytes of address space, no file output, no core dump."""
+    """Hard limits of this process and its children: `memory` bytes of address space (Linux; macOS refuses to set it),
+    so many processes of this user, no file output, no core dump."""
     for kind, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_NPROC, processes),
@@ -158,6 +159,8 @@ def limit_process(memory: int, processes: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
     ):
+        if kind == resource.RLIMIT_AS and not sys.platform.startswith("linux"):
+            continue
         _, hard = resource.getrlimit(kind)
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (allowed, allowed))

@@ -83,7 +83,7 @@ class Grader:
     def __init__(self, request: GradeRequest) -> None:
         self.request = request
         self.problems = problems_of(request.dataset, request.data)
-        count = min(request.processes or len(os.sched_getaffinity(0)), max(1, len(request.programs)))
+        count = min(request.processes or _cores(), max(1, len(request.programs)))
         self._all = [Runner(confined=request.confined) for _ in range(count)]
         self._free: SimpleQueue[Runner] = SimpleQueue()
         for runner in self._all:
@@ -191,6 +191,11 @@ class Grader:
 
         names: list[str] = MBPP_OUTPUT_NOT_NONE_TASKS
         return names
+
+
+def _cores() -> int:
+    """Cores this process may use; all of the machine's where the system cannot say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class GradingError(RuntimeError):

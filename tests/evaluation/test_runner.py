@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_lab.evaluation.programs import Outcome, Runner
-from moe_lab.evaluation.runner import Request
+from moe_lab.evaluation.runner import Request, command
 
 MEBI = 1 << 20
 
@@ -147,6 +147,24 @@ def test_nothing_can_be_written_and_private_files_cannot_be_read(confined: Runne
     for path in (str(secret), __file__, "/etc/passwd", "/proc/1/environ"):
         assert run(confined, f"def f(x): return open({path!r}).read()").status == "failed", path
     assert run(confined, "import moe_lab.pocket\ndef f(x): return moe_lab.pocket.__file__").status == "failed"
+
+
+def test_every_mount_is_read_only_and_some_folders_are_hidden(
+    confined: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "import os\ndef f(x): return [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', '/dev/null')]"
+    assert run(confined, body).values() == [[1, 1, 1]]
+    stdlib = str(Path(os.__file__).resolve().parent)
+
+    def hiding(root: str | None) -> tuple[list[str], dict[str, str]]:
+        line, environment = command(root)
+        return [*line, f"{stdlib}/xml"], environment
+
+    look = f"import os\ndef f(x): return sorted(os.listdir('{stdlib}/xml'))"
+    assert "dom" in run(confined, look).values()[0]
+    monkeypatch.setattr("moe_lab.evaluation.programs.command", hiding)
+    with Runner(confined=True) as other:
+        assert run(other, look).values() == [[]]
 
 
 def test_there_is_no_network(confined: Runner) -> None:
