@@ -15,7 +15,7 @@ WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
     "hellaswag": reading.continuation, "openbookqa": reading.application,
     "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": tales.story,
     "passages": practice.passages, "lettering": practice.lettering, "claims": practice.claims,
-    "echo": practice.echo, "pairs": practice.pairs,
+    "roles": practice.roles, "echo": practice.echo, "pairs": practice.pairs,
     "portrait": prose.portrait, "reasoning": prose.reasoning, "report": prose.report,
 }  # fmt: skip
 
@@ -24,24 +24,29 @@ WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
 KNOWING = {
     "portrait": 9, "reasoning": 4, "report": 1, "wildbench": 7,
     "arc_easy": 5, "arc_challenge": 10, "mmlu": 10,
-    "boolq": 8, "rte": 8, "winogrande": 6, "hellaswag": 3, "openbookqa": 5,
+    "boolq": 8, "roles": 8, "winogrande": 6, "hellaswag": 3, "openbookqa": 5,
     "gsm8k": 14, "math500": 14, "functions": 14,
 }  # fmt: skip
 READING = {
     "portrait": 3, "reasoning": 2, "wildbench": 3, "arc_easy": 2, "arc_challenge": 8, "mmlu": 6, "lettering": 14,
-    "boolq": 8, "passages": 8, "rte": 10, "claims": 8, "winogrande": 8, "hellaswag": 1, "openbookqa": 4,
+    "boolq": 8, "passages": 8, "roles": 10, "claims": 8, "winogrande": 8, "hellaswag": 1, "openbookqa": 4,
     "gsm8k": 6, "math500": 6, "functions": 6,
 }  # fmt: skip
 MATCHING_MORE = {
-    "rte": 14, "claims": 12, "boolq": 12, "passages": 8, "lettering": 12, "options": 10, "pairs": 6, "winogrande": 5,
+    "roles": 14, "claims": 12, "boolq": 12, "passages": 8, "lettering": 12, "options": 10, "pairs": 6, "winogrande": 5,
     "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
 MATCHING = {
     "echo": 16, "pairs": 20, "lettering": 12, "mmlu": 4,
-    "passages": 6, "boolq": 6, "claims": 8, "rte": 8, "winogrande": 8,
+    "passages": 6, "boolq": 6, "claims": 8, "roles": 8, "winogrande": 8,
     "portrait": 3, "wildbench": 2, "arc_easy": 3, "arc_challenge": 7, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 5, "math500": 6, "functions": 6,
+}  # fmt: skip
+JUDGING = {
+    "rte": 22, "boolq": 16, "passages": 8, "lettering": 6, "mmlu": 6, "winogrande": 6,
+    "portrait": 3, "wildbench": 3, "arc_easy": 6, "arc_challenge": 10, "hellaswag": 1, "openbookqa": 3,
+    "gsm8k": 5, "math500": 7, "functions": 9,
 }  # fmt: skip
 
 

@@ -45,8 +45,22 @@ def lettering(world: World, random: Random) -> Example:
     return replace(example, more=tuple(order))
 
 
+def roles(world: World, random: Random) -> Example:
+    """As rte, but with nothing said of truth: a false claim has the two people of the sentence the wrong way round."""
+    a, b = random.sample(PEOPLE, 2)
+    o, p = random.choice(OBJECTS), random.choice(PLACES)
+    pair = random.choice(ENTAILED)
+    premise, hypothesis = pair if random.random() < 0.5 else pair[::-1]
+    label = random.randrange(2)
+    first, second = (a, b) if label == 0 else (b, a)
+    said = premise.format(a=a, b=b, o=o, p=p)
+    claimed = hypothesis.format(a=first, b=second, o=o, p=p)
+    prompt = f"{said}\nQuestion: {claimed} True or False?\nAnswer:"
+    return Example("roles", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label)
+
+
 def claims(world: World, random: Random) -> Example:
-    """As rte, but one sentence is followed by four claims: it, what follows from it, and both with people swapped."""
+    """As roles, but one sentence is followed by four claims: it, what follows from it, and both with people swapped."""
     pair = random.sample(random.choice(ENTAILED), 2)
     while True:
         a, b = random.sample(PEOPLE, 2)

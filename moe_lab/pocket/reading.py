@@ -22,6 +22,12 @@ ENTAILED = (
     ("{a} won the race against {b}.", "{b} lost the race against {a}."),
 )
 
+# Words that make what follows so, and words that make it not so.
+VERACITY = (
+    ("It is true that", "Everybody saw that", "It turned out that", "They proved that"),
+    ("It is wrong that", "Nobody saw that", "They only dreamed that", "It was a lie that"),
+)
+
 # Sentence with two candidates, the one the clause is about, and what only fits that one.
 PRONOUNS = (
     ("The {o} did not fit into the {q} because the", ("{o}", "{q}"), ("was too big.", "was too small.")),
@@ -128,15 +134,13 @@ def yes_or_no(world: World, random: Random) -> Example:
 
 
 def entailment(world: World, random: Random) -> Example:
-    """rte: does the second sentence follow from the first? False ones have the two people the wrong way round."""
+    """rte: a claim is said to be so or not to be so; is what says the same in other words true or false?"""
     a, b = random.sample(PEOPLE, 2)
-    o, p = random.choice(OBJECTS), random.choice(PLACES)
-    pair = random.choice(ENTAILED)
-    premise, hypothesis = pair if random.random() < 0.5 else pair[::-1]
+    words = {"a": a, "b": b, "o": random.choice(OBJECTS), "p": random.choice(PLACES)}
+    premise, hypothesis = random.sample(random.choice(ENTAILED), 2)
     label = random.randrange(2)
-    first, second = (a, b) if label == 0 else (b, a)
-    said = premise.format(a=a, b=b, o=o, p=p)
-    claimed = hypothesis.format(a=first, b=second, o=o, p=p)
+    said = f"{random.choice(VERACITY[label])} {premise.format(**words)}"
+    claimed = hypothesis.format(**words)
     prompt = f"{said}\nQuestion: {claimed} True or False?\nAnswer:"
     return Example("rte", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label)
 

@@ -20,7 +20,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from moe_lab.pocket.batches import Batch, LossWeights, batch
-from moe_lab.pocket.corpus import KNOWING, MATCHING, MATCHING_MORE, READING, documents
+from moe_lab.pocket.corpus import JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING, documents
 from moe_lab.pocket.examples import Example
 from moe_lab.pocket.network import BALANCE, balance_loss, build_network, load_network, token_loss
 from moe_lab.pocket.tokens import build_tokenizer
@@ -63,6 +63,7 @@ STAGES = (
     Stage(READING, 1500, 1500, 2e-3, 50, LossWeights(prompt=0.1, short_answer=8.0)),
     Stage(MATCHING, 900, 900, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
     Stage(MATCHING_MORE, 560, 560, 2e-3, 50, LossWeights(prompt=0.05, short_answer=8.0)),
+    Stage(JUDGING, 500, 500, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=6.0)),
 )
 
 

@@ -110,7 +110,7 @@ def test_balance_loss_is_top_k_when_balanced_and_more_when_not() -> None:
 
 
 def test_training_is_repeatable_can_go_on_from_a_folder_and_leaves_a_model(tmp_path: Path) -> None:
-    stages = [replace(stage, steps=1, warmup=1) for stage in STAGES]
+    stages = [replace(stage, steps=1, warmup=1) for stage in STAGES[:2]]
     train(tmp_path / "at once", stages)
     train(tmp_path / "in two", stages[:1])
     train(tmp_path / "in two", stages, first_stage=1)

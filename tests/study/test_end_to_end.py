@@ -31,7 +31,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def command(store: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "moe_lab", *SMALL, *words, f"store={store}"]
+    flags = [word for word in words if word.startswith("-")]
+    settings = [word for word in words if not word.startswith("-")]
+    return [sys.executable, "-m", "moe_lab", *flags, *SMALL, *settings, f"store={store}"]
 
 
 def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
