@@ -128,6 +128,7 @@ def _averages(material: Material) -> list[Output]:
     return [
         figures.averages_figure(comparison, name=_of_model(material, "averages", comparison))
         for comparison in material.comparisons
+        if all(panel.columns(comparison) for panel in comparison.panels)  # nothing to average where nothing succeeded
     ]
 
 

@@ -60,10 +60,12 @@ def error_document(error: BaseException) -> dict[str, Any]:
     transient = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in TRANSIENT)
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text, transient = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})", True
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text = "the disk of the store is full: make room and start the same command again, what is finished is kept"
     return {
         "message": text,
         "type": type(error).__name__,
-        "user": isinstance(error, UserError),
+        "user": isinstance(error, UserError) or transient,
         "transient": transient,
         "trace": "" if isinstance(error, UserError) else "".join(traceback.format_exception(error)),
         "code": code_state(),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_lab.study.identity import Step
+from moe_lab.study.job import error_document
 from moe_lab.study.store import Busy, Store
 
 POLL = 0.5
@@ -98,7 +99,6 @@ def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None])
                 store.fail(step, error.document)
             schedule.fail(step, error)
         except OSError as error:
-            sentence = f"{step.folder} could not be stored: {error.strerror} ({error.filename or store.root})"
-            schedule.fail(step, StepError({"message": sentence, "user": True}, transient=True))
+            schedule.fail(step, StepError(error_document(error), transient=True))
         else:
             schedule.finish(step)

@@ -66,7 +66,7 @@ def test_a_full_disk_is_said_and_not_remembered(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(scratch))
 
     run(schedule, store, execute)
-    assert "No space left on device" in str(schedule.failed[first.id])
+    assert "disk of the store is full" in str(schedule.failed[first.id])
     assert store.error(first) is None and not store.done(first)
 
 
