@@ -81,3 +81,21 @@ def test_several_mistakes_are_told_together(tmp_path: Path) -> None:
     done = moe_lab("calibration.packing=reep", "allocation.name=unifrom", "suite=pocket16", store=tmp_path / "store")
     assert done.returncode == 2
     assert all(word in done.stderr for word in ("did you mean reap", "did you mean uniform", "allow_code_execution"))
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("experiment", sorted(file.stem for file in (ROOT / "conf/experiment").glob("*.yaml")))
+def test_every_experiment_is_ready_to_run(experiment: str, tmp_path: Path) -> None:
+    done = moe_lab(f"+experiment={experiment}", "dry_run=true", store=tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"{experiment}: ") and "evaluate" in done.stderr
+
+
+@pytest.mark.parametrize("sweep", sorted(file.stem for file in (ROOT / "sweeps").glob("*.yaml")))
+def test_every_sweep_is_ready_to_run(sweep: str, tmp_path: Path) -> None:
+    where = ("--config-dir", str(ROOT / "sweeps"), "--config-name", sweep)
+    done = moe_lab(*where, "dry_run=true", store=tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"{sweep}: ")
