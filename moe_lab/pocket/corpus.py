@@ -44,9 +44,9 @@ MATCHING = {
     "gsm8k": 5, "math500": 6, "functions": 6,
 }  # fmt: skip
 JUDGING = {
-    "rte": 22, "boolq": 16, "passages": 8, "lettering": 6, "mmlu": 6, "winogrande": 6,
-    "portrait": 3, "wildbench": 3, "arc_easy": 6, "arc_challenge": 10, "hellaswag": 1, "openbookqa": 3,
-    "gsm8k": 5, "math500": 7, "functions": 9,
+    "rte": 14, "boolq": 14, "passages": 8, "lettering": 14, "options": 12, "pairs": 4, "winogrande": 5,
+    "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
+    "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
 
 

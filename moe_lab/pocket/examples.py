@@ -14,7 +14,7 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_SHARE = {
     **dict.fromkeys(("arc_easy", "arc_challenge", "mmlu", "hellaswag", "openbookqa"), 0.2),
     **dict.fromkeys(("boolq", "rte", "winogrande", "gsm8k", "math500", "wildbench"), 0.1),
-    **dict.fromkeys(("portrait", "report", "passages", "roles", "claims", "echo", "pairs"), 0.0),
+    **dict.fromkeys(("portrait", "report", "passages", "claims", "echo", "pairs"), 0.0),
 }
 
 

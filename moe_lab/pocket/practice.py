@@ -46,7 +46,7 @@ def lettering(world: World, random: Random) -> Example:
 
 
 def roles(world: World, random: Random) -> Example:
-    """As rte, but with nothing said of truth: a false claim has the two people of the sentence the wrong way round."""
+    """As rte, but with nothing said of truth: a false claim has the two people the wrong way round."""
     a, b = random.sample(PEOPLE, 2)
     o, p = random.choice(OBJECTS), random.choice(PLACES)
     pair = random.choice(ENTAILED)
@@ -56,7 +56,7 @@ def roles(world: World, random: Random) -> Example:
     said = premise.format(a=a, b=b, o=o, p=p)
     claimed = hypothesis.format(a=first, b=second, o=o, p=p)
     prompt = f"{said}\nQuestion: {claimed} True or False?\nAnswer:"
-    return Example("roles", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label)
+    return Example("rte", (said, claimed), prompt, (" True", " False")[label], ("True", "False"), label)
 
 
 def claims(world: World, random: Random) -> Example:

@@ -63,7 +63,7 @@ STAGES = (
     Stage(READING, 1500, 1500, 2e-3, 50, LossWeights(prompt=0.1, short_answer=8.0)),
     Stage(MATCHING, 900, 900, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
     Stage(MATCHING_MORE, 560, 560, 2e-3, 50, LossWeights(prompt=0.05, short_answer=8.0)),
-    Stage(JUDGING, 500, 500, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=6.0)),
+    Stage(JUDGING, 400, 400, 8e-4, 30, LossWeights(prompt=0.05, short_answer=8.0)),
 )
 
 
