@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from analysis.frames import groups, records
 from analysis.reader import SCHEMA, Gap, Reader
+from analysis.remarks import remarks
 from moe_lab.errors import UserError, unknown
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
@@ -93,13 +94,13 @@ def load(store: Path, name: str) -> Study:
         models=models,
         origins=origins,
         gaps=list(reader.gaps.values()),
-        notes=_notes(results, origins),
+        notes=remarks(results, origins),
     )
 
 
 _SAMPLES = ("benchmark", "item", "outcome")
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
-_ORIGIN = ("host", "machine", "python", "moe_lab", "commit")
+_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox")
 _FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 _DAMAGE = ("layer", "expert", "score")
 
@@ -186,8 +187,10 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
     return {
         "folder": folder,
         "seconds": provenance.get("seconds"),
-        **{key: provenance.get(key) for key in _ORIGIN if key != "commit"},
-        "commit": f"{code['commit']}{' (edited)' if code.get('edited') else ''}" if code.get("commit") else None,
+        **{key: provenance.get(key) for key in ("host", "machine", "python")},
+        "moe_lab": code.get("version"),
+        "commit": f"{code['commit']}{' (edited)' if code.get('edits') else ''}" if code.get("commit") else None,
+        "sandbox": (result.get("protocol") or {}).get("sandbox"),
         "versions": {str(library): str(version) for library, version in versions.items() if version},
     }
 
@@ -260,39 +263,3 @@ def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     for row in records(results[twice]):
         reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
     return results[~twice].reset_index(drop=True)
-
-
-def _notes(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
-    notes = [
-        f"Results were made with different versions of {library}: {', '.join(found)}."
-        for library, found in versions(origins).items()
-        if len(found) > 1
-    ]
-    by_benchmark = results.groupby("benchmark", sort=True)
-    for name, sizes in by_benchmark["n"].unique().items():
-        if len(sizes) > 1:
-            counts = ", ".join(f"{n:g}" for n in sorted(sizes))
-            notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
-    for name, metrics in by_benchmark["metric"].unique().items():
-        if len(metrics) > 1:
-            listed = ", ".join(sorted(map(str, metrics)))
-            notes.append(f"{name} was measured by different metrics ({listed}): its scores are not comparable.")
-    short = results[results["expected"].notna() & (results["n"] < results["expected"])]
-    if len(short):
-        few = short["benchmark"].nunique()
-        noun = "benchmark" if few == 1 else "benchmarks"
-        notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
-    if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
-        notes.append(
-            "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."
-        )
-    return notes
-
-
-def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
-    """Library -> the versions results were made with."""
-    found: dict[str, set[str]] = {}
-    for row in origins["versions"]:
-        for library, version in row.items():
-            found.setdefault(library, set()).add(version)
-    return {library: sorted(values) for library, values in sorted(found.items())}

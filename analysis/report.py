@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from analysis import catalogue, findings, names, render, style
 from analysis.catalogue import Material, Output
-from analysis.load import Study, load, versions
+from analysis.load import Study, load
+from analysis.remarks import versions
 from analysis.style import Figure
 from analysis.tables import Table
 from analysis.views import winner_views

@@ -11,8 +11,9 @@ import pandas as pd
 from analysis import memory, names, uncertainty
 from analysis.coverage import coverage_summary
 from analysis.frames import records
-from analysis.load import Study, versions
+from analysis.load import Study
 from analysis.overlap import variant_name
+from analysis.remarks import versions
 from analysis.winners import LEVEL, label
 
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"

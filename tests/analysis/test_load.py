@@ -129,9 +129,16 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     change_result(store, 2, "arc_easy", metric="acc_norm")
     provenance = folder(store, 2, "rte") / "provenance.json"
     provenance.write_text(json.dumps({"versions": {"torch": "9.9"}}))
+    result = folder(store, 3, "humaneval") / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
     study = load(store, "made_up")
     notes = " ".join(study.notes)
-    for words in ("hellaswag was counted on different numbers", "arc_easy was measured by different metrics", "torch"):
+    for words in (
+        "hellaswag was counted on different numbers",
+        "arc_easy was measured by different metrics",
+        "torch",
+        "sandbox: limited",
+    ):
         assert words in notes
     assert "A limit was set: 1 benchmark " in notes
     [comparison] = compare(study)

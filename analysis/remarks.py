@@ -1,0 +1,47 @@
+"""What a reader should know about how results were made before comparing them."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+NAMESPACES = "namespaces"
+"""The sandbox that needs no remark."""
+
+
+def remarks(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
+    """Sentences about differences between results, and about programs that ran without walls."""
+    notes = [
+        f"Results were made with different versions of {library}: {', '.join(found)}."
+        for library, found in versions(origins).items()
+        if len(found) > 1
+    ]
+    by_benchmark = results.groupby("benchmark", sort=True)
+    for name, sizes in by_benchmark["n"].unique().items():
+        if len(sizes) > 1:
+            counts = ", ".join(f"{n:g}" for n in sorted(sizes))
+            notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
+    for name, metrics in by_benchmark["metric"].unique().items():
+        if len(metrics) > 1:
+            listed = ", ".join(sorted(map(str, metrics)))
+            notes.append(f"{name} was measured by different metrics ({listed}): its scores are not comparable.")
+    short = results[results["expected"].notna() & (results["n"] < results["expected"])]
+    if len(short):
+        few = short["benchmark"].nunique()
+        noun = "benchmark" if few == 1 else "benchmarks"
+        notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
+    if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
+        notes.append(
+            "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."
+        )
+    for walls in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
+        notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {walls}).")
+    return notes
+
+
+def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
+    """Library -> the versions results were made with."""
+    found: dict[str, set[str]] = {}
+    for row in origins["versions"]:
+        for library, version in row.items():
+            found.setdefault(library, set()).add(version)
+    return {library: sorted(values) for library, values in sorted(found.items())}
