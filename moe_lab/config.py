@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import MISSING
 
 GATES = ("model", "renormalized", "double_softmax")
-GRID_AXES = ("model", "criterion", "calibration", "allocation", "ratio", "gate", "seed")
 
 
 @dataclass

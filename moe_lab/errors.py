@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 
 
@@ -22,3 +22,11 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
     return UserError(f"{field}={value} is unknown{hint} (known: {', '.join(names) or 'none'})")
+
+
+def said(check: Callable[[], object]) -> Iterator[str]:
+    """What is wrong according to `check`: its UserError as a sentence, or nothing."""
+    try:
+        check()
+    except UserError as error:
+        yield str(error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation.policy import Policy
 from moe_lab.paths import PREFIX, resolve
 
@@ -87,11 +87,11 @@ def _problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if benchmark.harness not in PACKAGES:
         yield str(unknown(f"{name}: harness", benchmark.harness, PACKAGES))
         return
-    yield from _said(lambda: _check_package(benchmark))
-    yield from _said(lambda: _check_items(benchmark))
+    yield from said(lambda: _check_package(benchmark))
+    yield from said(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
     if runs_programs(benchmark):
-        yield from _said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
+        yield from said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
@@ -115,13 +115,6 @@ def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
         yield f"{name}: limit={benchmark.limit}: expected 1 or more items, or null for all"
     if benchmark.batch_size < 1:
         yield f"{name}: batch_size={benchmark.batch_size}: expected 1 or more"
-
-
-def _said(check: Callable[[], object]) -> Iterator[str]:
-    try:
-        check()
-    except UserError as error:
-        yield str(error)
 
 
 def _check_package(benchmark: BenchmarkConfig) -> None:

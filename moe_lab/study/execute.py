@@ -19,10 +19,6 @@ from moe_lab.study.store import Store
 WORKER = "moe_lab.study.worker"
 
 
-def step_error(document: dict[str, Any]) -> StepError:
-    return StepError(document, transient=bool(document.get("transient")))
-
-
 class Worker:
     """A worker process, started at the first step and again when it has died; closes with the `with` block."""
 
@@ -68,9 +64,9 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise step_error(self._obituary(step))
+            raise StepError(self._obituary(step))
         if reply := json.loads(line):
-            raise step_error({**reply, "log": str(self.log)})
+            raise StepError({**reply, "log": str(self.log)})
 
     def _obituary(self, step: Step) -> dict[str, Any]:
         assert self.process
@@ -102,4 +98,4 @@ class Here:
         try:
             perform(Job.of(step, self.store, scratch))
         except Exception as error:
-            raise step_error(error_document(error)) from error
+            raise StepError(error_document(error)) from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from moe_lab import allocation, criteria, tracking
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import UserError
+from moe_lab.errors import said
 from moe_lab.evaluation import suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
@@ -24,20 +24,20 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
-    yield from _said(partial(tracking.check, config.tracker))
+    yield from said(partial(tracking.check, config.tracker))
     yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
     for cell in _each(cells, "model"):
-        yield from _said(partial(files.check, cell.model))
+        yield from said(partial(files.check, cell.model))
     for cell in _each(cells, "criterion"):
-        yield from _said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
+        yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
     for cell in _each(cells, "calibration"):
         if any(criteria.reads_text(c.criterion.name) for c in cells if c.criterion.name in criteria.CRITERIA):
-            yield from _said(partial(calibrations.check, cell.calibration))
+            yield from said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "allocation"):
-        yield from _said(partial(allocation.check, cell.allocation))
+        yield from said(partial(allocation.check, cell.allocation))
     for cell in {(id(cell.model), id(cell.allocation), cell.ratio): cell for cell in cells}.values():
         if cell.allocation.name in allocation.ALLOCATIONS:
-            yield from _said(partial(_try_allocation, cell))
+            yield from said(partial(_try_allocation, cell))
 
 
 def _try_allocation(cell: Cell) -> None:
@@ -51,10 +51,3 @@ def _try_allocation(cell: Cell) -> None:
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:
     """One cell for every object of a group."""
     yield from {id(getattr(cell, group)): cell for cell in cells}.values()
-
-
-def _said(check: Callable[[], object]) -> Iterator[str]:
-    try:
-        check()
-    except UserError as error:
-        yield str(error)

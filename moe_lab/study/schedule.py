@@ -20,10 +20,10 @@ POLL = 0.5
 class StepError(Exception):
     """A step failed. `document` is stored and shown; `transient` ones are the machine's fault and not stored."""
 
-    def __init__(self, document: Mapping[str, Any], *, transient: bool = False) -> None:
+    def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(document["message"])
         self.document = dict(document)
-        self.transient = transient
+        self.transient = bool(document.get("transient"))
 
 
 @dataclass
@@ -99,6 +99,6 @@ def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None])
                 store.fail(step, error.document)
             schedule.fail(step, error)
         except OSError as error:
-            schedule.fail(step, StepError(error_document(error), transient=True))
+            schedule.fail(step, StepError({**error_document(error), "transient": True}))
         else:
             schedule.finish(step)
