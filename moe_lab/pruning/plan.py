@@ -1,10 +1,11 @@
-"""A plan: which experts each layer keeps. The only thing pruning needs, and plain JSON. No torch.
+"""A plan: which experts each layer keeps, and which channels of them. The only thing pruning needs, and plain JSON.
+No torch.
 
     {"schema": 1, "digest": "<sha256 of layers>",
      "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
-A layer is an object so that it can say more one day, such as kept channels per expert; readers refuse what they do
-not know.
+A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
+hexadecimal, the lowest bit of the first byte is channel 0. Readers refuse what they do not know.
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
+from numpy.typing import NDArray
+
 from moe_lab.errors import UserError
 from moe_lab.models.routing import PerLayer, at, fewest_experts
+from moe_lab.pruning.layer import Mask, check_groups, check_ids, check_mask, is_layer, unpacked
 
 SCHEMA = 1
+ZERO_EXPERT = ("keep_null", "drop")
+"""What becomes of an expert that keeps no channel: it stays routable and gives 0, or it goes with its router row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """Kept experts per layer; the ids are sorted, so that survivors stay in order."""
+    """Kept experts per layer, their ids ascending, so that survivors stay in order. Plans that keep the same are
+    equal."""
 
     experts: dict[int, tuple[int, ...]]
     """Layer -> ids of the experts to keep, ascending."""
@@ -34,6 +42,16 @@ class Plan:
     """Layer -> number of experts before pruning."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the plan comes from: model, criterion, calibration, ratio and so on; no part of the digest."""
+    channels: dict[int, Mask] = field(default_factory=dict)
+    """Layer -> (E, I) bool, True for kept channels, over all experts the layer had; empty for a plan of whole experts.
+    Rows of dropped experts are False; a kept expert with a row of False is a null expert: tokens are routed to it and
+    it gives 0."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def __post_init__(self) -> None:
         if not self.experts or set(self.experts) != set(self.n_experts):
@@ -42,7 +60,18 @@ class Plan:
                 f"{sorted(self.n_experts)}: both must name the same layers, at least one"
             )
         for layer, kept in self.experts.items():
-            _check_ids(layer, kept, self.n_experts[layer])
+            check_ids(layer, kept, self.n_experts[layer])
+        if self.channels and set(self.channels) != set(self.experts):
+            raise UserError(
+                f"plan: channels are given for layers {sorted(self.channels)}, expected all of {sorted(self.experts)} "
+                "or none"
+            )
+        for layer, mask in self.channels.items():
+            check_mask(layer, mask, self.experts[layer], self.n_experts[layer])
+
+    def widths(self, layer: int) -> tuple[int, ...]:
+        """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
+        return tuple(int(width) for width in self.channels[layer][list(self.experts[layer])].sum(1))
 
     @property
     def digest(self) -> str:
@@ -66,7 +95,7 @@ class Plan:
                     f"at least {fewest} (top_k={k}{f', n_group={groups}' if groups > 1 else ''}): keep {fewest} or "
                     "more"
                 )
-            _check_groups(layer, kept, self.n_experts[layer], groups)
+            check_groups(layer, kept, self.n_experts[layer], groups)
 
     def uniform_count(self) -> int:
         """The number of experts every layer keeps; UserError when layers differ."""
@@ -112,22 +141,31 @@ class Plan:
         if schema != SCHEMA:
             raise UserError(f"plan={path} has schema {schema}: expected a plan of schema {SCHEMA}")
         layers = content.get("layers")
-        if not isinstance(layers, dict) or not all(_is_layer(key, layer) for key, layer in layers.items()):
-            raise UserError(f"plan={path} is damaged: expected layers with the fields experts and keep")
+        if not isinstance(layers, dict) or not all(is_layer(key, layer) for key, layer in layers.items()):
+            raise UserError(
+                f"plan={path} is damaged: expected layers with the fields experts and keep, and width and channels in "
+                "all layers or in none"
+            )
         plan = cls(
             experts={int(layer): tuple(value["keep"]) for layer, value in layers.items()},
             n_experts={int(layer): value["experts"] for layer, value in layers.items()},
             provenance=content.get("provenance", {}),
+            channels={int(layer): unpacked(value) for layer, value in layers.items() if "channels" in value},
         )
         if content.get("digest") != plan.digest:
             raise UserError(f"plan={path} is damaged: its digest is {content.get('digest')}, expected {plan.digest}")
         return plan
 
     def _layers(self) -> dict[str, Any]:
-        return {
-            str(layer): {"experts": self.n_experts[layer], "keep": list(self.experts[layer])}
-            for layer in sorted(self.experts)
-        }
+        layers: dict[str, Any] = {}
+        for layer in sorted(self.experts):
+            kept = list(self.experts[layer])
+            layers[str(layer)] = {"experts": self.n_experts[layer], "keep": kept}
+            if self.channels:
+                mask = self.channels[layer]
+                packed = numpy.packbits(mask[kept], axis=1, bitorder="little")
+                layers[str(layer)] |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
+        return layers
 
 
 def make_plan(
@@ -160,6 +198,60 @@ def make_plan(
     return plan
 
 
+def make_channel_plan(
+    scores: Mapping[int, NDArray[numpy.float64]],
+    keep: Mapping[int, NDArray[numpy.int64]],
+    *,
+    zero_expert: str = "keep_null",
+    top_k: PerLayer,
+    n_group: PerLayer = 1,
+    topk_group: PerLayer | None = None,
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that keeps, of each expert, the `keep[layer][expert]` channels of highest score.
+
+    `scores`: layer -> (E, I), finite, higher means keep; equal scores fall by channel index, lower first. `keep`:
+    layer -> (E,) numbers from 0 to I. An expert without channels stays as a null expert (`zero_expert` keep_null) or
+    is dropped with its router row (drop). UserError for scores that are not finite, numbers out of range, and what
+    `Plan.check` refuses.
+    """
+    if set(scores) != set(keep):
+        raise UserError(f"allocation: budgets are of layers {sorted(keep)}, but scores are of layers {sorted(scores)}")
+    masks = {layer: _best_channels(layer, scores[layer], keep[layer]) for layer in sorted(scores)}
+    routable = {layer: mask.any(1) | (zero_expert == "keep_null") for layer, mask in masks.items()}
+    plan = Plan(
+        experts={layer: tuple(numpy.flatnonzero(flags).tolist()) for layer, flags in routable.items()},
+        n_experts={layer: len(mask) for layer, mask in masks.items()},
+        provenance=dict(provenance),
+        channels=masks,
+    )
+    try:
+        plan.check(top_k, n_group, topk_group)
+    except UserError as error:
+        raise UserError(f"{error} (allocation.parameters.zero_expert=keep_null keeps them all routable)") from None
+    return plan
+
+
+def _best_channels(layer: int, scores: NDArray[numpy.float64], keep: NDArray[numpy.int64]) -> Mask:
+    """(E, I) bool: the `keep` (E,) best of each row of `scores` (E, I)."""
+    count, width = scores.shape
+    if bad := numpy.argwhere(~numpy.isfinite(scores)).tolist():
+        expert, channel = bad[0]
+        raise UserError(
+            f"scores: layer {layer}, expert {expert}, channel {channel} is {scores[expert, channel]}: expected a "
+            "finite number"
+        )
+    if keep.shape != (count,) or keep.min() < 0 or keep.max() > width:
+        raise UserError(
+            f"allocation: keeps {keep.tolist()} channels in layer {layer}: expected {count} numbers from 0 to {width}"
+        )
+    order = numpy.argsort(scores, axis=1, kind="stable")
+    places = numpy.empty_like(order)
+    numpy.put_along_axis(places, order, numpy.arange(width)[None, :].repeat(count, 0), axis=1)
+    best: Mask = places >= (width - keep)[:, None]
+    return best
+
+
 def _survivors(layer: int, scores: list[float], remove: int, n_group: int) -> tuple[int, ...]:
     """Ids left after dropping the lowest `remove` of `scores`, an equal share from each group."""
     count = len(scores)
@@ -185,41 +277,6 @@ def _finite(layer: int, scores: Sequence[float]) -> list[float]:
         if not math.isfinite(value):
             raise UserError(f"scores: layer {layer}, expert {expert} is {value}: expected a finite number")
     return values
-
-
-def _check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:
-    if not kept:
-        raise UserError(f"plan: layer {layer} keeps no expert of {count}: keep at least 1")
-    for expert in kept:
-        if not 0 <= expert < count:
-            raise UserError(f"plan: layer {layer} keeps expert {expert}: expected an id from 0 to {count - 1}")
-    if list(kept) != sorted(set(kept)):
-        raise UserError(
-            f"plan: layer {layer} keeps {list(kept)}: expected {sorted(set(kept))}, ascending and each once"
-        )
-
-
-def _check_groups(layer: int, kept: tuple[int, ...], count: int, n_group: int) -> None:
-    if count % n_group:
-        raise UserError(f"plan: layer {layer} has {count} experts, which do not fall into {n_group} equal groups")
-    size = count // n_group
-    survivors = [sum(1 for expert in kept if expert // size == group) for group in range(n_group)]
-    if len(set(survivors)) > 1:
-        raise UserError(
-            f"plan: layer {layer} keeps {survivors} experts of the {n_group} groups of its router, which must keep "
-            f"equally many: {max(1, round(len(kept) / n_group))} each is nearest"
-        )
-
-
-def _is_layer(key: str, layer: Any) -> bool:
-    return (
-        key.isdigit()
-        and isinstance(layer, dict)
-        and set(layer) == {"experts", "keep"}
-        and type(layer["experts"]) is int
-        and isinstance(layer["keep"], list)
-        and all(type(expert) is int for expert in layer["keep"])
-    )
 
 
 def _canonical(value: Any) -> str:

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
 
 SCORES = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=40)
 
@@ -144,3 +145,75 @@ def test_missing_and_cut_files_are_refused(tmp_path: Path) -> None:
 def test_plans_and_allocations_need_no_torch() -> None:
     code = "import sys, moe_lab.pruning.plan, moe_lab.allocation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def channel_plan(zero_expert: str = "keep_null") -> Plan:
+    scores = numpy.array([[3.0, 1.0, 2.0], [5.0, 5.0, 5.0], [0.0, 9.0, 4.0]])
+    keep = {4: numpy.array([2, 0, 1])}
+    return make_channel_plan({4: scores}, keep, zero_expert=zero_expert, top_k=2, provenance={})
+
+
+def test_the_best_channels_of_each_expert_stay() -> None:
+    made = channel_plan()
+    assert made.channels[4].tolist() == [[True, False, True], [False, False, False], [False, True, False]]
+    assert made.experts == {4: (0, 1, 2)}
+    assert made.widths(4) == (2, 0, 1)
+
+
+def test_an_expert_without_channels_can_go() -> None:
+    made = channel_plan("drop")
+    assert made.experts == {4: (0, 2)}
+    assert made.widths(4) == (2, 1)
+    assert made != channel_plan()
+
+
+def test_dropping_too_many_experts_names_the_way_out() -> None:
+    scores, keep = {0: numpy.ones((3, 2))}, {0: numpy.array([0, 0, 2])}
+    with pytest.raises(UserError, match=r"layer 0 keeps 1 of 3 experts.*zero_expert=keep_null"):
+        make_channel_plan(scores, keep, zero_expert="drop", top_k=2, provenance={})
+
+
+@given(st.integers(1, 5), st.integers(1, 20), st.data())
+def test_channel_plans_keep_budgets_and_come_back(experts: int, width: int, data: st.DataObject) -> None:
+    rows = st.lists(st.integers(-2, 2).map(float), min_size=width, max_size=width)
+    scores = numpy.array(data.draw(st.lists(rows, min_size=experts, max_size=experts)))
+    keep = numpy.array(data.draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts)))
+    made = make_channel_plan({7: scores}, {7: keep}, top_k=1, provenance={"a": 1})
+    assert made.widths(7) == tuple(keep)
+    for row, mask in zip(scores, made.channels[7], strict=True):
+        order = sorted(range(width), key=lambda channel: row[channel])  # stable: lower index falls first
+        assert sorted(numpy.flatnonzero(~mask)) == sorted(order[: width - mask.sum()])
+    content = json.loads(json.dumps({"schema": 1, "digest": made.digest, "layers": made._layers()}))
+    back = Plan._from_json(content, "plan.json")
+    assert back == made
+    assert back.channels[7].tolist() == made.channels[7].tolist()
+
+
+def test_damaged_channels_are_refused(tmp_path: Path) -> None:
+    made, path = channel_plan(), tmp_path / "plan.json"
+    made.save(path)
+    assert Plan.load(path) == made
+    for before, after in (('"05"', '"5"'), ('"05"', '"07"'), ('"width": 3', '"width": 30'), ('"05"', '"0g"')):
+        text = path.read_text()
+        assert before in text
+        damaged = tmp_path / "damaged.json"
+        damaged.write_text(text.replace(before, after, 1))
+        with pytest.raises(UserError, match="is damaged"):
+            Plan.load(damaged)
+
+
+def test_masks_must_fit_the_experts() -> None:
+    mask = numpy.ones((3, 2), dtype=bool)
+    with pytest.raises(UserError, match="keeps channels of expert 1, which it does not keep"):
+        Plan({0: (0, 2)}, {0: 3}, {}, {0: mask})
+    with pytest.raises(UserError, match=r"expected bool \(4, channels\)"):
+        Plan({0: (0, 2)}, {0: 4}, {}, {0: mask})
+    with pytest.raises(UserError, match="expected all of"):
+        Plan({0: (0, 1, 2), 1: (0,)}, {0: 3, 1: 1}, {}, {0: mask})
+
+
+def test_scores_and_budgets_of_channels_are_checked() -> None:
+    with pytest.raises(UserError, match="layer 0, expert 1, channel 0 is nan"):
+        make_channel_plan({0: numpy.array([[1.0], [math.nan]])}, {0: numpy.array([1, 1])}, top_k=1, provenance={})
+    with pytest.raises(UserError, match="expected 2 numbers from 0 to 1"):
+        make_channel_plan({0: numpy.ones((2, 1))}, {0: numpy.array([1, 2])}, top_k=1, provenance={})
