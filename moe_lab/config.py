@@ -76,14 +76,48 @@ class CalibrationConfig:
 
 @dataclass
 class AllocationConfig:
-    """How many experts each layer loses."""
+    """How many experts, or channels, each layer and expert loses."""
 
     name: str = "uniform"
     """Name in the allocation registry."""
+    label: str | None = None
+    """The word used in tables; null takes the name and the parameters."""
     multiple_of: int = 1
     """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
+    ratio_basis: str = "routed"
+    """What `ratio` is a share of: routed (the routed experts' parameters) or model (all parameters)."""
+    by: str | None = None
+    """Another criterion that allocation=global compares layers with; null takes the cell's own."""
+    search: str | None = None
+    """Name of the file in conf/calibration that allocation=evolutionary searches on; it needs answers."""
+    path: str | None = None
+    """The plan or schedule file of allocation=list."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the allocation."""
+
+
+@dataclass
+class RecoveryConfig:
+    """What is done to a pruned model before it is evaluated: fine-tuning, then quantising."""
+
+    name: str = "none"
+    """The word used in tables and file names."""
+    bits: int = 16
+    """16 leaves weights as they are loaded, 4 stores them as NF4 with double quantisation."""
+    modules: list[str] = field(default_factory=lambda: ["experts", "shared_experts"])
+    """What bits=4 quantises: experts, shared_experts."""
+    instructions: str | None = None
+    """Name of the file in conf/calibration to fine-tune on; it needs answers. null does not fine-tune."""
+    epochs: float = 2.0
+    """Passes over the instruction set."""
+    rank: int = 32
+    """Rank of the DoRA adapters on the routed experts."""
+    learning_rate: float = 1e-4
+    """Peak learning rate of the experts' adapters."""
+    router_rank: int = 4
+    """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
+    router_learning_rate: float = 1e-6
+    """Peak learning rate of the routers' adapters."""
 
 
 @dataclass
@@ -160,8 +194,10 @@ class GridConfig:
     """Names of files in conf/calibration."""
     allocation: list[str] = field(default_factory=list)
     """Names of files in conf/allocation."""
+    recovery: list[str] = field(default_factory=list)
+    """Names of files in conf/recovery."""
     ratio: list[float] = field(default_factory=list)
-    """Ratios of experts to remove."""
+    """Ratios of experts, or channels, to remove."""
     gate: list[str] = field(default_factory=list)
     """Gates to weigh expert outputs with."""
     seed: list[int] = field(default_factory=list)
@@ -179,7 +215,9 @@ class Config:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     """What the model reads while it is scored."""
     allocation: AllocationConfig = field(default_factory=AllocationConfig)
-    """How many experts each layer loses."""
+    """How many experts, or channels, each layer and expert loses."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What is done to a pruned model before it is evaluated."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     """What pruned models are evaluated on."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
@@ -189,7 +227,7 @@ class Config:
     grid: GridConfig = field(default_factory=GridConfig)
     """Lists per axis; cells are their product."""
     ratio: float = 0.25
-    """Share of the routed experts of each layer to remove, in [0, 1)."""
+    """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
     seed: int = 42
     """Seed of the calibration order and of random choices."""
     gate: str = "model"
@@ -204,8 +242,10 @@ class Config:
     """Write tables, figures and the HTML report at the end."""
     dry_run: bool = False
     """Print the graph of steps and stop."""
-    export: bool = False
-    """Also write each pruned model as a checkpoint."""
+    export: str | None = None
+    """Also write each pruned model as a checkpoint: natural (its own shape), masked or padded (a stock shape)."""
+    flops_text: str = "pocket_general"
+    """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""
     sandbox: str = "auto"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
@@ -19,26 +19,32 @@ from moe_lab.config import (
     Config,
     CriterionConfig,
     ModelConfig,
+    RecoveryConfig,
 )
 from moe_lab.errors import UserError, unknown
 
-Group = TypeVar("Group", ModelConfig, CriterionConfig, CalibrationConfig, AllocationConfig, BenchmarkConfig)
+Group = TypeVar(
+    "Group", ModelConfig, CriterionConfig, CalibrationConfig, AllocationConfig, RecoveryConfig, BenchmarkConfig
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid: what is pruned, by which criterion, on which text, how much and where."""
+    """One point of the grid: what is pruned, by which criterion, on which text, how much and where, and what then."""
 
     model: ModelConfig
     criterion: CriterionConfig
     calibration: CalibrationConfig
     allocation: AllocationConfig
+    recovery: RecoveryConfig
     ratio: float
     gate: str
     seed: int
+    texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
+    """What else is read, by what for: search (of the allocation), instructions (of the recovery), flops."""
 
     def __hash__(self) -> int:
-        return hash((self.criterion.name, self.calibration.name, self.model.name, self.ratio, self.gate, self.seed))
+        return hash((self.criterion.name, self.calibration.name, self.allocation.name, self.ratio, self.seed))
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def typed(schema: type[Group], content: DictConfig, origin: str) -> Group:
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
-    missing = [f.name for f in fields(schema) if OmegaConf.is_missing(merged, f.name)]
+    missing = [known.name for known in fields(schema) if OmegaConf.is_missing(merged, known.name)]
     if missing:
         raise UserError(f"{origin}: {missing[0]} is not set: add {origin.split('=')[0]}.{missing[0]}=VALUE")
     assert isinstance(result, schema)
@@ -106,7 +112,9 @@ def cells(config: Config, files: Files) -> list[Cell]:
     )
     for ratio in ratios:
         if not 0 <= ratio < 1:
-            raise UserError(f"ratio={ratio} is not in [0, 1): it is the share of experts to remove, such as 0.25")
+            raise UserError(
+                f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
+            )
     for gate in gates:
         if gate not in GATES:
             raise unknown("gate", gate, GATES)
@@ -115,11 +123,38 @@ def cells(config: Config, files: Files) -> list[Cell]:
         axis(CriterionConfig, "criterion", config.criterion),
         axis(CalibrationConfig, "calibration", config.calibration),
         axis(AllocationConfig, "allocation", config.allocation),
+        axis(RecoveryConfig, "recovery", config.recovery),
         ratios,
         gates,
         seeds,
     )
-    return [Cell(*point) for point in product]
+    texts = _Texts(files, config.flops_text)
+    return [Cell(*point, texts.of(*point[3:5])) for point in product]
+
+
+class _Texts:
+    """The texts of a cell besides its calibration set, each file loaded once; `calibration.X=...` does not reach
+    them."""
+
+    def __init__(self, files: Files, flops: str) -> None:
+        self.files, self.flops = files, flops
+        self._loaded: dict[str, CalibrationConfig] = {}
+
+    def of(self, allocation: AllocationConfig, recovery: RecoveryConfig) -> dict[str, CalibrationConfig]:
+        """What the allocation and the recovery name, and the text FLOPs are counted on."""
+        named = {
+            "search": ("allocation.search", allocation.search),
+            "instructions": ("recovery.instructions", recovery.instructions),
+            "flops": ("flops_text", self.flops),
+        }
+        return {role: self._load(setting, name) for role, (setting, name) in named.items() if name is not None}
+
+    def _load(self, setting: str, name: str) -> CalibrationConfig:
+        if name not in self._loaded:
+            if name not in self.files.names("calibration"):
+                raise unknown(setting, name, self.files.names("calibration"))
+            self._loaded[name] = typed(CalibrationConfig, self.files.load("calibration", name), f"calibration={name}")
+        return self._loaded[name]
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
