@@ -13,7 +13,7 @@ from moe_lab.criteria.registry import criterion
 AIMER = "AIMER, arXiv 2603.18492"
 
 
-@criterion("aimer", needs="weights", reference=AIMER)
+@criterion("aimer", needs=("weights",), reference=AIMER)
 def aimer(layer: Layer) -> Array:
     """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so the ratio is
     negated.
@@ -24,13 +24,13 @@ def aimer(layer: Layer) -> Array:
     return -absolute / numpy.where(square > 0, numpy.sqrt(count * square), 1)
 
 
-@criterion("magnitude", needs="weights", reference=AIMER)
+@criterion("magnitude", needs=("weights",), reference=AIMER)
 def magnitude(layer: Layer) -> Array:
     """||w||_1 / P: the mean absolute weight."""
     return layer["abs_sum"] / layer["count"]
 
 
-@criterion("random", needs="nothing", reference=AIMER, uses_seed=True)
+@criterion("random", needs=(), reference=AIMER, uses_seed=True)
 def random(layer: Layer) -> Array:
     """Uniform on [0, 1): numpy's PCG64(seed), one draw of E numbers per layer, in layer order."""
     return layer.random.random(layer.n_experts)

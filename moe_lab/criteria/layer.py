@@ -16,10 +16,17 @@ Array = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of `n_experts` (E) experts. Arrays are fp64; names and shapes are those of statistics/sums.py."""
+    """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it.
 
+    Arrays are fp64; names and shapes are those of statistics/sums.py.
+    """
+
+    criterion: str
+    """Name of the criterion, for messages."""
     index: int
     n_experts: int
+    width: int
+    """0 when a criterion of experts is not told."""
     arrays: Mapping[str, Any]
     gate: str
     random: numpy.random.Generator
@@ -43,14 +50,15 @@ class Layer:
         """The statistic called `name`. UserError when this layer has none."""
         if name not in self.arrays:
             raise UserError(
-                f"layer {self.index} has no {name}: {_reason(name)} (it has: {', '.join(sorted(self.arrays))})"
+                f"layer {self.index} has no {name}: {self._reason(name)} (it has: "
+                f"{', '.join(sorted(self.arrays)) or 'nothing'})"
             )
         return numpy.asarray(self.arrays[name], dtype=numpy.float64)
 
-
-def _reason(name: str) -> str:
-    if name == "sums_double_softmax":
+    def _reason(self, name: str) -> str:
+        if name == "sums_double_softmax":
+            return "gate=double_softmax needs a router that is a softmax over all experts, choose gate=model or renormalized"
         return (
-            "gate=double_softmax needs a router that is a softmax over all experts, choose gate=model or renormalized"
+            f"criterion={self.criterion} needs it, `python -m moe_lab criterion={self.criterion} model=... "
+            "calibration=...` gathers it"
         )
-    return "the statistics given are not those the criterion needs"

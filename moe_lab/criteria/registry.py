@@ -14,17 +14,24 @@ from moe_lab.config import GATES
 from moe_lab.criteria.layer import Array, Layer
 from moe_lab.errors import UserError, unknown
 
-Needs = Literal["statistics", "damage", "weights", "nothing"]
+Need = Literal["statistics", "damage", "weights", "channel_weights", "gradients", "weight_gradients"]
+Granularity = Literal["expert", "channel"]
 Function = Callable[..., Array]
+
+FROM_TEXT = ("statistics", "damage", "gradients", "weight_gradients")
+"""Needs that a model meets by reading a calibration set."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A named way to score the experts of a layer; higher means keep."""
+    """A named way to score the experts of a layer, or the channels of its experts; higher means keep."""
 
     name: str
-    needs: Needs
-    """Which step leaves its inputs: a calibration pass, the damage pass, the weight pass, or none."""
+    granularity: Granularity
+    """What gets a score: every expert, or every channel of every expert."""
+    needs: tuple[Need, ...]
+    """Which steps leave its inputs: passes over a calibration set (statistics, damage, gradients, weight_gradients) or
+    over the weights (weights, channel_weights). Empty when it needs nothing."""
     reference: str
     """The paper it is from."""
     uses_gate: bool
@@ -32,21 +39,27 @@ class Criterion:
     uses_seed: bool
     """Whether scores depend on the seed beyond the calibration text."""
     function: Function
-    """Layer and the criterion's own parameters -> scores (E,) fp64."""
+    """Layer and the criterion's own parameters -> scores (E,) or (E, I) fp64."""
 
 
 CRITERIA: dict[str, Criterion] = {}
 
 
 def criterion(
-    name: str, *, needs: Needs, reference: str, uses_gate: bool = False, uses_seed: bool = False
+    name: str,
+    *,
+    needs: tuple[Need, ...],
+    reference: str,
+    granularity: Granularity = "expert",
+    uses_gate: bool = False,
+    uses_seed: bool = False,
 ) -> Callable[[Function], Function]:
     """Register the decorated function under `name`."""
 
     def register(function: Function) -> Function:
         if name in CRITERIA:
             raise ValueError(f"criterion {name} is registered twice")
-        CRITERIA[name] = Criterion(name, needs, reference, uses_gate, uses_seed, function)
+        CRITERIA[name] = Criterion(name, granularity, needs, reference, uses_gate, uses_seed, function)
         return function
 
     return register
@@ -61,13 +74,14 @@ def get(name: str) -> Criterion:
 
 def reads_text(name: str) -> bool:
     """Whether the criterion needs a calibration set."""
-    return get(name).needs in ("statistics", "damage")
+    return any(need in FROM_TEXT for need in get(name).needs)
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
     """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out.
 
-    The criterion is tried on a layer of one expert that saw one token, so that it can refuse values too.
+    The criterion is tried on a layer of one expert with one channel that saw one token, so that it can refuse values
+    too.
     """
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for given in parameters:
@@ -76,7 +90,7 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
     for word, parameter in accepted.items():
         if parameter.default is parameter.empty and word not in parameters:
             raise UserError(f"criterion={name} needs the parameter {word}: set criterion.parameters.{word}")
-    get(name).function(Layer(0, 1, _Ones(), "model", numpy.random.default_rng(0)), **parameters)
+    get(name).function(Layer(name, 0, 1, 1, _Ones(), "model", numpy.random.default_rng(0)), **parameters)
 
 
 def score(
@@ -84,16 +98,17 @@ def score(
     inputs: Mapping[int, Mapping[str, Any]],
     *,
     experts: Mapping[int, int],
+    widths: Mapping[int, int] | None = None,
     gate: str | None = None,
     seed: int | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> dict[int, Array]:
-    """Scores of every layer: layer -> (E,) fp64, higher meaning keep.
+    """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion of channels.
 
-    `inputs`: layer -> statistics of that layer, those that `get(name).needs` says, by the names of statistics/sums.py
-    (numpy arrays or CPU tensors). `experts`: layer -> E. `gate` weighs expert outputs (None: model); `seed` is for
-    random choices. UserError for an unknown name, gate or parameter, missing or ill-fitting statistics, and scores
-    that are NaN or infinite.
+    `inputs`: layer -> statistics of that layer, all those that `get(name).needs` says, by the names of
+    statistics/sums.py (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I, which criteria of
+    channels need. `gate` weighs expert outputs (None: model); `seed` is for random choices. UserError for an unknown
+    name, gate or parameter, missing or ill-fitting statistics, and scores that are NaN or infinite.
     """
     chosen = get(name)
     parameters = dict(parameters or {})
@@ -102,12 +117,15 @@ def score(
         raise unknown("gate", gate, GATES)
     if chosen.uses_seed and seed is None:
         raise UserError(f"criterion={name} needs a seed")
+    if chosen.granularity == "channel" and widths is None:
+        raise UserError(f"criterion={name} scores channels, expected the width of every layer's experts")
     random = numpy.random.Generator(numpy.random.PCG64(seed or 0))
     scores = {}
     for index in sorted(experts):
-        layer = Layer(index, experts[index], inputs.get(index, {}), gate or "model", random)
+        width = (widths or {}).get(index, 0)
+        layer = Layer(name, index, experts[index], width, inputs.get(index, {}), gate or "model", random)
         scores[index] = chosen.function(layer, **parameters)
-        _check_scores(name, layer, scores[index])
+        _check_scores(chosen, layer, scores[index])
     return scores
 
 
@@ -116,19 +134,25 @@ def ranking(scores: ArrayLike) -> NDArray[numpy.int64]:
     return numpy.argsort(numpy.asarray(scores), kind="stable")
 
 
-def _check_scores(name: str, layer: Layer, scores: Array) -> None:
-    if scores.shape != (layer.n_experts,):
+def _check_scores(criterion: Criterion, layer: Layer, scores: Array) -> None:
+    one_each = criterion.granularity == "expert"
+    expected = (layer.n_experts,) if one_each else (layer.n_experts, layer.width)
+    if scores.shape != expected:
+        what = "experts" if one_each else f"experts' {layer.width} channels"
         raise UserError(
-            f"criterion={name} gives {scores.shape} scores in layer {layer.index}, expected one for each of its "
-            f"{layer.n_experts} experts: the statistics are of another model"
+            f"criterion={criterion.name} gives {scores.shape} scores in layer {layer.index}, expected one for each of "
+            f"its {layer.n_experts} {what}: the statistics are of another model"
         )
-    bad = numpy.flatnonzero(~numpy.isfinite(scores))
+    bad = numpy.argwhere(~numpy.isfinite(scores))
     if len(bad):
-        raise UserError(f"criterion={name} gives NaN or Inf in layer {layer.index}, expert {bad[0]}")
+        channel = "" if one_each else f", channel {bad[0][1]}"
+        raise UserError(
+            f"criterion={criterion.name} gives NaN or Inf in layer {layer.index}, expert {bad[0][0]}{channel}"
+        )
 
 
 class _Ones(dict[str, Any]):
-    """The statistics of one expert, all one: enough to call any criterion."""
+    """The statistics of one expert with one channel, all one: enough to call any criterion."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -138,4 +162,4 @@ class _Ones(dict[str, Any]):
             return numpy.ones((1, 3, 3))
         if name in ("layer_loss", "count"):
             return numpy.ones(())
-        return numpy.ones((1, 1) if name == "output_sum" or "channel" in name else 1)
+        return numpy.ones((1, 1) if name in ("output_sum", "snip") or "channel" in name else 1)

@@ -21,67 +21,67 @@ UNIFIED = "How to Score Experts for One-Shot MoE Expert Pruning, arXiv 2606.1571
 EXPONENTS = (0, 1, 2)
 
 
-@criterion("frequency", needs="statistics", reference=UNIFIED)
+@criterion("frequency", needs=("statistics",), reference=UNIFIED)
 def frequency(layer: Layer) -> Array:
     """S(0,0,0) = N."""
     return layer.tokens
 
 
-@criterion("seer", needs="statistics", reference="SEER-MoE", uses_gate=True)
+@criterion("seer", needs=("statistics",), reference="SEER-MoE", uses_gate=True)
 def seer(layer: Layer) -> Array:
     """S(0,1,0) = sum_t g: the soft count."""
     return layer.sum(1, 0)
 
 
-@criterion("ean", needs="statistics", reference="Finding Fantastic Experts in MoEs, arXiv 2504.05586")
+@criterion("ean", needs=("statistics",), reference="Finding Fantastic Experts in MoEs, arXiv 2504.05586")
 def ean(layer: Layer) -> Array:
     """S(0,0,1) = sum_t ||f||."""
     return layer.sum(0, 1)
 
 
-@criterion("reap", needs="statistics", reference="REAP", uses_gate=True)
+@criterion("reap", needs=("statistics",), reference="REAP", uses_gate=True)
 def reap(layer: Layer) -> Array:
     """S(1,1,1) = 1/N sum_t g ||f||."""
     return layer.mean(1, 1)
 
 
-@criterion("man", needs="statistics", reference=UNIFIED)
+@criterion("man", needs=("statistics",), reference=UNIFIED)
 def man(layer: Layer) -> Array:
     """S(1,0,1) = 1/N sum_t ||f||: the mean activation norm."""
     return layer.mean(0, 1)
 
 
-@criterion("msan", needs="statistics", reference=UNIFIED)
+@criterion("msan", needs=("statistics",), reference=UNIFIED)
 def msan(layer: Layer) -> Array:
     """S(1,0,2) = 1/N sum_t ||f||^2: the mean squared activation norm."""
     return layer.mean(0, 2)
 
 
-@criterion("gate_ean", needs="statistics", reference=UNIFIED, uses_gate=True)
+@criterion("gate_ean", needs=("statistics",), reference=UNIFIED, uses_gate=True)
 def gate_ean(layer: Layer) -> Array:
     """S(0,1,1) = sum_t g ||f||: the proxy of the damage done by removing one expert."""
     return layer.sum(1, 1)
 
 
-@criterion("gate_energy", needs="statistics", reference=UNIFIED, uses_gate=True)
+@criterion("gate_energy", needs=("statistics",), reference=UNIFIED, uses_gate=True)
 def gate_energy(layer: Layer) -> Array:
     """S(0,2,2) = sum_t g^2 ||f||^2."""
     return layer.sum(2, 2)
 
 
-@criterion("mone", needs="statistics", reference="MoNE", uses_gate=True)
+@criterion("mone", needs=("statistics",), reference="MoNE", uses_gate=True)
 def mone(layer: Layer) -> Array:
     """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1."""
     return layer.mean(1, 0) * _spread(layer)
 
 
-@criterion("mone_freq", needs="statistics", reference="MoNE as printed by arXiv 2606.15716", uses_gate=True)
+@criterion("mone_freq", needs=("statistics",), reference="MoNE as printed by arXiv 2606.15716", uses_gate=True)
 def mone_freq(layer: Layer) -> Array:
     """(sum_t g) * V: MoNE with the routing frequency left in, which is what printed numbers look like."""
     return layer.sum(1, 0) * _spread(layer)
 
 
-@criterion("s_family", needs="statistics", reference=UNIFIED, uses_gate=True)
+@criterion("s_family", needs=("statistics",), reference=UNIFIED, uses_gate=True)
 def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
 
@@ -97,7 +97,7 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     return layer.sum(int(alpha), int(beta)) / numpy.maximum(layer.tokens, 1) ** b
 
 
-@criterion("exact_damage", needs="damage", reference=UNIFIED)
+@criterion("exact_damage", needs=("damage",), reference=UNIFIED)
 def exact_damage(layer: Layer) -> Array:
     """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed."""
     return layer["damage"]

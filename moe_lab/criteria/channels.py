@@ -1,0 +1,96 @@
+"""Criteria of channels: one score for every intermediate unit c of every expert, (E, I).
+
+phi is the input of down_proj and w_c its column for c, t runs over the N tokens routed to the expert, g is the gate the
+model multiplies with, L the next-token cross-entropy summed over the calibration set. Where tokens matter, channels of
+an expert that saw none get the lowest score there is.
+"""
+
+from __future__ import annotations
+
+import numpy
+
+from moe_lab.criteria.layer import Array, Layer
+from moe_lab.criteria.registry import criterion
+from moe_lab.errors import UserError, unknown
+
+HEAPR = "HEAPr"
+SLIMMING = "MoE-Slimming, arXiv 2606.18304"
+PROJECTIONS = ("down", "gate", "up")
+UNSEEN = -1.0
+"""HEAPr's score of the channels of an expert that saw no token, below every other score."""
+
+
+@criterion("heapr", granularity="channel", needs=("gradients",), reference=HEAPR)
+def heapr(layer: Layer) -> Array:
+    """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel.
+
+    Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H, H), because
+    w_c^T g = dL/dphi. The gate is in it once, squared, through the gradient.
+    """
+    tokens = layer.tokens[:, None]
+    seen = numpy.maximum(tokens, 1)
+    product = (layer["channel_square"] / seen) * (layer["channel_gradient_square"] / seen)
+    return numpy.where(tokens > 0, product / 2, UNSEEN)
+
+
+@criterion("camera", granularity="channel", needs=("statistics", "channel_weights"), reference="CAMERA")
+def camera(layer: Layer, alpha: float = 0.9) -> Array:
+    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it.
+
+    `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9. UserError for any other.
+    """
+    if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
+        raise UserError(f"criterion.parameters.alpha={alpha} of camera: expected a number from 0 to 1, such as 0.9")
+    total, largest = layer["gate_channel_square"], layer["gate_channel_max"] ** 2
+    return layer["channel_down_square"] * ((1 - alpha) * total + alpha * largest)
+
+
+@criterion("channel_activation", granularity="channel", needs=("statistics",), reference=SLIMMING)
+def channel_activation(layer: Layer) -> Array:
+    """sqrt(sum_t phi^2)."""
+    return numpy.sqrt(layer["channel_square"])
+
+
+@criterion("channel_weight", granularity="channel", needs=("channel_weights",), reference=SLIMMING)
+def channel_weight(layer: Layer, projection: str = "down") -> Array:
+    """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the mean of the norms.
+
+    UserError for another `projection` than down, gate, up or mean, and for one that the experts do not have.
+    """
+    if projection not in (*PROJECTIONS, "mean"):
+        raise unknown("criterion.parameters.projection of channel_weight", projection, [*PROJECTIONS, "mean"])
+    names = PROJECTIONS if projection == "mean" else (projection,)
+    norms = numpy.stack([numpy.sqrt(layer[f"channel_{name}_square"]) for name in names])
+    return norms.mean(axis=0, dtype=numpy.float64)
+
+
+@criterion(
+    "channel_weight_activation", granularity="channel", needs=("statistics", "channel_weights"), reference="Wanda"
+)
+def channel_weight_activation(layer: Layer) -> Array:
+    """sum_o |w_oc| * sqrt(sum_t phi^2): Wanda's score, summed over the outputs o of down_proj."""
+    return layer["channel_down_abs"] * numpy.sqrt(layer["channel_square"])
+
+
+@criterion("channel_gradient", granularity="channel", needs=("gradients",), reference=SLIMMING)
+def channel_gradient(layer: Layer) -> Array:
+    """sqrt(sum_t (dL/dphi)^2)."""
+    return numpy.sqrt(layer["channel_gradient_square"])
+
+
+@criterion("channel_activation_gradient", granularity="channel", needs=("gradients",), reference=SLIMMING)
+def channel_activation_gradient(layer: Layer) -> Array:
+    """mean_t |phi dL/dphi|; 0 for an expert that saw no token."""
+    return layer["channel_product_abs"] / numpy.maximum(layer.tokens, 1)[:, None]
+
+
+@criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
+def snip(layer: Layer) -> Array:
+    """sum over the channel's gate, up and down weights of |w dL/dw|."""
+    return layer["snip"]
+
+
+@criterion("channel_random", granularity="channel", needs=(), reference=HEAPR, uses_seed=True)
+def channel_random(layer: Layer) -> Array:
+    """Uniform on [0, 1): numpy's PCG64(seed), one draw of E x I numbers per layer, in layer order."""
+    return layer.random.random((layer.n_experts, layer.width))
