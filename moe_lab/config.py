@@ -226,6 +226,8 @@ class Config:
     """Who else is told."""
     grid: GridConfig = field(default_factory=GridConfig)
     """Lists per axis; cells are their product."""
+    more: list[GridConfig] = field(default_factory=list)
+    """Further grids of the same study; an axis left empty takes the list of `grid`."""
     ratio: float = 0.25
     """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
     seed: int = 42
@@ -244,7 +246,7 @@ class Config:
     """Print the graph of steps and stop."""
     export: str | None = None
     """Also write each pruned model as a checkpoint: natural (its own shape), masked or padded (a stock shape)."""
-    flops_text: str = "pocket_general"
+    flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""

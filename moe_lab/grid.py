@@ -18,6 +18,7 @@ from moe_lab.config import (
     CalibrationConfig,
     Config,
     CriterionConfig,
+    GridConfig,
     ModelConfig,
     RecoveryConfig,
 )
@@ -44,7 +45,8 @@ class Cell:
     """What else is read, by what for: search (of the allocation), instructions (of the recovery), flops."""
 
     def __hash__(self) -> int:
-        return hash((self.criterion.name, self.calibration.name, self.allocation.name, self.ratio, self.seed))
+        names = (self.model, self.criterion, self.calibration, self.allocation, self.recovery)
+        return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
 
 
 @dataclass(frozen=True)
@@ -97,39 +99,61 @@ def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
 
 
 def cells(config: Config, files: Files) -> list[Cell]:
-    """All cells of a study, in the order of the axes, each combination once.
+    """All cells of a study: those of its grid, then those of `more`, in the order of the axes, each combination once.
 
     An axis without a list has one value, the configuration's own. Every named file is loaded once, however many
     cells it stands in. UserError for unknown names and values out of range.
     """
+    choices = _Choices(config, files)
+    grids = [config.grid, *(_filled(grid, config.grid) for grid in config.more)]
+    return list(dict.fromkeys(cell for grid in grids for cell in choices.cells(grid)))
 
-    def axis(schema: type[Group], group: str, own: Group) -> list[Group]:
-        names = _expand(group, getattr(config.grid, group), files)
-        return [choose(schema, group, name, files) for name in names] or [own]
 
-    ratios, gates, seeds = (
-        list(dict.fromkeys(getattr(config.grid, name) or [getattr(config, name)])) for name in ("ratio", "gate", "seed")
-    )
-    for ratio in ratios:
-        if not 0 <= ratio < 1:
-            raise UserError(
-                f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
-            )
-    for gate in gates:
-        if gate not in GATES:
-            raise unknown("gate", gate, GATES)
-    product = itertools.product(
-        axis(ModelConfig, "model", config.model),
-        axis(CriterionConfig, "criterion", config.criterion),
-        axis(CalibrationConfig, "calibration", config.calibration),
-        axis(AllocationConfig, "allocation", config.allocation),
-        axis(RecoveryConfig, "recovery", config.recovery),
-        ratios,
-        gates,
-        seeds,
-    )
-    texts = _Texts(files, config.flops_text)
-    return [Cell(*point, texts.of(*point[3:5])) for point in product]
+def _filled(grid: GridConfig, main: GridConfig) -> GridConfig:
+    """A further grid with the axes of the main one where it has none of its own."""
+    return GridConfig(**{axis.name: getattr(grid, axis.name) or getattr(main, axis.name) for axis in fields(grid)})
+
+
+class _Choices:
+    """What names on the axes stand for, each file loaded once."""
+
+    def __init__(self, config: Config, files: Files) -> None:
+        self.config, self.files = config, files
+        self.texts = _Texts(files, config.flops_text)
+        self._loaded: dict[tuple[str, str], Any] = {}
+
+    def cells(self, grid: GridConfig) -> list[Cell]:
+        """The product of one grid's axes."""
+        ratios, gates, seeds = (
+            list(dict.fromkeys(getattr(grid, name) or [getattr(self.config, name)]))
+            for name in ("ratio", "gate", "seed")
+        )
+        for ratio in ratios:
+            if not 0 <= ratio < 1:
+                raise UserError(
+                    f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
+                )
+        for gate in gates:
+            if gate not in GATES:
+                raise unknown("gate", gate, GATES)
+        product = itertools.product(
+            self._axis(ModelConfig, "model", grid.model),
+            self._axis(CriterionConfig, "criterion", grid.criterion),
+            self._axis(CalibrationConfig, "calibration", grid.calibration),
+            self._axis(AllocationConfig, "allocation", grid.allocation),
+            self._axis(RecoveryConfig, "recovery", grid.recovery),
+            ratios,
+            gates,
+            seeds,
+        )
+        return [Cell(*point, self.texts.of(*point[3:5])) for point in product]
+
+    def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
+        """The objects that the names of an axis stand for; the configuration's own when there is no name."""
+        for name in (names := _expand(group, patterns, self.files)):
+            if (group, name) not in self._loaded:
+                self._loaded[group, name] = choose(schema, group, name, self.files)
+        return [self._loaded[group, name] for name in names] or [getattr(self.config, group)]
 
 
 class _Texts:

@@ -13,7 +13,19 @@ ROOM = 1.2
 """Activations, sums and the interpreter, as a factor on the weights; a guess that errs on the safe side."""
 BASE = 600 * 2**20
 """Bytes of Python with torch and transformers loaded."""
-LOADS = ("statistics", "damage", "evaluate")
+LOADS = (
+    "statistics",
+    "gradients",
+    "weight_gradients",
+    "damage",
+    "ablation",
+    "search",
+    "reconstruction",
+    "finetune",
+    "cost",
+    "evaluate",
+)
+"""Kinds of step that load the model."""
 
 
 def memory(steps: Iterable[Step]) -> dict[str, str]:

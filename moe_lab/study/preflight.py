@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from moe_lab import allocation, criteria, tracking
+from moe_lab.allocation.uniform import uniform
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import said
 from moe_lab.evaluation import suite
-from moe_lab.grid import Cell, plain
+from moe_lab.grid import Cell
 from moe_lab.models import files
+from moe_lab.recovery import settings as recoveries
+from moe_lab.study.maker import reads_text
 
 
 def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
@@ -30,22 +33,45 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(files.check, cell.model))
     for cell in _each(cells, "criterion"):
         yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
-    for cell in _each(cells, "calibration"):
-        if any(criteria.reads_text(c.criterion.name) for c in cells if c.criterion.name in criteria.CRITERIA):
-            yield from said(partial(calibrations.check, cell.calibration))
+    known = [cell for cell in cells if _is_known(cell)]
+    for cell in _each([cell for cell in known if reads_text(cell)], "calibration"):
+        yield from said(partial(calibrations.check, cell.calibration))
+    for cell in _each(cells, "recovery"):
+        yield from said(partial(recoveries.check, cell.recovery))
+    for text in {id(text): text for cell in cells for text in cell.texts.values()}.values():
+        yield from said(partial(calibrations.check, text))
+    yield from _check_allocations(cells)
+
+
+def _is_known(cell: Cell) -> bool:
+    """Whether the names of the cell stand for something; where they do not, another sentence says so."""
+    return cell.criterion.name in criteria.CRITERIA and cell.allocation.name in allocation.ALLOCATIONS
+
+
+def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
+    """Each allocation alone, then with the criteria, ratios and models it is to be used with."""
     for cell in _each(cells, "allocation"):
         yield from said(partial(allocation.check, cell.allocation))
-    for cell in {(id(cell.model), id(cell.allocation), cell.ratio): cell for cell in cells}.values():
-        if cell.allocation.name in allocation.ALLOCATIONS:
-            yield from said(partial(_try_allocation, cell))
+        if cell.allocation.by is not None:
+            yield from said(partial(criteria.check, cell.allocation.by, {}))
+        if allocation.get(cell.allocation.name).step == "search" and "search" not in cell.texts:
+            yield (
+                f"allocation={cell.allocation.name} has no text to search on: set allocation.search to the name of a "
+                "file in conf/calibration whose records have answers"
+            )
+    for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
+        granularity = criteria.get(cell.criterion.name).granularity
+        yield from said(partial(allocation.check_granularity, cell.allocation.name, cell.criterion.name, granularity))
+    for cell in {(id(c.model), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
+        yield from said(partial(_try_ratio, cell))
 
 
-def _try_allocation(cell: Cell) -> None:
+def _try_ratio(cell: Cell) -> None:
     """UserError when the ratio cannot be had, as far as config.json tells; the plan step knows the groups too."""
-    if (counts := files.expert_counts(cell.model)) is not None:
+    counts = files.expert_counts(cell.model)
+    if counts is not None and criteria.get(cell.criterion.name).granularity == "expert":
         experts, top_k = counts
-        layer = {"n_experts": experts, "top_k": top_k, "n_group": 1, "topk_group": 1}
-        allocation.allocate({**plain(cell.allocation), "ratio": cell.ratio}, {0: layer}, {0: [0.0] * experts})
+        uniform({0: experts}, cell.ratio, top_k=top_k, multiple_of=cell.allocation.multiple_of)
 
 
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:

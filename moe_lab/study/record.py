@@ -12,7 +12,8 @@ from typing import Any
 from filelock import FileLock
 
 import moe_lab
-from moe_lab.config import Config
+from moe_lab import criteria
+from moe_lab.config import AllocationConfig, Config
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.identity import Step, digest
 from moe_lab.study.store import Store, write_json
@@ -34,7 +35,8 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
-        return {name: str(failed[step.id]["message"]) for name, step in cell.evaluate.items() if step.id in failed}
+        steps = {**cell.evaluate, "cost": cell.cost}
+        return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step.id in failed}
 
     cells = [
         {
@@ -43,7 +45,9 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
             "statistics": place(cell.statistics),
             "scores": place(cell.scores),
             "plan": place(cell.plan),
+            "finetune": place(cell.finetune),
             "export": place(cell.export),
+            "cost": place(cell.cost),
             "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
             "errors": errors(cell),
         }
@@ -80,11 +84,32 @@ def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(steps: CellSteps) -> dict[str, Any]:
     cell = steps.cell
-    groups = {name: getattr(cell, name).name for name in ("model", "criterion", "calibration", "allocation")}
-    if cell.criterion.parameters:
-        values = ",".join(f"{key}={value}" for key, value in sorted(cell.criterion.parameters.items()))
-        groups["criterion"] = f"{cell.criterion.name}({values})"
-    return {**groups, "ratio": cell.ratio, "gate": cell.gate, "seed": cell.seed}
+    chosen = criteria.CRITERIA.get(cell.criterion.name)
+    return {
+        "model": cell.model.name,
+        "criterion": _called(cell.criterion.name, cell.criterion.parameters),
+        "granularity": chosen.granularity if chosen else "none",
+        "calibration": cell.calibration.name,
+        "allocation": cell.allocation.label or _called(cell.allocation.name, _differing(cell.allocation)),
+        "recovery": cell.recovery.name,
+        "ratio": cell.ratio,
+        "gate": cell.gate,
+        "seed": cell.seed,
+    }
+
+
+def _called(name: str, parameters: Mapping[str, Any]) -> str:
+    """The word for a choice: its name, and its parameters where it has any."""
+    values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
+    return f"{name}({values})" if values else name
+
+
+def _differing(allocation: AllocationConfig) -> dict[str, Any]:
+    """What tells an allocation from another of its name."""
+    usual = AllocationConfig()
+    words = ("multiple_of", "ratio_basis", "by", "search", "path")
+    own = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
+    return {**own, **allocation.parameters}
 
 
 def read(store: Store, study: str) -> dict[str, Any]:

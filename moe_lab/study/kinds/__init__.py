@@ -1,0 +1,45 @@
+"""What each kind of step does: a job's files in, files in its scratch folder out.
+
+This is the only package that knows all parts. Imports are inside, since a process that only evaluates needs no
+calibration, and one that only scores needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from moe_lab.study.job import Job
+from moe_lab.study.kinds import choosing, measuring, pruned
+from moe_lab.study.provenance import provenance
+from moe_lab.study.store import write_json
+
+KINDS: Mapping[str, Callable[[Job], None]] = {
+    function.__name__: function
+    for function in (
+        measuring.model,
+        measuring.statistics,
+        measuring.gradients,
+        measuring.weight_gradients,
+        measuring.damage,
+        measuring.ablation,
+        measuring.weights,
+        measuring.channel_weights,
+        choosing.scores,
+        choosing.family,
+        choosing.plan,
+        choosing.search,
+        choosing.reconstruction,
+        pruned.finetune,
+        pruned.evaluate,
+        pruned.cost,
+        pruned.export,
+    )
+}
+
+
+def perform(job: Job) -> None:
+    """Do `job`: fill its scratch folder, provenance included. Whatever is raised is the job's failure."""
+    start = time.time()
+    KINDS[job.kind](job)
+    write_json(job.output("provenance.json"), provenance(start))

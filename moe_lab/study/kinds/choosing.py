@@ -1,0 +1,118 @@
+"""Steps that turn what was measured into scores and plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import CalibrationConfig
+from moe_lab.study.job import Job
+from moe_lab.study.kinds.shared import evidence, expert_scores, facts, model_and_tokenizer, routers, rows, write_table
+
+CHANNEL_SCORES = "scores.safetensors"
+
+
+def scores(job: Job) -> None:
+    """A score per expert, or per channel; higher means keep."""
+    from moe_lab import criteria
+
+    settings = job.settings["criterion"]
+    layers = facts(job)["layers"]
+    found = criteria.score(
+        settings["criterion"],
+        evidence(job),
+        experts={layer: about["n_experts"] for layer, about in layers.items()},
+        widths={layer: about["width"] for layer, about in layers.items()},
+        gate=settings.get("gate"),
+        seed=settings.get("seed"),
+        parameters=settings["parameters"],
+    )
+    if criteria.get(settings["criterion"]).granularity == "channel":
+        from safetensors.numpy import save_file
+
+        save_file({str(layer): values for layer, values in found.items()}, job.output(CHANNEL_SCORES))
+        return
+    table = [(layer, expert, float(value)) for layer, values in found.items() for expert, value in enumerate(values)]
+    write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)
+
+
+def family(job: Job) -> None:
+    """S(b, alpha, beta) of every expert for all 17 combinations that mean something."""
+    from moe_lab import criteria
+
+    table = criteria.family(evidence(job), gate=job.settings["family"]["gate"])
+    write_table(job.output("family.parquet"), ("layer", "expert", "b", "alpha", "beta", "score"), table)
+
+
+def plan(job: Job) -> None:
+    """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
+    made = _channel_plan(job) if job.input("scores", CHANNEL_SCORES).exists() else _expert_plan(job)
+    made.save(job.output("plan.json"))
+
+
+def _expert_plan(job: Job) -> Any:
+    from moe_lab.allocation import allocate
+    from moe_lab.pruning.plan import make_plan
+
+    model = facts(job)
+    scored = expert_scores(job)
+    remove = allocate(job.settings["allocation"], model["layers"], scored, _evidence(job), model)
+    return make_plan(scored, remove, **routers(model["layers"]), provenance=_provenance(job))
+
+
+def _channel_plan(job: Job) -> Any:
+    from safetensors.numpy import load_file
+
+    from moe_lab.allocation import budgets, zero_expert
+    from moe_lab.pruning.plan import make_channel_plan
+
+    model, settings = facts(job), job.settings["allocation"]
+    scored = {int(layer): values for layer, values in load_file(job.input("scores", CHANNEL_SCORES)).items()}
+    keep = budgets(settings, model["layers"], scored, _evidence(job), model)
+    limits = routers(model["layers"])
+    return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **limits, provenance=_provenance(job))
+
+
+def _evidence(job: Job) -> dict[str, Any]:
+    """What the allocation reads besides the scores: sums by layer, and another criterion's scores."""
+    found: dict[str, Any] = {"sums": evidence(job)}
+    return {**found, "by": expert_scores(job, "by")} if "by" in job.inputs else found
+
+
+def _provenance(job: Job) -> dict[str, Any]:
+    return {"allocation": job.settings["allocation"], "scores": job.inputs["scores"].rsplit("/", 2)[-1]}
+
+
+def search(job: Job) -> None:
+    """A plan found by evolutionary search, with the history of the search."""
+    from moe_lab.search.run import search as run
+
+    network, tokenizer = model_and_tokenizer(job)
+    run(
+        network,
+        tokenizer,
+        facts=facts(job),
+        scores=expert_scores(job),
+        settings=job.settings["allocation"],
+        text=CalibrationConfig(**job.runtime["text"]),
+        out=Path(job.scratch),
+        partial=Path(job.partial),
+        fingerprint=job.settings,
+        seed=job.settings["seed"]["seed"],
+    )
+
+
+def reconstruction(job: Job) -> None:
+    """The plan that reproduces the layers' outputs best, of all there are."""
+    from moe_lab.pruning.plan import Plan
+    from moe_lab.search.reconstruction import reconstruct
+
+    network, tokenizer = model_and_tokenizer(job)
+    model, settings = facts(job), job.settings["allocation"]
+    kept = reconstruct(
+        network, rows(job, tokenizer, "text"), facts=model, ratio=settings["ratio"], **settings["parameters"]
+    )
+    counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
+    made = Plan({layer: tuple(ids) for layer, ids in kept.items()}, counts, {"allocation": settings})
+    made.check(**routers(model["layers"]))
+    made.save(job.output("plan.json"))

@@ -1,0 +1,86 @@
+"""Steps that look at the model: its shape, its weights, and what it does with a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_lab.config import ModelConfig
+from moe_lab.study.job import Job
+from moe_lab.study.kinds.shared import STATISTICS, model_and_tokenizer, rows, write_table
+from moe_lab.study.store import write_json
+
+GROUP = 8
+"""Batches between two checkpoints of a pass over a text."""
+
+
+def model(job: Job) -> None:
+    """Layers, experts and parameters of the model, from its configuration alone."""
+    from moe_lab.models.facts import facts
+
+    write_json(job.output("facts.json"), facts(ModelConfig(**job.runtime["model"])))
+
+
+def statistics(job: Job) -> None:
+    """One forward pass over the calibration set: all sums, and how many tokens each expert saw."""
+    from moe_lab.statistics.gather import gather
+    from moe_lab.statistics.sums import coverage
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    sums = gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP)
+    sums.save(job.output(STATISTICS))
+    write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
+
+
+def gradients(job: Job) -> None:
+    """One forward and one backward pass: sums over the channels and the gradients of the loss at them."""
+    from moe_lab.statistics.gradients import gather_gradients
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    sums = gather_gradients(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP)
+    sums.save(job.output(STATISTICS))
+
+
+def weight_gradients(job: Job) -> None:
+    """One forward and one backward pass with gradients of the experts' weights, reduced to a number per channel."""
+    from moe_lab.statistics.weight_gradients import gather_weight_gradients
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    gather_weight_gradients(network, text, fingerprint=job.settings).save(job.output(STATISTICS))
+
+
+def damage(job: Job) -> None:
+    """The exact damage of removing each expert alone, in a forward pass with one expert more per token."""
+    from moe_lab.statistics.damage import measure
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    measure(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP).save(job.output(STATISTICS))
+
+
+def ablation(job: Job) -> None:
+    """What the loss gains when each expert alone is silent: a pass per expert from its layer on."""
+    from moe_lab.search.ablation import ablate
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    ablate(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP).save(job.output(STATISTICS))
+
+
+def weights(job: Job) -> None:
+    """Sums over the weights of each expert, read from the checkpoint without building the model."""
+    from moe_lab.models.files import local_folder
+    from moe_lab.statistics.weights import weigh
+
+    weigh(local_folder(ModelConfig(**job.runtime["model"])), fingerprint=job.settings).save(job.output(STATISTICS))
+
+
+def channel_weights(job: Job) -> None:
+    """Sums over the weights of each channel, read like those of each expert."""
+    from moe_lab.models.files import local_folder
+    from moe_lab.statistics.weights import weigh_channels
+
+    folder = local_folder(ModelConfig(**job.runtime["model"]))
+    weigh_channels(folder, fingerprint=job.settings).save(job.output(STATISTICS))

@@ -1,0 +1,99 @@
+"""Steps about one pruned model: recover it, evaluate it, count its cost, write it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
+from moe_lab.study.job import Job
+from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows
+from moe_lab.study.store import write_json
+
+
+def _plan(job: Job) -> Any:
+    """The job's plan; None for the unpruned model."""
+    from moe_lab.pruning.plan import Plan
+
+    return Plan.load(job.input("plan", "plan.json")) if "plan" in job.inputs else None
+
+
+@lru_cache(maxsize=1)
+def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tuned: Path | None) -> Any:
+    from moe_lab.recovery.apply import recovered
+
+    return recovered(network, plan, bits=bits, modules=modules, tuned=tuned)
+
+
+@contextmanager
+def _subject(job: Job) -> Iterator[Any]:
+    """The job's model as it is pruned and stored: a mask on the loaded one, or, when recovered, a model of its own.
+
+    Benchmarks of one recovered model share it; masks cost nothing to make again.
+    """
+    from moe_lab.pruning.mask import mask
+
+    network, tokenizer = model_and_tokenizer(job)
+    plan, storage = _plan(job), job.settings.get("storage")
+    if storage or "finetune" in job.inputs:
+        tuned = Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
+        bits, modules = (storage["bits"], tuple(storage["modules"])) if storage else (16, ())
+        yield _recovered(network, plan, bits, modules, tuned), tokenizer
+    elif plan:
+        with mask(network, plan):
+            yield network, tokenizer
+    else:
+        yield network, tokenizer
+
+
+def finetune(job: Job) -> None:
+    """The weights that fine-tuning the pruned model changed."""
+    from moe_lab.recovery.finetune import finetune as train
+
+    network, tokenizer = model_and_tokenizer(job)
+    train(
+        network,
+        tokenizer,
+        _plan(job),
+        RecoveryConfig(**job.runtime["recovery"]),
+        CalibrationConfig(**job.runtime["text"]),
+        out=Path(job.scratch),
+        partial=Path(job.partial),
+        fingerprint=job.settings,
+        seed=job.settings["recovery"]["seed"],
+    )
+
+
+def evaluate(job: Job) -> None:
+    """One benchmark on the model, pruned and recovered as the job says."""
+    from moe_lab.evaluation import run
+
+    with _subject(job) as (network, tokenizer):
+        run.evaluate(
+            run.Subject(network, tokenizer),
+            BenchmarkConfig(**job.runtime["benchmark"]),
+            Path(job.scratch),
+            policy=run.Policy(**job.runtime["policy"]),
+        )
+
+
+def cost(job: Job) -> None:
+    """Parameters, storage, and the FLOPs of a token with the routing the pruned model really has."""
+    from moe_lab.pruning.cost import cost as count
+
+    network, tokenizer = model_and_tokenizer(job)
+    storage = job.settings.get("storage") or {"bits": 16, "modules": []}
+    found = count(network, _plan(job), rows(job, tokenizer, "text"), facts=facts(job), bits=storage["bits"])
+    write_json(job.output("cost.json"), found)
+
+
+def export(job: Job) -> None:
+    """The pruned model as a checkpoint."""
+    from moe_lab.models.files import local_folder
+    from moe_lab.pruning.export import export as write
+
+    source = local_folder(ModelConfig(**job.runtime["model"]))
+    write(source, _plan(job), job.output("checkpoint"), shape=job.settings["shape"]["export"])

@@ -1,0 +1,81 @@
+"""What several kinds of step do with a job: load its model, read its text and its evidence, write a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.study.job import Job
+from moe_lab.study.store import write_json
+
+STATISTICS = "statistics.safetensors"
+NOT_EVIDENCE = ("model", "scores", "by")
+"""Inputs of a step that are no sums."""
+
+
+@lru_cache(maxsize=1)
+def _loaded(settings: str) -> tuple[Any, Any]:
+    from moe_lab.models.load import load_model
+
+    return load_model(ModelConfig(**json.loads(settings)))
+
+
+def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
+    """The job's model; the same objects as long as jobs ask for the same model."""
+    return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
+
+
+def rows(job: Job, tokenizer: Any, role: str = "calibration") -> Any:
+    """Batches (ids, valid) of the job's text, whose report is written down."""
+    from moe_lab.calibration.batches import batches
+
+    text = batches(CalibrationConfig(**job.runtime[role]), tokenizer)
+    write_json(job.output("calibration.json"), text.report)
+    return text.rows
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """What the model step found: layers by number, parameters."""
+    found: dict[str, Any] = json.loads(job.input("model", "facts.json").read_text())
+    return {**found, "layers": {int(layer): about for layer, about in found["layers"].items()}}
+
+
+def evidence(job: Job) -> dict[int, dict[str, Any]]:
+    """Layer -> the arrays of all sums the job was given, by name."""
+    from moe_lab.statistics.read import read
+
+    merged: dict[int, dict[str, Any]] = {}
+    for role in sorted(set(job.inputs) - set(NOT_EVIDENCE)):
+        for layer, arrays in read(job.input(role, STATISTICS)).items():
+            merged.setdefault(layer, {}).update(arrays)
+    return merged
+
+
+def expert_scores(job: Job, role: str = "scores") -> dict[int, list[float]]:
+    """Layer -> a score per expert."""
+    import pyarrow.parquet as parquet
+
+    scored: dict[int, list[float]] = {}
+    for row in parquet.read_table(job.input(role, "scores.parquet")).to_pylist():
+        scored.setdefault(row["layer"], []).append(row["score"])
+    return scored
+
+
+def routers(layers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, int]]:
+    """What plans must respect, by name: layer -> number."""
+    return {
+        name: {layer: about[name] for layer, about in layers.items()} for name in ("top_k", "n_group", "topk_group")
+    }
+
+
+def write_table(path: Path, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    """Rows as a Parquet table."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    values = list(zip(*rows, strict=True)) or [()] * len(columns)
+    parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), path)

@@ -1,0 +1,38 @@
+"""How a result came about: versions, commit, host, time, peak memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from moe_lab.study.job import code_state
+
+PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
+
+
+def provenance(start: float) -> dict[str, Any]:
+    """What is written beside the result of a step that began at `start`, seconds since the epoch."""
+    return {
+        "code": code_state(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "host": socket.gethostname(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "started": start,
+        "seconds": round(time.time() - start, 3),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
