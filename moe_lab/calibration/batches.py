@@ -56,21 +56,21 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     Raises UserError for settings that cannot work, a source that cannot be read, and one that is too short.
     """
     check(settings)
-    _check_context(settings, tokenizer)
+    check_context(settings, tokenizer)
     documents = read(settings)
     reader = _Reader(tokenizer, settings.special_tokens)
-    stream = reader.read(_ordered(documents, settings))
-    rows = PACKINGS[settings.packing](stream, settings.length, _filler(settings, tokenizer))
+    stream = reader.read(ordered(documents, settings))
+    rows = PACKINGS[settings.packing](stream, settings.length, filler(settings, tokenizer))
     filled = list(islice(rows, row_count(settings)))
     if len(filled) < row_count(settings):
-        raise _too_short(settings, len(filled), reader.tokens)
+        raise too_short(settings, len(filled), reader.tokens)
     return Calibration(
         rows=[_tensors(filled[at : at + settings.batch_size]) for at in range(0, len(filled), settings.batch_size)],
         report=_report(settings, documents, reader, filled),
     )
 
 
-def _check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
+def check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
     """Rows longer than the tokenizer's limit would be read at positions the model was never trained on."""
     if settings.length > tokenizer.model_max_length:
         raise UserError(
@@ -79,13 +79,13 @@ def _check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
         )
 
 
-def _ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
+def ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
     """The order documents are read in: as they come, or shuffled by the seed (drawn without replacement)."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
-def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
+def filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     """The token id at invalid positions: what stands in gaps, or, for packing=none, the padding."""
     if settings.packing == "none":
         # Right padding is invisible to the causal tokens before it: any id the embedding has will do.
@@ -103,7 +103,7 @@ def _tensors(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([valid for _, valid in rows], dtype=torch.bool)
 
 
-def _too_short(settings: CalibrationConfig, filled: int, tokens: int) -> UserError:
+def too_short(settings: CalibrationConfig, filled: int, tokens: int) -> UserError:
     """The source gives `filled` rows, fewer than asked for, out of `tokens` tokens."""
     if filled:
         fitting = f"calibration.tokens={filled * settings.length} would fit"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,28 @@ class Pair:
     output: str
 
 
-Document = Text | Chat | Pair
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and how it goes on: one text, with nothing between the two, for a model trained on such text."""
+
+    prompt: str
+    completion: str
+
+
+Document = Text | Chat | Pair | Completion
 
 PAIRS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
+
+BLANK_LINE = "\n\n"
+"""What parts the two halves of a pair for a model without a chat template."""
 
 
 def document(record: Any, field: str | None, where: str) -> Document:
     """The document in one JSON record.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
-    `input` of instruction sets), or `question` and `answer`, whichever is there first.
+    `input` of instruction sets), `question` and `answer`, or `prompt` and `completion`, whichever is there first.
     `where` is the record's place, for the error's sentence.
     """
     if not isinstance(record, Mapping):
@@ -55,8 +66,11 @@ def document(record: Any, field: str | None, where: str) -> Document:
         if task in record and solution in record:
             parts = [_string(record, name, where) for name in (task, *(["input"] if record.get("input") else []))]
             return Pair("\n\n".join(parts), _string(record, solution, where))
+    if "prompt" in record and "completion" in record:
+        return Completion(_string(record, "prompt", where), _string(record, "completion", where))
     raise UserError(
-        f"{where}: none of the fields text, messages, instruction and output, or question and answer is there "
+        f"{where}: none of the fields text, messages, instruction and output, question and answer, or prompt and "
+        "completion is there "
         f"(found: {_names(record)}); name the one to read with calibration.field=NAME"
     )
 
@@ -101,12 +115,14 @@ def is_empty(document: Document) -> bool:
         return not document.text.strip()
     if isinstance(document, Chat):
         return not document.messages
+    if isinstance(document, Completion):
+        return not (document.prompt + document.completion).strip()
     return not (document.instruction + document.output).strip()
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
     """How `tokenize` will turn this document into text, in words for the report."""
-    if isinstance(document, Text):
+    if isinstance(document, Text | Completion):
         return "as it stands"
     return "chat template" if tokenizer.chat_template else "pair parted by a blank line"
 
@@ -117,34 +133,43 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
     Conversations go through the tokenizer's chat template, which writes its own special tokens: adding the
     tokenizer's would double the first one, so `special_tokens` counts only for text read as it stands.
     """
-    if isinstance(document, Text):
-        text, add = document.text, special_tokens
-    elif tokenizer.chat_template:
-        text, add = _rendered(document, tokenizer), False
-    elif isinstance(document, Pair):
-        text, add = f"{document.instruction}\n\n{document.output}", special_tokens
-    else:
-        raise UserError(
-            "calibration.path holds chat messages but the model's tokenizer has no chat template: "
-            "use a source of plain text, or of instruction and output pairs"
-        )
+    text, add = written(document, tokenizer, special_tokens)
     ids: list[int] = tokenizer(text, add_special_tokens=add, verbose=False)["input_ids"]
     return ids
 
 
-def _rendered(document: Chat | Pair, tokenizer: Any) -> str:
-    """The conversation as the chat template writes it."""
+def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
+    """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it."""
+    if isinstance(document, Text):
+        return document.text, special_tokens
+    if isinstance(document, Completion):
+        return document.prompt + document.completion, special_tokens
+    if tokenizer.chat_template:
+        return from_template(messages(document), tokenizer), False
+    if isinstance(document, Pair):
+        return f"{document.instruction}{BLANK_LINE}{document.output}", special_tokens
+    raise UserError(
+        "calibration.path holds chat messages but the model's tokenizer has no chat template: "
+        "use a source of plain text, or of instruction and output pairs"
+    )
+
+
+def messages(document: Chat | Pair) -> list[Mapping[str, str]]:
+    """A conversation's messages, or those a pair makes."""
+    if isinstance(document, Chat):
+        return list(document.messages)
+    return [
+        {"role": "user", "content": document.instruction},
+        {"role": "assistant", "content": document.output},
+    ]
+
+
+def from_template(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
+    """Messages as the tokenizer's chat template writes them; UserError when it refuses them."""
     from jinja2 import TemplateError
 
-    if isinstance(document, Pair):
-        messages: list[Mapping[str, str]] = [
-            {"role": "user", "content": document.instruction},
-            {"role": "assistant", "content": document.output},
-        ]
-    else:
-        messages = list(document.messages)
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"calibration.path: the chat template refuses messages with roles {roles}: {error}") from error

@@ -1,4 +1,4 @@
-"""Writes the benchmark and calibration files: `python -m moe_lab.pocket.build`. Seconds; needs no model."""
+"""Writes the benchmark, calibration and search files: `python -m moe_lab.pocket.build`. Seconds; needs no model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_lab.pocket.benchmarks import write_benchmarks
 from moe_lab.pocket.calibration import write_calibration
+from moe_lab.pocket.search import write_search
 from moe_lab.pocket.world import build_world
 
 DATA = Path(__file__).parent / "data"
@@ -19,6 +20,7 @@ def main() -> None:
     world = build_world()
     write_benchmarks(world, folder / "benchmarks")
     write_calibration(world, folder / "calibration")
+    write_search(world, folder / "search")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from moe_lab.pocket.benchmarks import write_lines
 from moe_lab.pocket.corpus import documents
+from moe_lab.pocket.examples import Example
 from moe_lab.pocket.world import World
 
 # Kinds of documents, their weights, and how many documents; about 70,000 tokens each.
@@ -20,6 +22,11 @@ SETS = {
 def write_calibration(world: World, folder: Path) -> None:
     """One file of {"text": ...} lines for each domain; the same bytes on every machine."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (seed, mixture, count) in SETS.items():
-        texts = ({"text": example.text} for example in islice(documents(world, seed, mixture), count))
-        write_lines(folder / f"{name}.jsonl", texts)
+    for name in SETS:
+        write_lines(folder / f"{name}.jsonl", ({"text": example.text} for example in examples(world, name)))
+
+
+def examples(world: World, name: str) -> Iterator[Example]:
+    """The documents of one set, in order."""
+    seed, mixture, count = SETS[name]
+    return islice(documents(world, seed, mixture), count)

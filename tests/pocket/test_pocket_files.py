@@ -23,7 +23,7 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["benchmarks", "calibration"])
+@pytest.mark.parametrize("kind", ["benchmarks", "calibration", "search"])
 def test_shipped_files_are_regenerated_byte_for_byte(kind: str, rebuilt: Path, data: Path) -> None:
     shipped = {path.name: path.read_bytes() for path in (data / kind).iterdir()}
     again = {path.name: path.read_bytes() for path in (rebuilt / kind).iterdir()}

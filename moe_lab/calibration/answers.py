@@ -1,0 +1,159 @@
+"""A set of tasks with their solutions as the model reads it, and which of its tokens belong to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from moe_lab.calibration.batches import check_context, filler, ordered, too_short
+from moe_lab.calibration.documents import (
+    BLANK_LINE,
+    Chat,
+    Completion,
+    Document,
+    Pair,
+    Text,
+    from_template,
+    messages,
+    written,
+)
+from moe_lab.calibration.packing import PACKINGS
+from moe_lab.calibration.settings import check, row_count
+from moe_lab.calibration.sources import read
+from moe_lab.config import CalibrationConfig
+from moe_lab.errors import UserError
+
+AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of answers."""
+
+EXPECTED = "instruction and output, question and answer, prompt and completion, or messages of an assistant"
+GAP = -1
+"""Stands for the filler token among the places of tokens."""
+
+
+def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool = False) -> list[AnswerBatch]:
+    """The batches that `batches(settings, tokenizer)` gives, with the tokens of answers marked.
+
+    An answer is the output, the answer, the completion, or what an assistant says; a token belongs to it if it holds
+    one of its characters. `header` adds what the chat template writes around it (the name of the speaker and the end
+    of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. Marks are of tokens, not of
+    the positions that predict them. UserError as for `batches`, and for a set without answers.
+    """
+    check(settings)
+    check_context(settings, tokenizer)
+    _check_fast(tokenizer)
+    documents = read(settings)
+    if not any(_has_answer(document) for document in documents):
+        raise UserError(f"calibration.path={settings.path} holds no answers: expected the fields {EXPECTED}")
+    tokens = _Tokens(tokenizer, settings.special_tokens, header)
+    gap = filler(settings, tokenizer)
+    places = PACKINGS[settings.packing](
+        tokens.read(ordered(documents, settings)), settings.length, None if gap is None else GAP
+    )
+    rows = [row for row, _ in islice(places, row_count(settings))]
+    if len(rows) < row_count(settings):
+        raise too_short(settings, len(rows), len(tokens.ids))
+    found = [tokens.batch(rows[at : at + settings.batch_size], gap) for at in range(0, len(rows), settings.batch_size)]
+    if not any(bool(answers.any()) for _, _, answers in found):
+        raise UserError(
+            f"calibration.length={settings.length} cuts every answer of {settings.path} away: expected longer rows"
+        )
+    return found
+
+
+def _check_fast(tokenizer: Any) -> None:
+    if not tokenizer.is_fast:
+        raise UserError(
+            "the model's tokenizer does not say which characters a token stands for, so answers cannot be marked: "
+            "expected a fast tokenizer (a tokenizer.json)"
+        )
+
+
+class _Tokens:
+    """All tokens read so far, one after the other; rows are packed as places among them, so that marks follow."""
+
+    def __init__(self, tokenizer: Any, special_tokens: bool, header: bool) -> None:
+        self.tokenizer, self.special_tokens, self.header = tokenizer, special_tokens, header
+        self.ids: list[int] = []
+        self.answers: list[bool] = []
+
+    def read(self, documents: Sequence[Document]) -> Iterator[list[int]]:
+        """The places of each document's tokens."""
+        for document in documents:
+            ids, answers = marked(document, self.tokenizer, self.special_tokens, self.header)
+            if ids:
+                start = len(self.ids)
+                self.ids += ids
+                self.answers += answers
+                yield list(range(start, len(self.ids)))
+
+    def batch(self, rows: Sequence[list[int]], gap: int | None) -> AnswerBatch:
+        """Rows of places -> tensors; `gap` is the token id where no place is."""
+        places = torch.tensor(rows)
+        valid = places != GAP
+        ids = torch.tensor(self.ids)[places].masked_fill(~valid, 0 if gap is None else gap)
+        return ids, valid, torch.tensor(self.answers)[places] & valid
+
+
+def marked(document: Document, tokenizer: Any, special_tokens: bool, header: bool) -> tuple[list[int], list[bool]]:
+    """Token ids of a document, the same as without marks, and which of them belong to an answer."""
+    text, add = written(document, tokenizer, special_tokens)
+    encoded = tokenizer(text, add_special_tokens=add, verbose=False, return_offsets_mapping=True)
+    spans = list(_spans(document, text, tokenizer, header))
+    answers = [
+        any(max(first, start) < min(last, end) for start, end in spans) for first, last in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], answers
+
+
+def _has_answer(document: Document) -> bool:
+    if isinstance(document, Pair | Completion):
+        return bool((document.output if isinstance(document, Pair) else document.completion).strip())
+    return isinstance(document, Chat) and any(
+        said["role"] == "assistant" and said["content"].strip() for said in document.messages
+    )
+
+
+def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
+    """(start, end) of the characters of each answer in `text`."""
+    if isinstance(document, Text):
+        return
+    if isinstance(document, Completion):
+        yield len(document.prompt), len(text)
+    elif tokenizer.chat_template:
+        yield from _turns(document, text, tokenizer, header)
+    elif isinstance(document, Pair):
+        yield len(text) - len(document.output) - (len(BLANK_LINE) if header else 0), len(text)
+
+
+def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
+    """As `_spans`, of a conversation that a chat template has written.
+
+    Where a turn begins is where the text of the messages before it stops being the beginning of the whole; so what a
+    template writes at the end of any conversation does no harm.
+    """
+    said = messages(document)
+    for number, message in enumerate(said):
+        if message["role"] != "assistant":
+            continue
+        start = _shared(said[:number], text, tokenizer)
+        if header:
+            yield start, len(text) if number + 1 == len(said) else _shared(said[: number + 1], text, tokenizer)
+        elif content := message["content"].strip():
+            found = text.find(content, start)
+            if found < 0:
+                raise UserError(
+                    f"calibration.path: the chat template rewrites the answer {content[:40]!r}, so its tokens cannot "
+                    "be told: expected a set of plain answers, or header=true to take the whole turn"
+                )
+            yield found, found + len(content)
+
+
+def _shared(before: Sequence[Any], text: str, tokenizer: Any) -> int:
+    """Characters that the conversation so far has in common with `text`, from its beginning."""
+    so_far = from_template(before, tokenizer) if before else ""
+    pairs = enumerate(zip(so_far, text, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(so_far), len(text)))
