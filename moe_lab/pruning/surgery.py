@@ -1,10 +1,11 @@
-"""Structural pruning in memory: experts, router rows and correction biases are gone, the model is smaller."""
+"""Structural pruning in memory: experts, their channels, router rows and correction biases are gone, the model is
+smaller."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,29 +13,39 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.families import COUNT_FIELDS
+from moe_lab.pruning.channels import check_channels, narrow
+from moe_lab.pruning.configuration import describe
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.ragged import RaggedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def prune(model: Model, plan: Plan) -> Model:
-    """A smaller copy of `model` that has only the experts `plan` keeps; `save_pretrained` writes a stock checkpoint
-    of it.
+    """A smaller copy of `model` that has only the experts and channels `plan` keeps.
 
     `model` stays as it is. Weights that do not change are shared with it, not copied: the copy costs the memory of
-    the kept experts. Every layer must keep the same number, because a stock configuration has one; `mask` takes any
-    plan. UserError when the plan does not fit the model.
+    the kept experts. Layers whose experts keep equally many channels stay modules of the family, others become
+    RaggedExperts. What differs by layer is in the configuration's `per_layer_config`; where everything has one number
+    for all layers, `save_pretrained` writes a stock checkpoint. UserError when the plan does not fit the model.
     """
-    check_fit(plan, moe_layers(model))
-    count = plan.uniform_count()
+    before = moe_layers(model)
+    check_fit(plan, before)
     tensors = [*model.parameters(), *model.buffers()]
     pruned = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for layer in moe_layers(pruned):
-        prune_layer(layer, plan.experts[layer.index])
-    config = pruned.config.get_text_config()  # type: ignore[union-attr, operator]
-    for field in COUNT_FIELDS:
-        if isinstance(getattr(config, field, None), int):
-            setattr(config, field, count)
+        kept = plan.experts[layer.index]
+        prune_layer(layer, kept)
+        if plan.channels:
+            narrow(layer, plan.channels[layer.index][list(kept)])
+    counts = {len(kept) for kept in plan.experts.values()}
+    if len(counts) == 1:  # the balancing loss, which has no meaning for layers of different counts, and refuses them
+        for name in count_attributes(pruned, before[0].n_experts):
+            setattr(pruned, name, *counts)
+    ragged = {layer.index for layer in before if isinstance(pruned.get_submodule(layer.name), RaggedExperts)}
+    describe(pruned.config.get_text_config(), plan, before, ragged)  # type: ignore[union-attr, operator]
+    if ragged:
+        pruned.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     return pruned
 
 
@@ -60,6 +71,13 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
         )
     for layer in layers:
         plan.check(layer.top_k, layer.n_group, layer.topk_group)
+    if plan.channels:
+        check_channels(plan, layers)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """Stands in for save_pretrained: without code of its own, the checkpoint would be loaded with random experts."""
+    raise UserError("a model with experts of different widths cannot be saved by save_pretrained: export its plan")
 
 
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:

@@ -1,13 +1,36 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
+from channel_plans import channel_plan
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.families import COUNT_FIELDS
+from moe_lab.pruning.configuration import WIDTH_FIELDS
+from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.pruning.surgery import prune
+
+HELD = [
+    "olmoe",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "qwen3_next",
+    "hunyuan_v1_moe",
+    "minimax_m2",
+]
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -47,10 +70,98 @@ def test_axis_when_there_are_as_many_experts_as_hidden_units() -> None:
     assert layer.experts.gate_up_proj.shape == (16, 32, 48) and layer.experts.down_proj_bias.shape == (16, 32)
 
 
-def test_one_number_for_all_layers_is_asked_for() -> None:
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_layers_may_keep_different_numbers(name: str) -> None:
+    model = tiny.build(name)
+    plan = replace(channel_plan(model, seed=3, drop=0.5), channels={})
+    pruned = prune(model, plan)
+    counts = {layer.index: layer.n_experts for layer in moe_layers(pruned)}
+    assert counts == {layer: len(kept) for layer, kept in plan.experts.items()} and len(set(counts.values())) > 1
+    with torch.no_grad(), mask(model, plan):
+        expected = model(input_ids=tiny.tokens()).logits
+        written = model.generate(tiny.tokens(2, 5), max_new_tokens=6, do_sample=False)
+    with torch.no_grad():
+        assert torch.equal(pruned(input_ids=tiny.tokens()).logits, expected)
+    assert torch.equal(pruned.generate(tiny.tokens(2, 5), max_new_tokens=6, do_sample=False), written)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_the_configuration_says_what_each_layer_is(name: str, tmp_path: Path) -> None:
+    model = tiny.build(name)
+    plan = channel_plan(model, seed=3, drop=0.5)
+    config = prune(model, plan).config
+    counts = [field for field in COUNT_FIELDS if field in vars(config)]
+    width = next(field for field in WIDTH_FIELDS if field in vars(config))
+    with pytest.raises(AmbiguousGlobalPerLayerAttributeError):
+        getattr(config, counts[0])
+    assert {layer: getattr(config.per_layer_config[layer], counts[0]) for layer in plan.experts} == {
+        layer: len(kept) for layer, kept in plan.experts.items()
+    }
+    assert {layer: getattr(config.per_layer_config[layer], width) for layer in plan.experts} == {
+        layer: max(plan.widths(layer)) for layer in plan.experts
+    }
+    config.save_pretrained(tmp_path)
+    again = type(config).from_pretrained(tmp_path)
+    assert again.expert_widths == {str(layer): list(plan.widths(layer)) for layer in plan.experts}
+    assert model.config.to_dict() == tiny.build(name).config.to_dict()
+
+
+def test_a_model_pruned_differently_by_layer_can_be_pruned_again() -> None:
     model = tiny.build("olmoe")
-    plan = Plan({0: tuple(range(8)), 1: tuple(range(8)), 2: tuple(range(5))}, dict.fromkeys(range(3), 16))
-    with pytest.raises(
-        UserError, match=r"keeps 5 to 8 experts a layer.*evaluate it with a mask, or use allocation=uniform"
-    ):
-        prune(model, plan)
+    first = prune(
+        model, Plan({0: tuple(range(8)), 1: tuple(range(16)), 2: tuple(range(5))}, dict.fromkeys(range(3), 16))
+    )
+    again = prune(first, Plan(dict.fromkeys(range(3), (0, 1, 2, 3)), {0: 8, 1: 16, 2: 5}))
+    assert [again.config.per_layer_config[layer].num_experts for layer in range(3)] == [4, 4, 4]
+    once = prune(model, Plan(dict.fromkeys(range(3), (0, 1, 2, 3)), dict.fromkeys(range(3), 16)))
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=tiny.tokens()).logits, once(input_ids=tiny.tokens()).logits)
+
+
+def test_layers_of_one_width_stay_modules_of_the_family() -> None:
+    model = tiny.build("deepseek_v3")
+    pruned = prune(model, channel_plan(model, width=12, drop=0.0))
+    for layer in moe_layers(pruned):
+        assert type(layer.experts) is type(moe_layers(model)[0].experts) and layer.width == 12
+        assert layer.experts.intermediate_dim == 12
+    assert [pruned.config.per_layer_config[layer].moe_intermediate_size for layer in range(3)] == [24, 12, 12]
+    expected = pruned(input_ids=tiny.tokens()).logits
+    pruned.set_experts_implementation("grouped_mm")
+    assert (pruned(input_ids=tiny.tokens()).logits - expected).abs().max() <= 1e-5
+
+
+def test_widths_that_kernels_cannot_align_are_packed() -> None:
+    model = tiny.build("olmoe")
+    pruned = prune(model, channel_plan(model, width=13))
+    assert all(isinstance(layer.mlp.experts, RaggedExperts) for layer in pruned.model.layers)
+    assert set(pruned.config.expert_widths) == {"0", "1", "2"}
+    pruned.set_experts_implementation("grouped_mm")
+    assert torch.isfinite(pruned(input_ids=tiny.tokens()).logits).all()
+
+
+def test_ragged_models_share_and_keep_the_weights_of_the_original() -> None:
+    model = tiny.build("deepseek_v3")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    pruned = prune(model, channel_plan(model, drop=0.0))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    theirs = dict(pruned.named_parameters())
+    assert {key for key, value in model.named_parameters() if theirs.get(key) is not value} == {
+        f"model.layers.{layer}.mlp.{part}"
+        for layer in (1, 2)
+        for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    }
+    assert not any(parameter.requires_grad for parameter in pruned.parameters())
+
+
+def test_ragged_models_are_not_saved_as_if_stock_code_could_read_them(tmp_path: Path) -> None:
+    model = tiny.build("olmoe")
+    with pytest.raises(UserError, match="cannot be saved by save_pretrained: export its plan"):
+        prune(model, channel_plan(model)).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_balancing_loss_counts_the_experts_that_are_left() -> None:
+    model = tiny.build("mixtral")
+    pruned = prune(model, tiny.plan(model, 0.5))
+    assert pruned(input_ids=tiny.tokens(), output_router_logits=True).aux_loss > 0
+    assert pruned.num_experts == 4 and model.num_experts == 8

@@ -1,0 +1,70 @@
+"""Experts of unequal width, packed one after the other into two matrices.
+
+Needs nothing but torch, so that its text can stand in the code file of an exported checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+
+class RaggedExperts(nn.Module):
+    """Takes the place of a family's own experts module, for gated experts without biases; each has its own width.
+
+    `gate_up_packed` (sum of 2 I_e, H) holds, expert after expert, I_e rows of the gate projection and I_e rows of the
+    up projection. `down_packed` (sum of I_e, H) holds what each channel adds to the output: the down projection,
+    transposed. Experts of width 0 are routed to and give 0.
+    """
+
+    is_concatenated, is_transposed, has_gate = True, False, True  # marks experts; a search for stacked ones refuses it
+
+    def __init__(self, experts: nn.Module, widths: Sequence[int]) -> None:
+        """Room for experts of `widths` (E',), uninitialised, with the activation, dtype and device of `experts`."""
+        super().__init__()
+        self.widths = tuple(widths)
+        self.num_experts = len(self.widths)
+        ends = accumulate(self.widths)
+        self.spans = [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]  # of down_packed
+        family: Any = copy.copy(experts)
+        family._parameters = {}  # the activation needs its settings, not its weights
+        self.activate = family._apply_gate
+        down: Any = experts.down_proj  # (E, H, I)
+        self.gate_up_packed = nn.Parameter(down.new_empty(2 * sum(self.widths), down.shape[1]), down.requires_grad)
+        self.down_packed = nn.Parameter(down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad)
+
+    def weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up (2 I_e, H) and transposed down (I_e, H) projection of one expert: views of the packed ones."""
+        span = self.spans[expert]
+        return self.gate_up_packed[2 * span.start : 2 * span.stop], self.down_packed[span]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates `top_k_weights` (T, K).
+
+        The routed pairs are sorted by expert once, in the order in which the eager forward of transformers adds them.
+        """
+        expert, order = torch.sort(top_k_index.t().reshape(-1), stable=True)
+        token = order % len(hidden_states)
+        gates = top_k_weights.t().reshape(-1)[order, None]
+        mixed = torch.zeros_like(hidden_states)
+        start = 0
+        for e, end in enumerate(torch.bincount(expert, minlength=self.num_experts).cumsum(0).tolist()):
+            if end > start and self.widths[e]:
+                gate_up, down = self.weights(e)
+                rows = token[start:end]
+                phi = self.activate(linear(hidden_states[rows], gate_up))
+                mixed.index_add_(0, rows, ((phi @ down) * gates[start:end]).to(mixed.dtype))
+            start = end
+        return mixed
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        return f"{self.num_experts} experts of {min(self.widths)} to {max(self.widths)} channels"

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy
+import pytest
+import tiny
+import torch
+from channel_plans import channel_plan
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.ragged import RaggedExperts
+from moe_lab.pruning.surgery import prune
+
+PRUNABLE = [name for name in tiny.ARCHITECTURES if name != "gpt_oss"]
+MODELS = {name: tiny.build(name) for name in ("olmoe", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2")}
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tiny.tokens()).logits
+
+
+def zeroed(model: nn.Module, plan: Plan) -> nn.Module:
+    """The reference: a copy of the model whose dropped channels have no way out, their columns of down_proj are 0."""
+    reference = copy.deepcopy(model)
+    for layer in moe_layers(reference):
+        kept = torch.from_numpy(plan.channels[layer.index])
+        layer.experts.down_proj.data *= kept[:, None, :]
+    return reference
+
+
+def full(plan: Plan) -> Plan:
+    """The same experts with all channels."""
+    channels = {layer: numpy.zeros_like(rows) for layer, rows in plan.channels.items()}
+    for layer, rows in channels.items():
+        rows[list(plan.experts[layer])] = True
+    return replace(plan, channels=channels)
+
+
+def check(model: nn.Module, plan: Plan, tolerance: float) -> None:
+    before = logits(model)
+    with mask(model, plan):
+        masked = logits(model)
+    with mask(reference := zeroed(model, plan), replace(plan, channels={})):
+        expected = logits(reference)
+    pruned = logits(prune(model, plan))
+    assert (masked - expected).abs().max() <= tolerance
+    assert (pruned - masked).abs().max() <= tolerance
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name", PRUNABLE)
+@pytest.mark.parametrize("width", [None, 12], ids=["ragged", "one width"])
+def test_mask_is_structural_pruning(name: str, width: int | None) -> None:
+    model = tiny.build(name)
+    plan = channel_plan(model, width=width)
+    check(model, plan, 1e-5)
+    with mask(model, plan):
+        assert not torch.allclose(logits(model), logits(tiny.build(name)), atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "qwen3_next"])
+def test_they_are_the_same_function_in_double_precision(name: str) -> None:
+    model = tiny.build(name, dtype=torch.float64)
+    check(model, channel_plan(model), 1e-12)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.integers(0, 2**32),
+    st.sampled_from([None, 1, 8, 24]),
+    st.sampled_from([0.0, 0.3]),
+)
+def test_any_plan(name: str, seed: int, width: int | None, drop: float) -> None:
+    check(MODELS[name], channel_plan(MODELS[name], seed=seed, width=width, drop=drop), 1e-5)
+
+
+@pytest.mark.parametrize("name", PRUNABLE)
+def test_a_mask_of_all_channels_is_bit_for_bit_the_plan_of_whole_experts(name: str) -> None:
+    model = tiny.build(name)
+    plan = full(channel_plan(model))
+    with mask(model, replace(plan, channels={})):
+        expected = logits(model)
+    with mask(model, plan):
+        assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(prune(model, plan)), expected)
+    assert not any(isinstance(module, RaggedExperts) for module in prune(model, plan).modules())
+
+
+def test_grouped_matrix_products_stay() -> None:
+    model = tiny.build("olmoe")
+    plan = channel_plan(model)
+    with mask(model, plan):
+        expected = logits(model)
+    model.set_experts_implementation("grouped_mm")
+    before = logits(model)
+    with mask(model, plan):
+        grouped = logits(model)
+    with mask(model, full(plan)):
+        all_channels = logits(model)
+    with mask(model, replace(plan, channels={})):
+        assert torch.equal(logits(model), all_channels)
+    assert (grouped - expected).abs().max() <= 1e-5 and not torch.equal(grouped, expected)
+    assert torch.equal(logits(model), before) and model.config._experts_implementation == "grouped_mm"
+    assert "_apply_gate" not in vars(moe_layers(model)[0].experts)
+
+
+def test_infinite_values_of_dropped_channels_do_not_come_through() -> None:
+    model = tiny.build("olmoe")
+    plan = channel_plan(model)
+    experts = moe_layers(model)[0].experts
+    dropped = torch.from_numpy(~plan.channels[0])
+    experts.gate_up_proj.data[:, :24][dropped] *= 1e30
+    experts.gate_up_proj.data[:, 24:][dropped] *= 1e30
+    with mask(model, plan):
+        assert torch.isfinite(logits(model)).all()
+    assert not torch.isfinite(logits(model)).all()
+
+
+def test_model_is_restored_after_an_error() -> None:
+    model = tiny.build("minimax_m2")
+    before = dict([*model.named_parameters(), *model.named_buffers()])
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    with pytest.raises(ZeroDivisionError), mask(model, channel_plan(model)):
+        logits(model)
+        raise ZeroDivisionError
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert all(after[key] is before[key] for key in before)
+    assert attributes == {path: set(vars(module)) for path, module in model.named_modules()}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.config._experts_implementation == "eager"
+
+
+def test_experts_that_run_past_the_mask_are_noticed() -> None:
+    model = tiny.build("olmoe")
+    with mask(model, channel_plan(model)):
+        model.set_experts_implementation("eager")
+        with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp\.experts did not run the masked experts"):
+            logits(model)
+
+
+def test_generation_with_a_cache_is_that_of_the_pruned_model() -> None:
+    for name in ("olmoe", "deepseek_v3"):
+        model = tiny.build(name)
+        plan = channel_plan(model)
+        asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        with mask(model, plan):
+            expected = model.generate(tiny.tokens(3, 6), **asked)
+        assert torch.equal(prune(model, plan).generate(tiny.tokens(3, 6), **asked), expected)
+
+
+@pytest.mark.parametrize("way", [mask, prune])
+def test_what_cannot_be_pruned_is_refused_first(way: object) -> None:
+    def refused(model: nn.Module, plan: Plan, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            result = way(model, plan)  # type: ignore[operator]
+            result.__enter__()
+        assert not any(module._forward_hooks for module in model.modules())
+
+    model = tiny.build("gpt_oss")
+    refused(model, channel_plan(model), r"GptOssExperts\) cannot be removed, because its experts have biases")
+    model = tiny.build("olmoe")
+    plan = channel_plan(model)
+    narrow = {layer: rows[:, :20] for layer, rows in plan.channels.items()}
+    refused(model, replace(plan, channels=narrow), "about 20 channels per expert in layer 0, this model has 24")
