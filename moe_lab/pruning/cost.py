@@ -1,0 +1,143 @@
+"""What a plan costs: parameters, bytes, FLOPs per token. The content of cost.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.families import DISK_SHARED
+from moe_lab.pruning.flops import channel_parameters, flops_per_token, kept_widths
+from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.gather import Batch
+
+NF4_BLOCK = 64
+"""Weights that share one absmax."""
+ABSMAX_BLOCK = 256
+"""Absmax values, of 8 bit each, that share one scale of 32 bit."""
+QUANTISED = ("experts", "shared_experts")
+
+
+def cost(
+    model: PreTrainedModel,
+    plan: Plan | None,
+    batches: Sequence[Batch],
+    *,
+    facts: Mapping[str, Any],
+    bits: int = 16,
+    modules: Sequence[str] = QUANTISED,
+    unpruned: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `model`, unpruned in memory, costs under `plan` (None: as it is), as JSON data. `facts` are the model's.
+
+    parameters, parameters_unpruned  numbers
+    parameters_kept                  share of all parameters
+    routed_kept                      share of the parameters of routed experts
+    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
+    loading_bytes                    all kept parameters in bf16, what the papers call loading memory
+    flops_per_token                  with the routing of the masked model on `batches`, as flops.py says
+    flops_by_part                    the same by part, see PARTS in flops.py
+    flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model on the same batches; 1 - ratio
+
+    `unpruned` is what this function gave for plan=None on the same model and batches; without it a second forward pass
+    counts it. bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for another number of
+    bits, unknown modules, no batches, and a plan that does not fit.
+    """
+    _check(bits, modules)
+    parts = flops_per_token(model, plan, batches)
+    flops = sum(parts.values())
+    if plan is None:
+        before = flops
+    elif unpruned is not None:
+        before = float(unpruned["flops_per_token"])
+    else:
+        before = sum(flops_per_token(model, None, batches).values())
+    return {
+        **size(model, plan, facts=facts, bits=bits, modules=modules),
+        "flops_per_token": flops,
+        "flops_by_part": parts,
+        "flops_per_token_unpruned": before,
+        "flops_ratio": flops / before,
+        "flops_saving": 1 - flops / before,
+    }
+
+
+def size(
+    model: PreTrainedModel,
+    plan: Plan | None,
+    *,
+    facts: Mapping[str, Any],
+    bits: int = 16,
+    modules: Sequence[str] = QUANTISED,
+) -> dict[str, Any]:
+    """The entries of `cost` about parameters and bytes; needs no weights, the model may be on the meta device."""
+    _check(bits, modules)
+    layers = moe_layers(model)
+    total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
+    routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
+    routed_kept = sum(_expert_parameters(layer, plan) for layer in layers)
+    kept = total - routed + routed_kept - sum(_router_parameters_dropped(layer, plan) for layer in layers)
+    matrices = list(_matrices(layers, plan, modules)) if bits == 4 else []
+    return {
+        "parameters": kept,
+        "parameters_unpruned": total,
+        "parameters_kept": kept / total,
+        "routed_kept": routed_kept / routed,
+        "bits": bits,
+        "storage_bytes": bytes_each * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
+        "loading_bytes": bytes_each * kept,
+    }
+
+
+def nf4_bytes(weights: int) -> int:
+    """Bytes of a matrix of so many weights in NF4 with double quantisation: 4 bit a weight, 8 bit an absmax for 64
+    weights, 32 bit a scale for 256 absmax values, and 32 bit for their mean. Nothing for an empty matrix."""
+    if not weights:
+        return 0
+    blocks = ceil(weights / NF4_BLOCK)
+    return ceil(weights / 2) + blocks + 4 * ceil(blocks / ABSMAX_BLOCK) + 4
+
+
+def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
+    """Parameters of the routed experts of a layer that `plan` keeps."""
+    if plan is not None and plan.channels:
+        return channel_parameters(layer) * int(kept_widths(layer, plan).sum())
+    kept = layer.n_experts if plan is None else len(plan.experts[layer.index])
+    return sum(weight.numel() for weight in layer.experts.parameters()) // layer.n_experts * kept
+
+
+def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
+    """Parameters in the routing entries of dropped experts; correction biases that are buffers are no parameters."""
+    dropped = 0 if plan is None else layer.n_experts - len(plan.experts[layer.index])
+    entries = [part.tensor for part in layer.routing if isinstance(part.tensor, nn.Parameter)]
+    return sum(entry.numel() for entry in entries) // layer.n_experts * dropped
+
+
+def _matrices(layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:
+    """Sizes of the weight matrices that are stored in NF4, each by itself."""
+    for layer in layers:
+        if "experts" in modules:
+            for width in kept_widths(layer, plan).tolist():
+                down = width * layer.hidden
+                yield from (width * channel_parameters(layer) - down, down)
+        if "shared_experts" in modules:
+            yield from (linear.weight.numel() for linear in shared_linears(layer))
+
+
+def shared_linears(layer: MoELayer) -> list[nn.Linear]:
+    """The linear maps of a block's shared experts, without those that weigh them: a gate stays as it is."""
+    named = [child for name, child in layer.block.named_children() if f"{name}." in DISK_SHARED]
+    shared = [child for child in named if not isinstance(child, nn.Linear)]
+    return [module for child in shared for module in child.modules() if isinstance(module, nn.Linear)]
+
+
+def _check(bits: int, modules: Sequence[str]) -> None:
+    if bits not in (4, 16):
+        raise UserError(f"recovery.bits={bits}: expected 16 or 4")
+    if strange := [name for name in modules if name not in QUANTISED]:
+        raise UserError(f"recovery.modules={strange[0]} is unknown (known: {', '.join(QUANTISED)})")

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.cost import cost, nf4_bytes, size
+from moe_lab.pruning.flops import flops_per_token
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune
+
+CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
+
+
+def batch(rows: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = tiny.tokens(rows, length)
+    return ids, torch.ones_like(ids, dtype=torch.bool)
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """The entries of facts.json that matter here."""
+    return {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
+
+
+def counted(model: Any, ids: torch.Tensor) -> int:
+    """What torch counts for an eager forward pass, vocabulary included."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False)
+    model.set_attn_implementation(before)
+    return counter.get_total_flops()
+
+
+def channel_plan(model: Any, seed: int = 0) -> Plan:
+    """Random channels at a third; expert 0 of each layer keeps none."""
+    generator = numpy.random.default_rng(seed)
+    channels = {}
+    for layer in moe_layers(model):
+        channels[layer.index] = generator.random((layer.n_experts, layer.width)) < 1 / 3
+        channels[layer.index][0] = False
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    return Plan({index: tuple(range(count)) for index, count in counts.items()}, counts, {}, channels)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("make", [lambda model: None, lambda model: tiny.plan(model, 0.5)], ids=["unpruned", "pruned"])
+def test_flops_are_what_torch_counts(name: str, make: Callable[[Any], Plan | None]) -> None:
+    model = tiny.build(name)
+    plan = make(model)
+    ids, valid = batch()
+    found = flops_per_token(model, plan, [(ids, valid)])
+    assert round(sum(found.values()) * ids.numel()) == counted(model if plan is None else prune(model, plan), ids)
+    assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
+    assert found["other"] < 1
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_flops_of_pruned_channels_are_what_torch_counts(name: str) -> None:
+    model = tiny.build(name)
+    plan = channel_plan(model)
+    ids, valid = batch()
+    found = flops_per_token(model, plan, [(ids, valid)])
+    assert round(sum(found.values()) * ids.numel()) == counted(prune(model, plan), ids)
+    assert found["experts"] < flops_per_token(model, None, [(ids, valid)])["experts"]
+
+
+def test_flops_by_hand() -> None:
+    model = tiny.build("qwen2_moe", num_key_value_heads=2)
+    rows, length = 3, 20
+    found = flops_per_token(model, None, [batch(rows, length)])
+    hidden, heads, groups, width, experts, top_k, layers = 32, 4, 2, 8, 16, 4, 3
+    assert found == {
+        "attention": layers * 2 * hidden * (2 * heads * width + 2 * groups * width),
+        "attention_scores": layers * 2 * 2 * length * heads * width,
+        "router": layers * 2 * hidden * experts,
+        "shared_experts": layers * (6 * hidden * 40 + 2 * hidden),
+        "experts": layers * top_k * 6 * hidden * 24,
+        "dense": 0,
+        "lm_head": 2 * hidden * tiny.VOCABULARY,
+        "other": pytest.approx(0, abs=1),
+    }
+
+
+def test_batches_of_other_shapes_and_padding() -> None:
+    """A plan in which experts cost differently: only valid tokens count, each at its own experts."""
+    model = tiny.build("olmoe")
+    plan = channel_plan(model)
+    first, second = batch(2, 24), batch(1, 10)
+    whole = [flops_per_token(model, plan, [each]) for each in (first, second)]
+    both = flops_per_token(model, plan, [first, second, first])
+    for part, value in both.items():
+        assert value == pytest.approx((whole[0][part] * 96 + whole[1][part] * 10) / 106), part
+    padded = torch.cat((second[0], torch.zeros(1, 6, dtype=torch.int64)), 1)
+    valid = (torch.arange(16) < 10)[None]
+    assert flops_per_token(model, plan, [(padded, valid)])["experts"] == pytest.approx(whole[1]["experts"])
+
+
+def test_null_experts_cost_nothing() -> None:
+    model = tiny.build("olmoe")
+    plan = channel_plan(model)
+    for mask in plan.channels.values():
+        mask[:] = False
+    assert flops_per_token(model, plan, [batch()])["experts"] == 0
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_parameters_are_those_of_the_pruned_model(name: str) -> None:
+    model = tiny.build(name)
+    plan = tiny.plan(model, 0.5)
+    found = size(model, plan, facts=facts(model))
+    pruned = facts(prune(model, plan))["parameters"]
+    assert (found["parameters"], found["parameters_unpruned"]) == (pruned, facts(model)["parameters"])
+    assert found["parameters_kept"] == pruned / facts(model)["parameters"]
+    assert found["storage_bytes"] == found["loading_bytes"] == 2 * pruned
+    assert found["routed_kept"] == 0.5
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_parameters_of_pruned_channels(name: str) -> None:
+    model = tiny.build(name)
+    plan = channel_plan(model)
+    found = size(model, plan, facts=facts(model))
+    assert found["parameters"] == facts(prune(model, plan))["parameters"]
+    kept = numpy.mean([mask.mean() for mask in plan.channels.values()])
+    assert found["routed_kept"] == pytest.approx(kept)
+
+
+def test_cost_compares_with_the_unpruned_model() -> None:
+    model = tiny.build("deepseek_v2")
+    plan, about = channel_plan(model), facts(model)
+    unpruned = cost(model, None, [batch()], facts=about)
+    found = cost(model, plan, [batch()], facts=about)
+    assert found == cost(model, plan, [batch()], facts=about, unpruned=unpruned)
+    assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (1, 0, 1)
+    assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
+    assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
+    assert found["flops_ratio"] == found["flops_per_token"] / unpruned["flops_per_token"] < 0.85
+    assert found["flops_saving"] == 1 - found["flops_ratio"]
+
+
+def test_published_loading_memory() -> None:
+    """OLMoE-1B-7B in GiB of bf16, whole and without half of its experts."""
+    changes = {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 50304}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny.config("olmoe", **changes, **heads))
+    plan = Plan(dict.fromkeys(range(16), tuple(range(32))), dict.fromkeys(range(16), 64))
+    whole, half = (size(model, each, facts=facts(model))["loading_bytes"] / 2**30 for each in (None, plan))
+    assert (round(whole, 2), round(half, 2)) == (12.89, 6.89)
+
+
+def test_nf4_bytes() -> None:
+    assert nf4_bytes(0) == 0
+    assert nf4_bytes(64) == 32 + 1 + 4 + 4
+    assert nf4_bytes(65) == 33 + 2 + 4 + 4
+    assert nf4_bytes(64 * 256) == 8192 + 256 + 4 + 4
+    assert nf4_bytes(64 * 257) == 8224 + 257 + 8 + 4
+    assert nf4_bytes(2048 * 1024) / (2048 * 1024) == pytest.approx(4.127 / 8, abs=1e-4)
+
+
+def test_bits_change_storage_alone() -> None:
+    model = tiny.build("qwen2_moe")
+    about = facts(model)
+    full, routed, both = (
+        size(model, None, facts=about, bits=bits, modules=modules)
+        for bits, modules in ((16, ()), (4, ("experts",)), (4, ("experts", "shared_experts")))
+    )
+    gain = 2 * 2 * 32 * 24 - nf4_bytes(2 * 32 * 24) + 2 * 32 * 24 - nf4_bytes(32 * 24)
+    assert full["storage_bytes"] - routed["storage_bytes"] == 3 * 16 * gain
+    assert routed["storage_bytes"] - both["storage_bytes"] == 3 * 3 * (2 * 32 * 40 - nf4_bytes(32 * 40))
+    assert both["loading_bytes"] == full["loading_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bits": 8}, "recovery.bits=8: expected 16 or 4"),
+        ({"bits": 4, "modules": ("routers",)}, "recovery.modules=routers is unknown"),
+    ],
+)
+def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        cost(tiny.build("olmoe"), None, [batch()], facts={}, **wrong)
+
+
+def test_no_text_is_refused() -> None:
+    with pytest.raises(UserError, match="no batches"):
+        flops_per_token(tiny.build("olmoe"), None, [])
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    model = tiny.build("olmoe")
+    flops_per_token(model, tiny.plan(model, 0.5), [batch()])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
