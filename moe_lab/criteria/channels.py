@@ -60,8 +60,9 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     if projection not in (*PROJECTIONS, "mean"):
         raise unknown("criterion.parameters.projection of channel_weight", projection, [*PROJECTIONS, "mean"])
     names = PROJECTIONS if projection == "mean" else (projection,)
-    norms = numpy.stack([numpy.sqrt(layer[f"channel_{name}_square"]) for name in names])
-    return norms.mean(axis=0, dtype=numpy.float64)
+    norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
+    mean: Array = norms.mean(axis=0)
+    return mean
 
 
 @criterion(

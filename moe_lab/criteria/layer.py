@@ -57,7 +57,10 @@ class Layer:
 
     def _reason(self, name: str) -> str:
         if name == "sums_double_softmax":
-            return "gate=double_softmax needs a router that is a softmax over all experts, choose gate=model or renormalized"
+            return (
+                "gate=double_softmax needs a router that is a softmax over all experts, choose gate=model or "
+                "renormalized"
+            )
         return (
             f"criterion={self.criterion} needs it, `python -m moe_lab criterion={self.criterion} model=... "
             "calibration=...` gathers it"

@@ -55,22 +55,16 @@ class Call:
             if len(f) == 0:
                 return
         torch.sum(f, 0, out=self.columns["output_sum"][expert])
-        square = phi.square()
-        torch.sum(square, 0, out=self.columns["channel_square"][expert])
-        torch.amax(square, 0, out=self.columns["channel_max"][expert])
-        square.mul_(gate_square[:, None])
-        torch.sum(square, 0, out=self.columns["gate_channel_square"][expert])
-        torch.amax(square, 0, out=self.columns["gate_channel_max"][expert])
+        self.channels.add(expert, phi, gate_square)
 
     def finish(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
         """All sums that do not need the layer's output; `mixed` (T, H) is the routed output m of the call."""
         self._align(wide(mixed))
-        for name in ("channel_max", "gate_channel_max"):  # maxima of squares until here
-            self.columns[name].sqrt_()
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
         return {
             **self.columns,
+            **self.channels.finish(),
             "tokens": moments[:, 0, 0].clone(),
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
@@ -120,8 +114,34 @@ class Call:
 
     def _allocate(self, phi: torch.Tensor, f: torch.Tensor) -> None:
         self.columns["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
-        for name in ("channel_square", "channel_max", "gate_channel_square", "gate_channel_max"):
-            self.columns[name] = phi.new_zeros(self.n_experts, phi.shape[1])
+        self.channels = Channels(self.n_experts, phi.shape[1], phi)
+
+
+class Channels:
+    """channel_square, channel_max and the same weighed with the gate, (E, I) each, of one call; names as in sums.py."""
+
+    def __init__(self, n_experts: int, width: int, like: torch.Tensor) -> None:
+        self.columns = {
+            name: wide(like.new_zeros(n_experts, width))
+            for name in ("channel_square", "channel_max", "gate_channel_square", "gate_channel_max")
+        }
+
+    def add(self, expert: int, phi: torch.Tensor, gate_square: torch.Tensor) -> None:
+        """The tokens of one expert that count: phi (n, I) and g^2 (n,), at least fp32."""
+        if len(phi) == 0:
+            return
+        square = phi.square()
+        torch.sum(square, 0, out=self.columns["channel_square"][expert])
+        torch.amax(square, 0, out=self.columns["channel_max"][expert])
+        square.mul_(gate_square[:, None])
+        torch.sum(square, 0, out=self.columns["gate_channel_square"][expert])
+        torch.amax(square, 0, out=self.columns["gate_channel_max"][expert])
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The columns, once every expert was added."""
+        for name in ("channel_max", "gate_channel_max"):  # maxima of squares until here
+            self.columns[name].sqrt_()
+        return self.columns
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

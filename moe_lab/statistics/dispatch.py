@@ -72,10 +72,13 @@ def not_called(layer: MoELayer) -> UserError:
     )
 
 
-def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) is the attention mask."""
+def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
+    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
+
+    Gives the decoder's output, whose last_hidden_state (B, S, H) is what the vocabulary is read from.
+    """
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
     # All ones mean the same as no mask, which is the faster attention.
     mask = None if bool(valid.all()) else valid.to(device, torch.int64)
-    model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
+    return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.observe import Observer, Tap
+from moe_lab.statistics.observe import Observer, Reading, Tap, forward
 from moe_lab.statistics.read import header
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
@@ -66,15 +66,14 @@ def read_all(
     groups: int,
     first_row: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    reading: Reading = forward,
 ) -> Statistics:
-    """What `tap` sums over `batches`, with checkpoints; `kind` goes into the header, the rest is as in `gather`."""
-    if not batches:
-        raise UserError("calibration gives no batches, expected at least one")
-    rows = [first_row, first_row + sum(len(ids) for ids, _ in batches)]
-    about = {"kind": kind, "fingerprint": dict(fingerprint), "rows": [rows], "batches": digest(batches)}
+    """What `tap` sums over `batches`, each read by `reading`, with checkpoints; `kind` goes into the header, the rest
+    is as in `gather`."""
+    about = description(batches, kind, fingerprint, first_row)
     checkpoint = None if out is None else out / CHECKPOINT
     done, start = _resume(checkpoint, about)
-    with Observer(model, tap, start) as observer:
+    with Observer(model, tap, start, reading) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid)
             if number % groups == 0 or number == len(batches):
@@ -86,6 +85,16 @@ def read_all(
             if progress is not None:
                 progress(number, len(batches))
     return Statistics(observer.layers(), about)
+
+
+def description(
+    batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, Any], first_row: int = 0
+) -> dict[str, Any]:
+    """The header of sums of that kind over `batches`. UserError when there are none."""
+    if not batches:
+        raise UserError("calibration gives no batches, expected at least one")
+    rows = [first_row, first_row + sum(len(ids) for ids, _ in batches)]
+    return {"kind": kind, "fingerprint": dict(fingerprint), "rows": [rows], "batches": digest(batches)}
 
 
 def digest(batches: Sequence[Batch]) -> str:

@@ -16,6 +16,16 @@ from moe_lab.statistics.dispatch import not_called, replaced, run
 from moe_lab.statistics.sums import Layers, combine
 
 
+Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
+"""A pass over one batch: model, input_ids (B, S), valid (B, S)."""
+
+
+def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
+    """The usual reading: one forward pass without gradients."""
+    with torch.no_grad():
+        run(model, input_ids, valid)
+
+
 class Tap:
     """One layer under observation: its sums so far, and what stands in for its experts.
 
@@ -62,7 +72,7 @@ class Observer:
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
     Whatever else runs the model meanwhile is observed too, under the `valid` mask set last. `start` are sums to go on
-    from.
+    from; `reading` is what `read` does with the model, which may be more than a forward pass.
     """
 
     def __init__(
@@ -70,8 +80,10 @@ class Observer:
         model: PreTrainedModel,
         tap: Callable[[Observer, MoELayer, dict[str, torch.Tensor]], Tap],
         start: Layers | None = None,
+        reading: Reading = forward,
     ) -> None:
         self.model = model
+        self.reading = reading
         self.taps = [tap(self, layer, (start or {}).get(layer.index, {})) for layer in moe_layers(model)]
         self.valid: torch.Tensor | None = None
         """(B, S) bool: which tokens of the batch count; None for all of them."""
@@ -101,8 +113,7 @@ class Observer:
         self.valid = valid
         for tap in self.taps:
             tap.calls = 0
-        with torch.no_grad():
-            run(self.model, input_ids, valid)
+        self.reading(self.model, input_ids, valid)
         for tap in self.taps:
             if tap.calls == 0:
                 raise not_called(tap.layer)

@@ -15,9 +15,24 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     channel_max          (E, I)    max_t |phi|
     gate_channel_square  (E, I)    sum_t (g phi)^2
     gate_channel_max     (E, I)    max_t |g phi|
-    damage               (E,)      sum_t ||y - y without j||                          (a pass of its own, damage.py)
-    abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights (no pass, weights.py)
-    count                ()        number of those weights per expert
+
+Sums over a forward and a backward pass (gradients.py), L the next-token cross-entropy summed over the calibration set;
+beside these it has tokens and the four channel sums above:
+
+    channel_gradient_square  (E, I) sum_t (dL/dphi)^2
+    channel_product          (E, I) sum_t phi dL/dphi
+    channel_product_abs      (E, I) sum_t |phi dL/dphi|
+
+From passes of their own, and from weights alone:
+
+    damage               (E,)      sum_t ||y - y without j||                                             (damage.py)
+    snip                 (E, I)    sum over a channel's gate, up and down weights of |w dL/dw|  (weight_gradients.py)
+    abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights                   (weights.py)
+    count                ()        number of those weights per expert                                   (weights.py)
+    channel_down_square  (E, I)    sum_o w_oc^2 over the outputs o of down_proj                 (channel_weights.py)
+    channel_down_abs     (E, I)    sum_o |w_oc| over the outputs o of down_proj                 (channel_weights.py)
+    channel_gate_square  (E, I)    sum over inputs of the squared weights of gate_proj          (channel_weights.py)
+    channel_up_square    (E, I)    the same of up_proj                                          (channel_weights.py)
 """
 
 from __future__ import annotations
@@ -37,13 +52,16 @@ from moe_lab.statistics.read import SCHEMA, header, read
 
 Layers = dict[int, dict[str, torch.Tensor]]
 
+WHOLE = ("weights", "channel_weights", "weight_gradients")
+"""Kinds that are no sums over tokens: parts of them do not add up."""
+
 
 @dataclass
 class Statistics:
     """Sums per MoE layer, and what they are sums of.
 
     `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
-    damage or weights), `fingerprint` (model, data and settings: only equal ones can be merged) and `rows` (ranges
+    damage, gradients, weight_gradients, weights, channel_weights), `fingerprint` (model, data and settings: only equal ones can be merged) and `rows` (ranges
     [start, stop) of the calibration rows that were summed).
     """
 
@@ -80,6 +98,8 @@ class Statistics:
         for key in ("fingerprint", "kind"):
             if self.header.get(key) != other.header.get(key):
                 raise UserError(f"statistics with different {key} cannot be merged: {_difference(self, other, key)}")
+        if self.header.get("kind") in WHOLE:
+            raise UserError(f"statistics of kind {self.header['kind']} cannot be merged: they are no sums over tokens")
         rows = _union(self.header.get("rows", []), other.header.get("rows", []))
         merged = {"kind": self.header.get("kind"), "fingerprint": self.header.get("fingerprint"), "rows": rows}
         return Statistics(merge_layers(self.layers, other.layers), merged)

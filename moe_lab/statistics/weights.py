@@ -37,7 +37,7 @@ def weigh(folder: Path | str, *, fingerprint: Mapping[str, Any]) -> Statistics:
     # What is numbered beyond predicts several tokens at once and is not loaded.
     n_layers = int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
     totals = _Totals()
-    for layer, expert, name, weights in _expert_weights(open_checkpoint(folder)):
+    for layer, expert, name, weights in expert_weights(open_checkpoint(folder)):
         if layer < n_layers:
             totals.add(layer, expert, name, weights)
     return Statistics(totals.layers(folder), {"kind": "weights", "fingerprint": dict(fingerprint)})
@@ -62,10 +62,6 @@ class _Totals:
         self.sums: dict[tuple[int, int], list[float]] = {}
 
     def add(self, layer: int, expert: int, name: str, weights: torch.Tensor) -> None:
-        if weights.dtype not in PLAIN:
-            raise UserError(
-                f"{name} is stored as {weights.dtype}, expected plain weights: load and save it dequantised"
-            )
         absolute, square = absolute_and_square(weights)
         if not math.isfinite(square):
             raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
@@ -91,16 +87,25 @@ class _Totals:
         return layers
 
 
-def _expert_weights(checkpoint: Checkpoint) -> Iterator[tuple[int, int, str, torch.Tensor]]:
-    """(layer, expert, name, weights) of every weight of a routed expert, one tensor in memory at a time."""
+def expert_weights(checkpoint: Checkpoint) -> Iterator[tuple[int, int, str, torch.Tensor]]:
+    """(layer, expert, name, weights) of every weight of a routed expert, one tensor in memory at a time.
+
+    UserError for shards that cannot be read and for quantised weights.
+    """
     for shard in checkpoint.shards:
         try:
             with safe_open(checkpoint.folder / shard, framework="pt") as file:
                 for name in (name for name, entry in checkpoint.tensors.items() if entry.shard == shard):
                     if one := ONE_EXPERT.match(name):
-                        yield int(one[1]), int(one[2]), name, file.get_tensor(name)
+                        yield int(one[1]), int(one[2]), name, _plain(name, file.get_tensor(name))
                     elif (fused := ALL_EXPERTS.match(name)) and len(checkpoint.tensors[name].shape) == 3:
-                        for expert, weights in enumerate(file.get_tensor(name)):
+                        for expert, weights in enumerate(_plain(name, file.get_tensor(name))):
                             yield int(fused[1]), expert, name, weights
         except (OSError, SafetensorError) as error:
             raise UserError(f"shard {checkpoint.folder / shard} cannot be read: {error}") from error
+
+
+def _plain(name: str, weights: torch.Tensor) -> torch.Tensor:
+    if weights.dtype not in PLAIN:
+        raise UserError(f"{name} is stored as {weights.dtype}, expected plain weights: load and save it dequantised")
+    return weights
