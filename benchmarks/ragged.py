@@ -1,0 +1,176 @@
+"""What experts of unequal width gain: `python -m benchmarks.ragged`.
+
+A plan keeps half of all channels, any number from none to all of them in one expert. Each ratio is the median over
+rounds in which all ways ran one after the other in this process:
+- the packed experts of one layer against the dense experts they replace, as transformers computes them (eager) and as
+  fast as we can (one loop over rows sorted once); bar for many tokens: at most 0.65;
+- the same model whole: attention, router and embedding cost what they did, so there is no bar;
+- the masked model against the plain one: what it costs to evaluate a plan without cutting weights.
+Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.channel_mask import sorted_function
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune
+
+BAR = 0.65
+PACKED, MASKED = "packed", "masked"
+
+
+def main() -> int:
+    """Measure, print, compare with the bar."""
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    model = _model(arguments)
+    plan = half(model)
+    pruned = prune(model, plan)
+    print(
+        f"{arguments.experts} experts of 0 to {arguments.width} channels, mean {arguments.width / 2:.0f} of "
+        f"{arguments.width}, top-{arguments.top_k}, hidden {arguments.hidden}",
+        flush=True,
+    )
+    failed = False
+    with torch.no_grad():
+        for tokens in arguments.tokens:
+            seconds = _rounds(_layer_ways(model, pruned, plan, tokens), arguments.rounds)
+            bar = BAR if tokens == arguments.tokens[0] else None
+            failed |= _report(f"one layer, {tokens} tokens", seconds, bar)
+        seconds = _rounds(_model_ways(model, pruned, plan, arguments), arguments.rounds)
+    _report(f"{arguments.layers} layers with attention, {arguments.rows * arguments.length} tokens", seconds, None)
+    return int(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ragged", description=__doc__.splitlines()[0])
+    parser.add_argument("--experts", type=int, default=64, help="experts per layer")
+    parser.add_argument("--top-k", type=int, default=8, help="experts per token")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256, help="channels per expert before pruning")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[4096, 64], help="tokens of one layer; the bar is for the first"
+    )
+    parser.add_argument("--rows", type=int, default=8, help="rows of the batch for the whole model")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
+    return parser.parse_args()
+
+
+def _model(arguments: argparse.Namespace) -> PreTrainedModel:
+    """A random model in OLMoE architecture, eager, its router widened so that experts are not used evenly."""
+    config = AutoConfig.for_model(
+        "olmoe",
+        vocab_size=1024,
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 64,
+        num_key_value_heads=arguments.hidden // 64,
+        num_experts=arguments.experts,
+        num_experts_per_tok=arguments.top_k,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
+    for layer in moe_layers(model):
+        for part in layer.routing:
+            torch.nn.init.normal_(part.tensor, std=arguments.hidden**-0.5)
+    model.eval().requires_grad_(False)
+    return model
+
+
+def half(model: PreTrainedModel) -> Plan:
+    """A plan that keeps half of the channels of each layer: where an expert keeps w of I, another one keeps I - w."""
+    random = numpy.random.default_rng(0)
+    layers = moe_layers(model)
+    channels = {}
+    for layer in layers:
+        some = random.integers(0, layer.width + 1, layer.n_experts // 2)
+        widths = random.permutation(numpy.concatenate((some, layer.width - some)))
+        order = random.permuted(numpy.tile(numpy.arange(layer.width), (layer.n_experts, 1)), axis=1)
+        channels[layer.index] = order < widths[:, None]
+    counts = {layer.index: layer.n_experts for layer in layers}
+    return Plan({layer: tuple(range(count)) for layer, count in counts.items()}, counts, channels=channels)
+
+
+def _layer_ways(
+    model: PreTrainedModel, pruned: PreTrainedModel, plan: Plan, tokens: int
+) -> dict[str, Callable[[], Any]]:
+    layer = moe_layers(model)[0]
+    packed = pruned.get_submodule(layer.name)
+    hidden = torch.randn(tokens, layer.hidden, generator=torch.Generator().manual_seed(0))
+    _, gates, index = layer.router(hidden)
+    dense = sorted_function(layer, numpy.ones_like(plan.channels[layer.index]))
+    masked = sorted_function(layer, plan.channels[layer.index])
+    return {
+        "dense eager": lambda: layer.experts(hidden, index, gates),
+        "dense sorted loop": lambda: dense(hidden, index, gates),
+        MASKED: lambda: masked(hidden, index, gates),
+        PACKED: lambda: packed(hidden, index, gates),
+    }
+
+
+def _model_ways(
+    model: PreTrainedModel, pruned: PreTrainedModel, plan: Plan, arguments: argparse.Namespace
+) -> dict[str, Callable[[], Any]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 1024, (arguments.rows, arguments.length), generator=generator)
+
+    def masked() -> None:
+        with mask(model, plan):
+            model.base_model(input_ids=ids, use_cache=False)
+
+    return {
+        "dense eager": lambda: model.base_model(input_ids=ids, use_cache=False),
+        MASKED: masked,
+        PACKED: lambda: pruned.base_model(input_ids=ids, use_cache=False),
+    }
+
+
+def _rounds(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each way in each of `rounds` rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            start = time.process_time()
+            way()
+            if number:
+                seconds[name].append(time.process_time() - start)
+    return seconds
+
+
+def _report(what: str, seconds: Mapping[str, list[float]], bar: float | None) -> bool:
+    """Print the medians and their ratios, with the bar for packed experts; True when it fails."""
+    print(f"{what}: " + ", ".join(f"{name} {1e3 * statistics.median(times):.1f} ms" for name, times in seconds.items()))
+    failed = False
+    for fast in (PACKED, MASKED):
+        for slow in (name for name in seconds if name.startswith("dense")):
+            ratios = [mine / other for mine, other in zip(seconds[fast], seconds[slow], strict=True)]
+            median = statistics.median(ratios)
+            good = bar is None or fast != PACKED or median <= bar
+            failed |= not good
+            verdict = f", bar <= {bar:.2f}: {'ok' if good else 'FAILED'}" if bar and fast == PACKED else ""
+            print(f"  {fast} / {slow}: {median:.2f} ({min(ratios):.2f} to {max(ratios):.2f}){verdict}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
