@@ -1,12 +1,15 @@
-"""Every layer loses the same share of its experts. No torch."""
+"""Every layer loses the same share of its experts, or every expert the same share of its channels. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil, lcm
 
+import numpy
+
+from moe_lab.allocation.limits import Limits, check_ratio, largest_ratio, limits, rounded_up
+from moe_lab.allocation.problem import Budgets, Channels, Experts, whole
 from moe_lab.errors import UserError
-from moe_lab.models.routing import PerLayer, at, fewest_experts
+from moe_lab.models.routing import PerLayer, at
 
 
 def uniform(
@@ -24,50 +27,61 @@ def uniform(
     `n_experts`: layer -> number of routed experts. UserError, naming the nearest feasible ratio, when `ratio` is
     outside [0, 1), leaves fewer experts than the router needs, or when no such multiple exists.
     """
-    if multiple_of < 1:
-        raise UserError(f"allocation.multiple_of={multiple_of}: expected 1 or more")
-    steps = {layer: lcm(multiple_of, at(n_group, layer)) for layer in n_experts}
-    fewest = {
-        layer: fewest_experts(at(top_k, layer), at(n_group, layer), at(topk_group or n_group, layer))
-        for layer in n_experts
+    facts = {
+        layer: {
+            "n_experts": count,
+            "top_k": at(top_k, layer),
+            "n_group": at(n_group, layer),
+            "topk_group": at(topk_group or n_group, layer),
+        }
+        for layer, count in n_experts.items()
     }
-    largest = _largest_ratio(n_experts, steps, fewest)
-    if not 0 <= ratio < 1:
-        nearest = 0 if ratio < 0 else largest
-        raise UserError(f"ratio={ratio}: expected a number in [0, 1), {nearest} is the nearest feasible")
+    return same_share(limits(facts, multiple_of), ratio)
+
+
+def experts(problem: Experts) -> dict[int, int]:
+    """The rule of `uniform` for the layers of `problem`."""
+    return same_share(problem.limits, problem.ratio)
+
+
+def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
+    """Layer -> experts to remove, `Limits.even` of each. UserError, naming the nearest feasible ratio."""
+    largest = largest_ratio(layers)
+    check_ratio(ratio, largest)
     remove = {}
-    for layer, count in n_experts.items():
-        left = count - int(count * ratio)
-        kept = steps[layer] * ceil(left / steps[layer])
-        if kept < fewest[layer]:
+    for layer, limit in layers.items():
+        kept = limit.even(ratio)
+        if kept < limit.fewest:
             raise UserError(
-                f"ratio={ratio} leaves {kept} of {count} experts in layer {layer}, but its router needs at least "
-                f"{fewest[layer]} (top_k={at(top_k, layer)}): {largest} is the largest feasible ratio"
+                f"ratio={ratio} leaves {kept} of {limit.count} experts in layer {layer}, but its router needs at "
+                f"least {limit.fewest} (top_k={limit.top_k}): {largest} is the largest feasible ratio"
             )
-        if kept > count:
+        if kept > limit.count:
+            smallest = rounded_up(limit.count - limit.largest, limit.count)
             raise UserError(
-                f"ratio={ratio} leaves {left} of {count} experts in layer {layer}, and no more can be kept as a "
-                f"multiple of {steps[layer]}: {_rounded_up(count % steps[layer], count)} is the smallest feasible "
+                f"ratio={ratio} leaves {limit.count - int(limit.count * ratio)} of {limit.count} experts in layer "
+                f"{layer}, and no more can be kept as a multiple of {limit.step}: {smallest} is the smallest feasible "
                 "ratio"
             )
-        remove[layer] = count - kept
+        remove[layer] = limit.count - kept
     return remove
 
 
-def _largest_ratio(n_experts: Mapping[int, int], steps: Mapping[int, int], fewest: Mapping[int, int]) -> float:
-    """The largest ratio every layer can bear; UserError when a layer cannot keep any multiple."""
-    ratios = []
-    for layer, count in n_experts.items():
-        smallest = steps[layer] * ceil(fewest[layer] / steps[layer])
-        if smallest > count:
+def channels(problem: Channels) -> Budgets:
+    """Every expert keeps the same int(I * (1 - ratio)) channels, so that all widths of a layer stay equal.
+
+    That rounds down once per expert, so the whole keeps up to one channel per expert fewer than other allocations.
+    UserError, naming the nearest feasible ratio, when an expert would keep none.
+    """
+    budgets = {}
+    for layer, scores in problem.scores.items():
+        count, width = scores.shape
+        kept = whole(width * (1 - problem.ratio))
+        if not kept:
+            nearest = int(10_000 * (width - 1) / width) / 10_000
             raise UserError(
-                f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
-                f"{steps[layer]} that is at least {fewest[layer]}: choose a smaller multiple"
+                f"ratio={problem.ratio} leaves no channel of {width} in the experts of layer {layer}: {nearest} is the "
+                "largest feasible ratio of allocation=uniform"
             )
-        ratios.append(_rounded_up(count - smallest, count))
-    return min(ratios)
-
-
-def _rounded_up(part: int, whole: int) -> float:
-    """part / whole to four digits, such that int(whole * ratio) is still `part`."""
-    return ceil(10_000 * part / whole) / 10_000
+        budgets[layer] = numpy.full(count, kept, dtype=numpy.int64)
+    return budgets

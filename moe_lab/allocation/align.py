@@ -1,0 +1,145 @@
+"""AAR (MoE-Slimming): widths in whole blocks, as low-bit kernels need, and no expert that is hardly there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from moe_lab.allocation.problem import Array, Budget, Budgets, Infeasible
+from moe_lab.errors import UserError, unknown
+
+ORDERS = ("remainder", "scores", "headroom")
+FIELDS = ("block", "min_channels", "order")
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How widths are rounded."""
+
+    block: int
+    """Kept channels of an expert are a multiple of this."""
+    min_channels: int
+    """Experts with fewer channels than this lose them all."""
+    order: str
+    """Who gets the blocks that rounding down leaves over: see `align`."""
+
+
+def parse(value: Any) -> Alignment | None:
+    """What allocation.parameters.align says: null, or {block, min_channels (block), order (remainder)}."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UserError(f"allocation.parameters.align={value}: expected null or {{block: 128}}")
+    for name in value:
+        if name not in FIELDS:
+            raise unknown("allocation.parameters.align", str(name), FIELDS)
+    block = value.get("block")
+    if type(block) is not int or block < 1:
+        raise UserError(f"allocation.parameters.align.block={block}: expected a whole number of channels such as 128")
+    min_channels = value.get("min_channels", block)
+    if type(min_channels) is not int or min_channels < 0:
+        raise UserError(f"allocation.parameters.align.min_channels={min_channels}: expected 0 or more channels")
+    order = value.get("order", "remainder")
+    if order not in ORDERS:
+        raise unknown("allocation.parameters.align.order", str(order), ORDERS)
+    return Alignment(block, min_channels, order)
+
+
+def check_widths(alignment: Alignment, widths: Mapping[int, int]) -> None:
+    """UserError unless the block divides the width I of every layer and min_channels is not above it."""
+    for layer, width in widths.items():
+        if width % alignment.block:
+            fits = [block for block in range(1, width + 1) if all(other % block == 0 for other in widths.values())]
+            nearest = min(fits, key=lambda block: (abs(block - alignment.block), block))
+            raise UserError(
+                f"allocation.parameters.align.block={alignment.block}: the {width} channels of layer {layer} are not a "
+                f"multiple of it, {nearest} is the nearest block that fits"
+            )
+        if alignment.min_channels > width:
+            raise UserError(
+                f"allocation.parameters.align.min_channels={alignment.min_channels}: experts of layer {layer} have "
+                f"only {width}, which is the most it can be"
+            )
+
+
+def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
+    """Budgets in whole blocks: layer -> (E,). `scores`: layer -> (E, I), I a multiple of the block.
+
+    Every budget is rounded down, experts below `min_channels` to nothing, and the whole blocks this leaves over go to
+    the other experts, one each and again from the start until none is left or all are full (the paper stops after one
+    each):
+    remainder (l-r-c)  within the layer, first to whom rounding took the most channels
+    scores (l-r-s)     within the layer, first to whom rounding took the largest sum of scores
+    headroom           over all layers, in proportion to what experts could still take, what is then left as in
+                       remainder; `min_channels` is compared with the rounded budget (the released code's way)
+    Infeasible when a layer that had channels would be left with none.
+    """
+    found = (_by_headroom if alignment.order == "headroom" else _by_layer)(budgets, scores, alignment)
+    for layer, kept in found.items():
+        if budgets[layer].any() and not kept.any():
+            most = int(budgets[layer].max())
+            raise Infeasible(
+                f"allocation.parameters.align (block={alignment.block}, min_channels={alignment.min_channels}) leaves "
+                f"no channel in layer {layer}, whose largest expert was to keep {most}: {most} is the most that both "
+                "can be"
+            )
+    return found
+
+
+def _by_layer(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
+    found = {}
+    for layer, kept in budgets.items():
+        active = (kept >= alignment.min_channels) & (kept > 0)
+        base = _floor(kept, active, alignment.block)
+        lost = (kept - base).astype(numpy.float64)
+        if alignment.order == "scores":
+            lost = _lost_scores(scores[layer], base, kept)
+        room = numpy.where(active, (scores[layer].shape[1] - base) // alignment.block, 0)
+        blocks = int((kept - base).sum()) // alignment.block
+        found[layer] = base + alignment.block * _deal(room, numpy.argsort(-lost, kind="stable"), blocks)
+    return found
+
+
+def _by_headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
+    block = alignment.block
+    kept = numpy.concatenate(list(budgets.values()))
+    width = numpy.concatenate([numpy.full(len(scores[layer]), scores[layer].shape[1]) for layer in budgets])
+    active = (kept // block * block >= alignment.min_channels) & (kept > 0)
+    base = _floor(kept, active, block)
+    room = numpy.where(active, (width - base) // block, 0)
+    order = numpy.argsort(-(kept % block), kind="stable")
+    blocks = int((kept - base).sum()) // block
+    share = numpy.rint(blocks * room / max(int(room.sum()), 1)).astype(numpy.int64)
+    share = numpy.minimum(share, room)
+    # Rounding to the nearest block can promise more than there is: who comes last then gets less.
+    given = numpy.zeros_like(share)
+    given[order] = numpy.diff(numpy.minimum(numpy.cumsum(share[order]), blocks), prepend=0)
+    given += _deal(room - given, order, blocks - int(given.sum()))
+    parts = numpy.split(base + block * given, numpy.cumsum([len(part) for part in budgets.values()])[:-1])
+    return dict(zip(budgets, parts, strict=True))
+
+
+def _floor(kept: Budget, active: NDArray[numpy.bool_], block: int) -> Budget:
+    """Whole blocks of active experts, nothing of others."""
+    return numpy.where(active, kept // block * block, 0)
+
+
+def _lost_scores(scores: Array, base: Budget, kept: Budget) -> Array:
+    """Sum of the scores of the channels ranked base .. kept - 1 of each expert (E,)."""
+    descending = -numpy.sort(-scores, axis=1)
+    rank = numpy.arange(scores.shape[1])
+    lost: Array = (descending * ((rank >= base[:, None]) & (rank < kept[:, None]))).sum(axis=1)
+    return lost
+
+
+def _deal(room: Budget, order: NDArray[numpy.int64], blocks: int) -> Budget:
+    """Blocks given to each expert: one each in `order`, again and again, none beyond its `room`."""
+    given = numpy.zeros_like(room)
+    while blocks > 0 and (takers := order[(given < room)[order]][:blocks]).size:
+        given[takers] += 1
+        blocks -= len(takers)
+    return given

@@ -1,0 +1,80 @@
+"""allocation=coverage (MoE-Slimming): channels to layers, then to experts, by how much of their scores they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy
+
+from moe_lab.allocation.apportion import apportion
+from moe_lab.allocation.cba import TOLERANCE, Search, cover
+from moe_lab.allocation.priors import NEEDS, Prior, expert_prior
+from moe_lab.allocation.problem import Array, Budget, Budgets, Channels
+from moe_lab.allocation.ranked import best
+from moe_lab.allocation.shapes import layer_budgets, layer_losses, u_shape
+from moe_lab.allocation.smoothing import Smoothing, smooth
+
+
+def coverage(
+    problem: Channels,
+    *,
+    inter: Literal["coverage", "uniform", "u_shaped", "loss_based"] = "coverage",
+    intra: Literal["coverage", "uniform", "ranking"] = "coverage",
+    layer_prior: Literal["loss", "none"] = "loss",
+    prior: Prior = "ala1",
+    smoothing: Smoothing = "sqrt",
+    search: Search = "exact",
+    beta: float = 0.02,
+    floor: float = 0.1,
+) -> Budgets:
+    """Layer -> channels each expert keeps (E,).
+
+    First `inter` gives each layer its budget: CBA over the pooled channels of the layers with the smoothed layer loss
+    (or 1) as target, the same share, a U over the depth (`beta`, `floor`), or in proportion to the smoothed layer loss.
+    Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, evenly, or the best channels of
+    the layer. `smoothing` is for both. search=exact meets every budget to the channel; search=paper stops within 1 %,
+    half of it in each stage when both stages search.
+    """
+    searching = (inter, intra).count("coverage")
+    tolerance = TOLERANCE / max(searching, 1)
+    scores = problem.scores
+    if inter == "coverage":
+        target = _layer_target(problem, layer_prior, smoothing)
+        pools = [values.ravel() for values in scores.values()]
+        kept = cover(pools, target, problem.keep, search=search, tolerance=tolerance)
+        budgets = dict(zip(scores, kept.tolist(), strict=True))
+    elif inter == "loss_based":
+        budgets = layer_budgets(problem, smooth(layer_losses(problem.evidence, scores), smoothing))
+    elif inter == "u_shaped":
+        budgets = layer_budgets(problem, u_shape(len(scores), 1 - problem.ratio, beta, floor))
+    else:
+        budgets = layer_budgets(problem, numpy.ones(len(scores)))
+
+    def divide(layer: int, values: Array) -> Budget:
+        if intra == "uniform":
+            return apportion(numpy.ones(len(values)), budgets[layer], 0, values.shape[1])
+        if intra == "ranking":
+            return best(values, budgets[layer])
+        measured = expert_prior(prior, problem.evidence, layer, (values.shape[0], values.shape[1]))
+        target = smooth(measured, smoothing)
+        return cover(list(values), target, budgets[layer], search=search, tolerance=tolerance)
+
+    return {layer: divide(layer, values) for layer, values in scores.items()}
+
+
+def _layer_target(problem: Channels, layer_prior: str, smoothing: Smoothing) -> Array:
+    if layer_prior == "none":
+        return numpy.ones(len(problem.scores))
+    return smooth(layer_losses(problem.evidence, problem.scores), smoothing)
+
+
+def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which steps measure what these parameters read."""
+    inter = parameters.get("inter", "coverage")
+    found = set()
+    if inter == "loss_based" or (inter == "coverage" and parameters.get("layer_prior", "loss") == "loss"):
+        found.add("statistics")
+    if parameters.get("intra", "coverage") == "coverage":
+        found.update({NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in NEEDS})
+    return tuple(sorted(found))

@@ -1,0 +1,193 @@
+"""How much each layer or expert loses: settings, facts, scores and evidence in, whole numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+
+from moe_lab.allocation import align, uniform
+from moe_lab.allocation.limits import budget, check_ratio, limits
+from moe_lab.allocation.problem import Budgets, Channels, Evidence, Experts, Infeasible, finite
+from moe_lab.allocation.registry import Granularity, get
+from moe_lab.allocation.settings import own, zero_expert
+from moe_lab.errors import UserError
+from moe_lab.models.routing import fewest_experts
+
+Layers = Mapping[int, Mapping[str, Any]]
+
+
+def allocate(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> dict[int, int]:
+    """Layer -> how many experts to remove.
+
+    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
+    topk_group). `scores`: layer -> a score per expert. `evidence`: what `needs(settings)` names, by layer; arrays by
+    name, for "by" a score per expert. `model`: facts of the model, for ratio_basis=model. UserError for scores of
+    another model, NaN or Inf, and whatever cannot be had, naming the nearest that can.
+    """
+    function = _function(settings, "expert")
+    n_experts = {layer: int(facts["n_experts"]) for layer, facts in layers.items()}
+    scored = {layer: len(row) for layer, row in scores.items()}
+    if scored != n_experts:
+        raise UserError(f"scores are of another model: experts per layer {scored}, expected {n_experts}")
+    values = {layer: finite("scores", layer, scores[layer], (count,)) for layer, count in n_experts.items()}
+    with _of_routed(settings, model) as ratio:
+        problem = Experts(ratio, limits(layers, settings["multiple_of"]), values, evidence or {}, settings.get("path"))
+        return function(problem, **own(function, settings["parameters"]))
+
+
+def budgets(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> Budgets:
+    """Layer -> how many channels each expert keeps (E,) int64.
+
+    As `allocate`, with `scores`: layer -> (E, I). Aligned if the parameters say so. With zero_expert=drop, UserError
+    when a layer would be left with fewer experts than its router needs, naming the largest ratio that works.
+    """
+    function = _function(settings, "channel")
+    if set(scores) != set(layers):
+        raise UserError(f"scores are of another model: layers {sorted(scores)}, expected {sorted(layers)}")
+    values = {
+        layer: finite("scores", layer, scores[layer], (facts["n_experts"], facts["width"]))
+        for layer, facts in layers.items()
+    }
+    alignment = align.parse(settings["parameters"].get("align"))
+    if alignment is not None:
+        align.check_widths(alignment, {layer: facts["width"] for layer, facts in layers.items()})
+
+    def found(ratio: float) -> Budgets:
+        problem = Channels(ratio, values, evidence or {}, settings.get("path"))
+        kept = function(problem, **own(function, settings["parameters"]))
+        if alignment is not None:
+            kept = align.align(kept, values, alignment)
+        if zero_expert(settings) == "drop":
+            _check_survivors(kept, layers)
+        return kept
+
+    with _of_routed(settings, model) as ratio:
+        check_ratio(ratio, 0.99)
+        return _or_nearest(found, ratio)
+
+
+def fits(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    granularity: Granularity,
+    model: Mapping[str, Any] | None = None,
+) -> None:
+    """UserError when ratio, multiple_of or block cannot be had in these layers, as far as can be told without scores.
+
+    `layers` as in `allocate`; for channels each also has a width, or nothing is said about blocks. ratio_basis=model
+    is left for later when `model` is None.
+    """
+    if settings.get("ratio_basis", "routed") == "model" and model is None:
+        return
+    with _of_routed(settings, model) as ratio:
+        if granularity == "channel":
+            check_ratio(ratio, 0.99)
+            alignment = align.parse(settings["parameters"].get("align"))
+            if alignment is not None:
+                align.check_widths(alignment, {n: facts["width"] for n, facts in layers.items() if "width" in facts})
+        elif settings["name"] in ("uniform", "reconstruction"):
+            uniform.same_share(limits(layers, settings["multiple_of"]), ratio)
+        elif settings["name"] != "list":
+            budget(limits(layers, settings["multiple_of"]), ratio)
+
+
+def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
+    """`ratio` as a share of the routed experts' parameters.
+
+    basis=routed: itself. basis=model: it is a share of all `facts["parameters"]`. UserError when the routed experts
+    are fewer than that.
+    """
+    if basis == "routed":
+        return ratio
+    routed = sum(layer["n_experts"] * layer["expert_parameters"] for layer in facts["layers"].values())
+    share = float(routed / facts["parameters"])
+    if ratio >= share:
+        raise UserError(
+            f"ratio={ratio}: with allocation.ratio_basis=model expected less than {share:.4f}, the share of the routed "
+            f"experts in the parameters of the model, {int(share * 99) / 100} is the largest feasible ratio"
+        )
+    return ratio / share
+
+
+@contextmanager
+def _of_routed(settings: Mapping[str, Any], model: Mapping[str, Any] | None) -> Iterator[float]:
+    """The ratio of routed parameters; what is refused inside says how that ratio came about."""
+    basis, ratio = settings.get("ratio_basis", "routed"), settings["ratio"]
+    if basis == "routed":
+        yield ratio
+        return
+    if model is None:
+        raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
+    converted = routed_ratio(ratio, basis, model)
+    try:
+        yield converted
+    except UserError as error:
+        raise UserError(
+            f"{error} (ratios of routed experts: allocation.ratio_basis=model makes ratio={ratio} of the model "
+            f"{converted:.6g} of them)"
+        ) from None
+
+
+def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable[..., dict[int, Any]]:
+    allocation = get(settings["name"])
+    function = allocation.functions.get(granularity)
+    if function is None:
+        raise UserError(
+            f"allocation={allocation.name} cannot say from scores of {granularity}s alone how much goes: it is for "
+            f"{' and '.join(allocation.granularities)}s, decided in the {allocation.step} step"
+        )
+    return function
+
+
+def _check_survivors(kept: Budgets, layers: Layers) -> None:
+    """UserError when experts without channels are dropped and a router is left with too few, or with unequal groups."""
+    for layer, facts in layers.items():
+        groups = int(facts["n_group"])
+        left = numpy.count_nonzero(kept[layer].reshape(groups, -1), axis=1)
+        fewest = fewest_experts(int(facts["top_k"]), groups, facts["topk_group"])
+        if left.sum() < fewest or len(set(left.tolist())) > 1:
+            wanted = f"the same number in each of its {groups} groups, " if groups > 1 else ""
+            raise Infeasible(
+                f"allocation.parameters.zero_expert=drop leaves {left.sum()} of {facts['n_experts']} experts in layer "
+                f"{layer}, but its router needs {wanted}at least {fewest}: zero_expert=keep_null keeps them routable"
+            )
+
+
+def _or_nearest(found: Callable[[float], Budgets], ratio: float) -> Budgets:
+    """`found(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
+    try:
+        return found(ratio)
+    except Infeasible as error:
+        low, high = -1, int(100 * ratio)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if middle / 100 < ratio and _works(found, middle / 100):
+                low = middle
+            else:
+                high = middle - 1
+        if low < 0:
+            raise
+        raise UserError(f"{error}; ratio={low / 100} is the largest feasible") from None
+
+
+def _works(found: Callable[[float], Budgets], ratio: float) -> bool:
+    try:
+        found(ratio)
+    except Infeasible:
+        return False
+    return True

@@ -1,0 +1,120 @@
+"""allocation=list: what a file says. A schedule {"layer": experts to remove}, or a plan.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from moe_lab.allocation.problem import Budgets, Channels, Experts
+from moe_lab.errors import UserError
+
+CLOSE = 0.005
+"""A list may differ from the ratio by this: tables show two digits."""
+
+
+def read(path: str) -> dict[str, Any]:
+    """The content of the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
+    if isinstance(content, dict) and (is_plan(content) or _is_schedule(content)):
+        return content
+    raise UserError(
+        f'allocation.path={path}: expected a schedule such as {{"0": 16, "1": 20}} (layer: experts to remove) or a '
+        "plan.json"
+    )
+
+
+def is_plan(content: Mapping[str, Any]) -> bool:
+    """Whether the file is a plan: then that very plan is meant, and no criterion is asked."""
+    layers = content.get("layers")
+    return "schema" in content and isinstance(layers, dict) and all(map(_is_layer, layers, layers.values()))
+
+
+def check(path: str | None, granularity: str) -> None:
+    """UserError unless the file can be read and lists what the criterion scores: "expert" or "channel"."""
+    _listed(path, granularity)
+
+
+def _listed(path: str | None, granularity: str) -> dict[str, Any]:
+    if path is None:
+        raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
+    content = read(path)
+    whole = not is_plan(content) or not any("channels" in layer for layer in content["layers"].values())
+    if whole != (granularity == "expert"):
+        raise UserError(
+            f"allocation.path={path} lists {'experts' if whole else 'channels'}, but the criterion scores "
+            f"{granularity}s: choose a criterion that scores {'experts' if whole else 'channels'}"
+        )
+    return content
+
+
+def experts(problem: Experts) -> dict[int, int]:
+    """Layer -> experts to remove, as the file says. UserError unless it fits the layers, their routers and ratio."""
+    remove = {int(layer): count for layer, count in _schedule(_listed(problem.path, "expert")).items()}
+    _same_layers(remove, problem.limits)
+    for layer, limit in problem.limits.items():
+        kept = limit.count - remove[layer]
+        if not limit.smallest <= kept <= limit.largest or kept % limit.step:
+            nearest = min(range(limit.smallest, limit.largest + 1, limit.step), key=lambda count: abs(count - kept))
+            raise UserError(
+                f"allocation.path: removes {remove[layer]} of {limit.count} experts in layer {layer}, "
+                f"{limit.count - nearest} is the nearest feasible"
+            )
+    _agree(sum(remove.values()) / sum(limit.count for limit in problem.limits.values()), problem.ratio)
+    return {layer: remove[layer] for layer in problem.limits}
+
+
+def channels(problem: Channels) -> Budgets:
+    """Layer -> channels each expert keeps, as the plan says. UserError unless it fits the layers and the ratio."""
+    layers = {int(layer): value for layer, value in _listed(problem.path, "channel")["layers"].items()}
+    _same_layers(layers, problem.scores)
+    budgets: Budgets = {}
+    for layer, scores in problem.scores.items():
+        described = layers[layer]
+        if (described["experts"], described.get("width")) != scores.shape:
+            raise UserError(
+                f"allocation.path: layer {layer} has {described['experts']} experts of width {described.get('width')}, "
+                f"expected {scores.shape[0]} of {scores.shape[1]}: the plan is of another model"
+            )
+        budgets[layer] = numpy.zeros(len(scores), dtype=numpy.int64)
+        budgets[layer][described["keep"]] = [int(mask, 16).bit_count() for mask in described["channels"]]
+    _agree(1 - sum(int(kept.sum()) for kept in budgets.values()) / int(problem.sizes.sum()), problem.ratio)
+    return budgets
+
+
+def _is_layer(name: str, layer: Any) -> bool:
+    listed = isinstance(layer, dict) and isinstance(layer.get("keep"), list) and type(layer.get("experts")) is int
+    return name.isdigit() and listed and len(layer.get("channels", layer["keep"])) == len(layer["keep"])
+
+
+def _is_schedule(content: Mapping[str, Any]) -> bool:
+    return bool(content) and all(
+        layer.isdigit() and type(count) is int and count >= 0 for layer, count in content.items()
+    )
+
+
+def _schedule(content: Mapping[str, Any]) -> Mapping[str, int]:
+    if not is_plan(content):
+        return content
+    return {layer: value["experts"] - len(value["keep"]) for layer, value in content["layers"].items()}
+
+
+def _same_layers(found: Mapping[int, Any], expected: Mapping[int, Any]) -> None:
+    if set(found) != set(expected):
+        raise UserError(f"allocation.path: is about layers {sorted(found)}, expected {sorted(expected)}")
+
+
+def _agree(removed: float, ratio: float) -> None:
+    if abs(removed - ratio) > CLOSE:
+        raise UserError(
+            f"ratio={ratio}, but allocation.path removes {removed:.4g} of all: set ratio={removed:.2g}, so that tables "
+            "do not mislead"
+        )
