@@ -1,0 +1,127 @@
+"""What a candidate is worth: how close its next-token distribution is to the full model's, position by position.
+
+p is the full model's distribution and q the candidate's at one context, y the token that follows there. Everything is
+turned so that higher is better. Log-probabilities are fp32, sums over tokens and positions fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+CHUNK = 512
+"""Positions whose vocabulary is worked on at once."""
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The positions of a batch that are judged, in row-major order."""
+
+    where: torch.Tensor
+    """(B, S) bool."""
+    rows: torch.Tensor
+    """(N,) row of each position."""
+    targets: torch.Tensor
+    """(N,) token that follows it; 0 after the last one of a row."""
+    draws: torch.Tensor
+    """(N,) fp64 in [0, 1): the luck of each position, the same for all candidates."""
+
+
+PositionFitness = Callable[[torch.Tensor, torch.Tensor, Contexts], torch.Tensor]
+"""(log p (N, V), log q (N, V), contexts of these N) -> (N,) fp64, higher is better."""
+
+
+def esap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+    """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q)."""
+    return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
+
+
+def sap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+    """Speculative acceptance of one token: y ~ q by the position's luck, then min(1, p_y / q_y). Its mean is esap."""
+    y = drawn(log_q.exp(), at.draws)[:, None]
+    ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
+    return ratio.clamp(max=0).exp()[:, 0]
+
+
+def kl(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+    """-KL(p || q)."""
+    return -(log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
+
+
+def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+    """-KL(q || p)."""
+    return kl(log_q, log_p, at)
+
+
+def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
+    """log q_y of the token y that follows. Does not look at p."""
+    return log_q.gather(1, at.targets[:, None]).double()[:, 0]
+
+
+POSITION_FITNESS: dict[str, PositionFitness] = {
+    "esap": esap,
+    "sap": sap,
+    "kl": kl,
+    "kl_reversed": kl_reversed,
+    "nll": nll,
+}
+"""Name -> function; spec_dec has no value at a position, see spec_dec.py."""
+
+WITHOUT_FULL = ("nll",)
+"""Those that need no distribution of the full model."""
+
+
+def drawn(probabilities: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
+    """(N,) tokens from (N, V) probabilities, which need not add up to 1: the token that share `luck` (N,) falls on."""
+    total = probabilities.double().cumsum(-1)
+    found = torch.searchsorted(total, (luck * total[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=total.shape[1] - 1)
+
+
+def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, luck: torch.Generator) -> Contexts:
+    """The positions to judge of a batch of ids (B, S) with answer tokens marked (B, S).
+
+    `shift`: the positions just before answer tokens, whose next token is one (a row's first token has none before).
+    Otherwise the answer tokens' own positions, as the released code of EvoESAP: that misses the first token of an
+    answer and judges what comes after its end.
+    """
+    where = torch.zeros_like(answers)
+    where[:, :-1] = answers[:, 1:]
+    if not shift:
+        where = answers.clone()
+    following = torch.zeros_like(ids)
+    following[:, :-1] = ids[:, 1:]
+    draws = torch.rand(int(where.sum()), generator=luck, dtype=torch.float64)
+    return Contexts(where, where.nonzero()[:, 0], following[where], draws)
+
+
+def row_sums(name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts) -> torch.Tensor:
+    """(B,) fp64 on the CPU: the fitness `name` summed over the judged positions of each row.
+
+    `log_p` (N, V) fp32 of the full model, None for a fitness that needs none; `logits` (N, V) of the candidate.
+    """
+    function = POSITION_FITNESS[name]
+    device = logits.device
+    values = []
+    for part in torch.arange(len(at.rows)).split(CHUNK):
+        log_q = log_probabilities(logits[part.to(device)])
+        known = log_q if log_p is None else log_p[part].to(device)
+        piece = Contexts(at.where, at.rows[part], at.targets[part].to(device), at.draws[part].to(device))
+        values.append(function(known, log_q, piece).cpu())
+    return torch.zeros(len(at.where), dtype=torch.float64).index_add_(0, at.rows, torch.cat(values))
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """log softmax in fp32."""
+    return logits.float().log_softmax(-1)
+
+
+def average(sums: Iterable[float], counts: Iterable[int], how: str) -> float:
+    """Sums and numbers of judged positions (or of proposed tokens) by row -> one number. Rows without any are left
+    out. macro: the mean of the rows' means; micro: the mean over all positions."""
+    rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
+    if how == "macro":
+        return sum(total / count for total, count in rows) / len(rows)
+    return sum(total for total, _ in rows) / sum(count for _, count in rows)

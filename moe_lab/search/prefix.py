@@ -1,0 +1,142 @@
+"""Decoder layers that need not run again: hidden states of a batch, kept by what the layers before them removed.
+
+A schedule says how many experts each MoE layer loses. The state at the input of MoE layer k depends on the first k
+entries alone, so schedules that begin alike share it, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+
+Schedule = tuple[int, ...]
+"""Experts removed per MoE layer, in layer order; also the beginning of one."""
+States = dict[Schedule, torch.Tensor]
+"""First k entries of a schedule -> (B, S, H) hidden states at the input of MoE layer k."""
+
+
+class Decoder:
+    """Runs a causal language model from any MoE layer on, and its vocabulary head at chosen positions only."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        layers = moe_layers(model)
+        path = layers[0].name.split(".")
+        stack: Any = model.get_submodule(".".join(path[: path.index(str(layers[0].index))]))
+        self.layers: Sequence[nn.Module] = stack
+        self.moe = [layer.index for layer in layers]
+        """Decoder layer of each MoE layer."""
+
+    def logits(
+        self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor, schedule: Schedule, states: States
+    ) -> tuple[torch.Tensor, int]:
+        """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many layers were run.
+
+        Starts from the longest beginning of `schedule` in `states`, and adds those it comes by. That the model really
+        loses what `schedule` says is the caller's business.
+        """
+        known = next((k for k in range(len(self.moe) - 1, -1, -1) if schedule[:k] in states), None)
+        first = 0 if known is None else self.moe[known]
+        device = self.model.get_input_embeddings().weight.device
+        attention = None if bool(valid.all()) else valid.to(device, torch.int64)
+        with ExitStack() as undo, torch.inference_mode():
+            if known is not None:
+                for layer in self.layers[:first]:
+                    _stand_in(layer, states[schedule[:known]], undo)
+            for k in range(0 if known is None else known + 1, len(self.moe)):
+                _remember(self.layers[self.moe[k]], schedule[:k], states, undo)
+            undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
+            output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
+        return output.logits[0], len(self.layers) - first
+
+
+def _stand_in(layer: nn.Module, state: torch.Tensor, undo: ExitStack) -> None:
+    """`layer` gives `state` instead of computing anything."""
+    own = vars(layer).get("forward")
+    vars(layer)["forward"] = lambda *inputs, **named: state
+
+    def restore() -> None:
+        del vars(layer)["forward"]
+        if own is not None:  # such as that of a model spread over devices
+            vars(layer)["forward"] = own
+
+    undo.callback(restore)
+
+
+def _remember(layer: nn.Module, beginning: Schedule, states: States, undo: ExitStack) -> None:
+    """Keep a copy of what enters `layer` as the state after `beginning`."""
+
+    def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        states[beginning] = hidden.clone()
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor):
+            raise UserError(
+                f"allocation=evolutionary: {type(module).__name__} gives {type(output).__name__} instead of hidden "
+                "states, so its layers cannot be run one by one: this model is not supported"
+            )
+
+    undo.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+    undo.callback(layer.register_forward_hook(after).remove)
+
+
+def _pick(head: nn.Module, where: torch.Tensor) -> Any:
+    """A hook by which the vocabulary head sees (1, N, H), the hidden states at `where` (B, S)."""
+
+    def pick(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        return (inputs[0][where.to(inputs[0].device)][None],)
+
+    return head.register_forward_pre_hook(pick)
+
+
+class Relatives:
+    """Hidden states of earlier candidates that later ones may begin like, within a number of bytes for each batch."""
+
+    def __init__(self, batches: int, budget: int) -> None:
+        self.states: list[States] = [{} for _ in range(batches)]
+        self.budget = budget // max(batches, 1)
+        self.wanted: set[Schedule] = set()
+
+    def walk(self, batch: int, schedules: Iterable[Schedule], visit: Callable[[Schedule, States], None]) -> None:
+        """Call `visit` with every schedule, in an order in which those that begin alike follow each other, and with
+        all states there are for it, those of the schedule before included; it adds the ones it comes by."""
+        kept = self.states[batch]
+        path: States = {}
+        for schedule in sorted(schedules):
+            path = {start: state for start, state in path.items() if schedule[: len(start)] == start}
+            path |= {start: state for start, state in _along(kept, schedule)}
+            visit(schedule, path)
+            for start, state in path.items():
+                self._keep(kept, start, state)
+
+    def choose(self, best: Iterable[Schedule]) -> None:
+        """Drop all states but those on the way of the schedules `best`, from which the next ones will descend."""
+        self.wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
+        self.states = [{start: kept[start] for start in kept if start in self.wanted} for kept in self.states]
+
+    def _keep(self, kept: States, start: Schedule, state: torch.Tensor) -> None:
+        """Add a state if there is room, or if it is wanted and room can be made."""
+        if start in kept:
+            return
+        strangers = [other for other in kept if other not in self.wanted] if start in self.wanted else []
+        while strangers and _bytes(kept) + state.nbytes > self.budget:
+            del kept[strangers.pop()]
+        if _bytes(kept) + state.nbytes <= self.budget:
+            kept[start] = state
+
+
+def _along(states: States, schedule: Schedule) -> Iterator[tuple[Schedule, torch.Tensor]]:
+    """The states that lie on the way of `schedule`."""
+    return ((schedule[:k], states[schedule[:k]]) for k in range(len(schedule)) if schedule[:k] in states)
+
+
+def _bytes(states: States) -> int:
+    return sum(state.nbytes for state in states.values())
