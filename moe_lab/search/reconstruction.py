@@ -1,0 +1,191 @@
+"""The experts whose absence changes the output of their layer least, found by trying all choices (NAEE).
+
+    kept = argmin over S, |S| = n - r, of || F(x) - F_S(x) ||_F
+
+x are the inputs of the layer in the unpruned model at the valid calibration tokens, F its routed output, F_S that with
+the experts S alone, among which the model's own routing rule chooses again. Shared experts cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer
+from moe_lab.pruning.surgery import count_attributes, replace_tensor, rows
+from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
+from moe_lab.statistics.accumulate import wide
+from moe_lab.statistics.experts import intermediate, output
+from moe_lab.statistics.gather import Batch, read_all
+from moe_lab.statistics.observe import Tap
+from moe_lab.statistics.sums import Layers
+
+BUDGET = 1 << 28
+"""Bytes for the outputs of all experts, and for the products between them, of the tokens handled at once."""
+COLUMNS = ("layer", "kept", "error", "relative", "chosen")
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What was chosen and how far each choice is from the unpruned layers."""
+
+    kept: dict[int, tuple[int, ...]]
+    """Layer -> ids of the experts to keep, ascending."""
+    errors: list[tuple[int, list[int], float, float, bool]]
+    """Every choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, the same over || F ||_F, whether it was chosen."""
+
+
+def reconstruct(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    facts: Mapping[str, Any],
+    ratio: float,
+    limit: int = LIMIT,
+    multiple_of: int = 1,
+    fingerprint: Mapping[str, Any] | None = None,
+    out: Path | None = None,
+    groups: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Reconstruction:
+    """Try all choices of experts in every layer, in one pass over `batches`, and keep the best of each layer.
+
+    Each layer loses the share `ratio` as in allocation=uniform (group-limited routers equally in each group); of equal
+    errors the choice that loses the lower ids wins. `facts` are the model's. The pass runs every expert on every
+    token, a router once for each choice, and compares choices by the inner products of the experts' outputs (fp64), so
+    memory does not grow with the text or the choices. With a folder `out` it survives being killed, as `gather` does.
+
+    UserError before anything is run when a layer has more than `limit` choices (see check_removals), for routers that
+    cannot be repeated, and for experts that give NaN.
+    """
+    layers = {int(layer): about for layer, about in facts["layers"].items()}
+    removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
+    choices = {
+        layer: kept_subsets(about["n_experts"], removed[layer], about["n_group"]) for layer, about in layers.items()
+    }
+
+    class Choices(SubsetTap):
+        subsets = choices
+
+    sums = read_all(
+        model,
+        Choices,
+        batches,
+        kind="reconstruction",
+        fingerprint={**(fingerprint or {}), "removed": {str(layer): count for layer, count in removed.items()}},
+        out=out,
+        groups=groups,
+        progress=progress,
+    ).layers
+    return _best(choices, sums)
+
+
+def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
+    kept: dict[int, tuple[int, ...]] = {}
+    table = []
+    for layer, subsets in choices.items():
+        errors, whole = sums[layer]["error"].sqrt().tolist(), sqrt(float(sums[layer]["square"]))
+        best = errors.index(min(errors))
+        kept[layer] = subsets[best]
+        for number, (subset, error) in enumerate(zip(subsets, errors, strict=True)):
+            table.append((layer, list(subset), error, error / whole if whole else 0.0, number == best))
+    return Reconstruction(kept, table)
+
+
+class SubsetTap(Tap):
+    """Adds `error` (S,), the squared error of each choice, and `square` (), that of losing everything."""
+
+    subsets: Mapping[int, Sequence[tuple[int, ...]]]
+    """Layer -> the choices: experts that stay."""
+
+    def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep the call, to be repeated for each choice."""
+        self.call = args, kwargs
+
+    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed output (T, H), the same as the eager one up to rounding."""
+        n = self.layer.n_experts
+        subsets = self.subsets[self.layer.index]
+        gates = _spread(index, weights, n)
+        if not torch.equal(route(self.layer, tuple(range(n)), *self.call), gates):
+            raise UserError(
+                f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this model is not supported"
+            )
+        valid = self.valid(hidden)
+        keep = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device) if valid is None else valid
+        mixed = torch.empty_like(hidden)
+        errors = torch.zeros(len(subsets), dtype=torch.float64, device=hidden.device)
+        square = errors.new_zeros(())
+        for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * n))):
+            mixed[token], products = self._products(hidden[token], gates[token])
+            used = keep[token]
+            products, full = products[used], gates[token][used].double()
+            square += _squares(full, products)
+            for number, kept in enumerate(subsets):
+                errors[number] += _squares(full - route(self.layer, kept, *self.call)[token][used], products)
+        self.add("error", errors.clamp(min=0))
+        self.add("square", square)
+        return mixed
+
+    def _products(self, hidden: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For hidden states (t, H) and gates (t, E): the routed output (t, H), and (t, E, E) fp64, the inner products
+        of the outputs of all experts."""
+        module, n, width = self.layer.experts, self.layer.n_experts, hidden.shape[1]
+        mixed, products = [], []
+        for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * width))):
+            part = hidden[token]
+            f = torch.stack(
+                [wide(output(module, intermediate(module, part, expert), expert)) for expert in range(n)], 1
+            )
+            if not bool(f.isfinite().all()):
+                expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
+                raise UserError(f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not finite")
+            mixed.append(torch.bmm(gates[token][:, None].to(f.dtype), f)[:, 0])
+            precise = f.double()
+            products.append(torch.bmm(precise, precise.transpose(1, 2)))
+        return torch.cat(mixed).to(hidden.dtype), torch.cat(products)
+
+
+def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Gates (T, E) that the layer's router gives if only the experts `kept` exist; 0 for all others.
+
+    `args` and `kwargs` are those of a recorded call. The router's own code runs on the rows and biases of the kept
+    experts, as in a pruned model, and the layer is restored.
+    """
+    with ExitStack() as undo:
+        sliced = {}
+        for part in layer.routing:
+            whole = part.tensor
+            ids = torch.tensor(kept, device=whole.device)
+            undo.callback(replace_tensor, part.module, part.name, whole)
+            sliced[id(whole)] = rows(whole, part.axis, ids)
+            replace_tensor(part.module, part.name, sliced[id(whole)])
+        for module in layer.router.modules():
+            for name in count_attributes(module, layer.n_experts):
+                undo.callback(setattr, module, name, layer.n_experts)
+                setattr(module, name, len(kept))
+        # some blocks hand their router its biases; forward, so that nobody observes this call
+        given = [sliced.get(id(value), value) for value in args]
+        named = {name: sliced.get(id(value), value) for name, value in kwargs.items()}
+        _, weights, chosen = layer.router.forward(*given, **named)
+    return _spread(ids.to(chosen.device)[chosen], weights, layer.n_experts)
+
+
+def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """Gates (T, K) at expert ids (T, K) as (T, E), 0 elsewhere."""
+    gates = wide(weights)
+    return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
+
+
+def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """() fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, E) and inner products (t, E, E)."""
+    gates = gates.double()
+    return (torch.bmm(products, gates[:, :, None])[:, :, 0] * gates).sum()

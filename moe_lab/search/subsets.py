@@ -1,0 +1,96 @@
+"""All the ways to keep some experts of a layer, and when there are too many of them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import combinations, product
+from math import ceil, comb
+from typing import Any
+
+from moe_lab.allocation.uniform import uniform
+from moe_lab.errors import UserError
+
+LIMIT = 10_000
+"""Choices per layer that are still tried."""
+
+
+def check_removals(
+    layers: Mapping[int, Mapping[str, Any]], ratio: float, *, limit: int = LIMIT, multiple_of: int = 1
+) -> dict[int, int]:
+    """How many experts each layer loses, the same share everywhere, if at most `limit` choices per layer follow.
+
+    `layers`: layer -> n_experts, top_k, n_group, topk_group, as in a model's facts. UserError for an infeasible ratio,
+    and for one with more choices in a layer, which says how many and the largest feasible ratio.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise UserError(f"allocation.parameters.limit={limit}: expected a whole number of at least 1")
+    removed = _removals(layers, ratio, multiple_of)
+    for layer, about in layers.items():
+        choices = count_subsets(about["n_experts"], removed[layer], about["n_group"])
+        if choices > limit:
+            raise UserError(
+                f"ratio={ratio:g} with allocation=reconstruction tries {_formula(about, removed[layer])} = {choices:.4g} "
+                f"choices in layer {layer}, more than limit={limit}: {_largest(layers, ratio, limit, multiple_of):g} is "
+                "the largest feasible ratio"
+            )
+    return removed
+
+
+def count_subsets(n_experts: int, removed: int, n_group: int = 1) -> int:
+    """How many ways there are to lose `removed` of `n_experts`, an equal share in each group of adjacent experts."""
+    return comb(n_experts // n_group, removed // n_group) ** n_group
+
+
+def kept_subsets(n_experts: int, removed: int, n_group: int = 1) -> list[tuple[int, ...]]:
+    """All of them: the ids that stay, ascending. The choice that loses the lowest ids comes first."""
+    size = n_experts // n_group
+    groups = [range(first, first + size) for first in range(0, n_experts, size)]
+    lost = product(*(combinations(group, removed // n_group) for group in groups))
+    found = []
+    for choice in lost:
+        gone = {expert for group in choice for expert in group}
+        found.append(tuple(expert for expert in range(n_experts) if expert not in gone))
+    return found
+
+
+def _removals(layers: Mapping[int, Mapping[str, Any]], ratio: float, multiple_of: int) -> dict[int, int]:
+    def each(name: str) -> dict[int, int]:
+        return {layer: about[name] for layer, about in layers.items()}
+
+    return uniform(
+        each("n_experts"),
+        ratio,
+        top_k=each("top_k"),
+        n_group=each("n_group"),
+        topk_group=each("topk_group"),
+        multiple_of=multiple_of,
+    )
+
+
+def _largest(layers: Mapping[int, Mapping[str, Any]], ratio: float, limit: int, multiple_of: int) -> float:
+    """The largest ratio below `ratio`, to four digits, at which no layer has more than `limit` choices."""
+    counts = {about["n_experts"] for about in layers.values()}
+    shares = {_share(removed, count) for count in counts for removed in range(count)}
+    for share in sorted(shares, reverse=True):
+        if share >= ratio:
+            continue
+        with suppress(UserError):  # no such share with these groups and multiples
+            removed = _removals(layers, share, multiple_of)
+            if all(
+                count_subsets(about["n_experts"], removed[layer], about["n_group"]) <= limit
+                for layer, about in layers.items()
+            ):
+                return max(_share(removed[layer], about["n_experts"]) for layer, about in layers.items())
+    return 0.0
+
+
+def _share(part: int, whole: int) -> float:
+    """part / whole to four digits, such that int(whole * share) is still `part`."""
+    return ceil(10_000 * part / whole) / 10_000
+
+
+def _formula(about: Mapping[str, Any], removed: int) -> str:
+    groups = about["n_group"]
+    power = f"^{groups}" if groups > 1 else ""
+    return f"C({about['n_experts'] // groups}, {removed // groups}){power}"
