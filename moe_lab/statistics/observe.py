@@ -15,7 +15,6 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.statistics.dispatch import not_called, replaced, run
 from moe_lab.statistics.sums import Layers, combine
 
-
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
 """A pass over one batch: model, input_ids (B, S), valid (B, S)."""
 

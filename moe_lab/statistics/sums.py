@@ -61,8 +61,8 @@ class Statistics:
     """Sums per MoE layer, and what they are sums of.
 
     `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
-    damage, gradients, weight_gradients, weights, channel_weights), `fingerprint` (model, data and settings: only equal ones can be merged) and `rows` (ranges
-    [start, stop) of the calibration rows that were summed).
+    damage, gradients, weight_gradients, weights or channel_weights), `fingerprint` (model, data and settings: only
+    equal ones can be merged) and `rows` (ranges [start, stop) of the calibration rows that were summed).
     """
 
     layers: Layers

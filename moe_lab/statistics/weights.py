@@ -33,14 +33,18 @@ def weigh(folder: Path | str, *, fingerprint: Mapping[str, Any]) -> Statistics:
     experts, damaged shards, and weights that are NaN or infinite (naming layer, expert and tensor).
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    # What is numbered beyond predicts several tokens at once and is not loaded.
-    n_layers = int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
+    last = decoder_layers(folder)
     totals = _Totals()
     for layer, expert, name, weights in expert_weights(open_checkpoint(folder)):
-        if layer < n_layers:
+        if layer < last:
             totals.add(layer, expert, name, weights)
     return Statistics(totals.layers(folder), {"kind": "weights", "fingerprint": dict(fingerprint)})
+
+
+def decoder_layers(folder: Path) -> int:
+    """Number of decoder layers; what is numbered beyond predicts several tokens at once and is not loaded."""
+    config = read_json(folder / "config.json")
+    return int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
 
 
 def absolute_and_square(weights: torch.Tensor) -> tuple[float, float]:
