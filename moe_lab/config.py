@@ -105,11 +105,13 @@ class RecoveryConfig:
     bits: int = 16
     """16 leaves weights as they are loaded, 4 stores them as NF4 with double quantisation."""
     modules: list[str] = field(default_factory=lambda: ["experts", "shared_experts"])
-    """What bits=4 quantises: experts, shared_experts."""
+    """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or lm_head."""
     instructions: str | None = None
     """Name of the file in conf/calibration to fine-tune on; it needs answers. null does not fine-tune."""
     epochs: float = 2.0
     """Passes over the instruction set."""
+    rows_per_step: int = 16
+    """Rows of the instruction set in one step of the optimiser; how many fit in memory is the set's batch_size."""
     rank: int = 32
     """Rank of the DoRA adapters on the routed experts."""
     learning_rate: float = 1e-4
@@ -118,6 +120,18 @@ class RecoveryConfig:
     """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
     router_learning_rate: float = 1e-6
     """Peak learning rate of the routers' adapters."""
+    scaling: float = 4.0
+    """What multiplies the product of an adapter's two matrices, alpha / rank of other programs."""
+    dropout: float = 0.05
+    """Share of an expert adapter's inputs that are set to 0 while training."""
+    schedule: str = "cosine"
+    """How learning rates fall to 0 after the warm-up: cosine or linear."""
+    warmup: float = 0.1
+    """Share of the steps in which learning rates rise from 0 to their peak."""
+    clip: float = 0.5
+    """Largest norm of the gradient of one step."""
+    save_every: int = 50
+    """Steps between two saves that an interrupted fine-tuning goes on from; changes nothing in the result."""
 
 
 @dataclass

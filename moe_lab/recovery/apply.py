@@ -1,0 +1,65 @@
+"""A model as a recovery leaves it: pruned, fine-tuned, stored in fewer bits; the one it came from stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from moe_lab.errors import UserError
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune, replace_tensor
+from moe_lab.recovery.nf4 import check_unquantized, quantize
+
+TENSORS = "tuned.safetensors"
+
+
+def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None) -> Any:
+    """A new model: `model` pruned by `plan` (None: as it is), with the tensors that a fine-tuning left in the folder
+    `tuned` (None: none), and, if `bits` is 4, with its `modules` stored as NF4, in this order.
+
+    `model` stays as it is; tensors that do not change are shared with it. Works as any model does: forward, generate,
+    evaluation. UserError for a model that is quantised already, tensors of another model or plan, and what `quantize`
+    refuses.
+    """
+    check_unquantized(model)
+    result = pruned(model, plan)
+    if tuned is not None:
+        _load(result, tuned / TENSORS)
+    if bits == 4:
+        quantize(result, modules)
+    return result
+
+
+def pruned(model: Any, plan: Plan | None) -> Any:
+    """A copy of `model`, pruned by `plan` unless that is None; it shares the tensors that are the same."""
+    if plan is not None:
+        return prune(model, plan)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+
+
+def _load(model: nn.Module, file: Path) -> None:
+    """Put the tensors of `file` in the place of the parameters of their names."""
+    there = dict(model.named_parameters())
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_tensor(name)
+                if name not in there or there[name].shape != tensor.shape:
+                    found = tuple(there[name].shape) if name in there else "no such tensor"
+                    raise UserError(
+                        f"{file} is of another model or plan: it has {name} {tuple(tensor.shape)}, this one has {found}"
+                    )
+                _replace(model, name, tensor.to(there[name].device, there[name].dtype))
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({error}): expected the tensors that a fine-tuning left") from None
+
+
+def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,133 @@
+"""Matrices held as NF4 with double quantisation, turned back one at a time when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad
+
+from moe_lab.errors import UserError
+from moe_lab.recovery.imports import bitsandbytes_functional
+
+BLOCK = 64
+"""Weights that share one scale."""
+NESTED = 256
+"""Scales that share one scale of their own."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FourBitMatrices(nn.Module):
+    """Takes the place of a stack of matrices: indexing gives one of them, dequantised, in the dtype it came in.
+
+    `matrices[e]`, with a number or a tensor that holds one, is matrix e; so the eager forward of an experts module
+    reads one expert after the other and never holds more than one in full. `matrices[start:stop]` is the matrix that
+    began at row `start` when they lay below each other, which is how packed experts are read.
+
+    A weight is 4 bits: the nearest of 16 quantiles of the normal distribution, times the largest magnitude of its
+    block of 64. These scales are 8 bits each, less their mean (per matrix), times the largest of 256 of them: 4.127
+    bits a weight in all. A matrix is cut into blocks row by row; its last block is filled up with zeros.
+    """
+
+    packed: torch.Tensor
+    """uint8 (blocks * 32,): two weights a byte."""
+    scales: torch.Tensor
+    """uint8 (blocks,): quantised scales of the blocks."""
+    nested: torch.Tensor
+    """fp32: scales of the scales."""
+    means: torch.Tensor
+    """fp32 (matrices,): what was taken off the scales before they were quantised."""
+
+    def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
+        """Quantise `matrices`, each (rows, columns), of one dtype (float32, bfloat16 or float16) and device."""
+        super().__init__()
+        states = [_quantized(matrix) for matrix in matrices]
+        self.dtype = matrices[0].dtype
+        self.shapes = [tuple(matrix.shape) for matrix in matrices]
+        self.ends = list(accumulate(-(-matrix.numel() // BLOCK) for matrix in matrices))
+        self.nested_ends = list(accumulate(len(state.state2.absmax) for _, state in states))
+        starts = accumulate((len(matrix) for matrix in matrices), initial=0)
+        self.numbers = {start: e for e, (start, matrix) in enumerate(zip(starts, matrices)) if len(matrix)}
+        for name, tensor in (
+            ("packed", torch.cat([packed.reshape(-1) for packed, _ in states])),
+            ("scales", torch.cat([state.absmax for _, state in states])),
+            ("nested", torch.cat([state.state2.absmax for _, state in states])),
+            ("means", torch.stack([state.offset for _, state in states])),
+        ):
+            self.register_buffer(name, tensor)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, key: int | torch.Tensor | slice) -> torch.Tensor:
+        """One matrix (rows, columns), dequantised."""
+        if isinstance(key, slice) and key.start == key.stop:
+            return self.means.new_zeros((0, self.shapes[0][1]), dtype=self.dtype)
+        number = self.numbers[key.start] if isinstance(key, slice) else int(key)
+        first, last = (self.ends[number - 1] if number else 0), self.ends[number]
+        nested = slice(self.nested_ends[number - 1] if number else 0, self.nested_ends[number])
+        functional = bitsandbytes_functional()
+        code, code_of_scales = _codes(self.packed.device)
+        of_scales = functional.QuantState(
+            absmax=self.nested[nested], code=code_of_scales, blocksize=NESTED, dtype=torch.float32
+        )
+        state = functional.QuantState(
+            absmax=self.scales[first:last],
+            shape=torch.Size((last - first, BLOCK)),
+            code=code,
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=self.dtype,
+            offset=self.means[number],
+            state2=of_scales,
+        )
+        half = BLOCK // 2
+        blocks = functional.dequantize_4bit(self.packed[first * half : last * half].reshape(-1, 1), state)
+        rows, columns = self.shapes[number]
+        matrix: torch.Tensor = blocks.reshape(-1)[: rows * columns].view(rows, columns)
+        return matrix
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        return f"{len(self)} matrices of {sum(rows * columns for rows, columns in self.shapes)} weights, NF4"
+
+
+class FourBitLinear(nn.Module):
+    """Takes the place of a linear map: its weight is held in 4 bits, its bias as it was."""
+
+    def __init__(self, original: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.weights = FourBitMatrices([original.weight])
+        self.bias = original.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features), computed in the dtype of `rows`."""
+        return linear(rows, self.weights[0], self.bias)
+
+
+@cache
+def _codes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the 4 bits of a weight (16,) and the 8 bits of a scale (256,) stand for: the same for every matrix."""
+    _, state = _quantized(torch.zeros(1, BLOCK, device=device))
+    return state.code, state.state2.code
+
+
+def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """(packed, state of bitsandbytes) of one matrix, handed over as rows of one block each.
+
+    So cut, no row ends inside a block: the CPU kernel of bitsandbytes 0.50 turns such rows back wrongly.
+    """
+    if matrix.dtype not in DTYPES:
+        name = str(matrix.dtype).removeprefix("torch.")
+        raise UserError(f"model.dtype={name} has no NF4: expected float32, bfloat16 or float16")
+    flat = matrix.detach().reshape(-1)
+    blocks = pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    packed, state = bitsandbytes_functional().quantize_4bit(
+        blocks, blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+    )
+    return packed, state

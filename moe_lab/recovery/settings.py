@@ -1,0 +1,87 @@
+"""What can be said of a recovery before anything is loaded: whether its settings hold together, and what names it.
+No torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from moe_lab.config import RecoveryConfig
+from moe_lab.errors import UserError, unknown
+
+MODULES = ("experts", "shared_experts", "attention")
+"""What bits=4 can quantise; routers, embeddings and lm_head never are."""
+SCHEDULES = ("cosine", "linear")
+
+
+def check(settings: RecoveryConfig) -> None:
+    """UserError for a value that cannot work, or for a package that is needed and not installed."""
+    if settings.bits not in (4, 16):
+        raise UserError(f"recovery.bits={settings.bits} is unknown: expected 4 (NF4) or 16 (as loaded)")
+    if settings.bits == 4:
+        check_modules(settings.modules)
+        need("bitsandbytes", "quantisation", "recovery.bits=4")
+    if settings.instructions is not None:
+        _check_tuning(settings)
+        need("peft", "fine-tuning", f"recovery.instructions={settings.instructions}")
+
+
+def check_modules(modules: list[str]) -> None:
+    """UserError unless `modules` names at least one kind of module that can be quantised."""
+    if not modules:
+        raise UserError(f"recovery.modules is empty: expected one or more of {', '.join(MODULES)}")
+    for module in modules:
+        if module not in MODULES:
+            raise unknown("recovery.modules", module, MODULES)
+
+
+def need(package: str, extra: str, reason: str) -> None:
+    """UserError with the command that installs `package` when it is not there."""
+    if find_spec(package) is None:
+        raise UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
+
+
+def finetune_identity(settings: RecoveryConfig) -> dict[str, Any]:
+    """The settings that change what a fine-tuning comes to, JSON-ready; {} when there is none.
+
+    They name it together with the model, the plan, the instruction set and the seed, whatever the bits its result is
+    stored in afterwards. Left out is what makes no difference: the name, and how often progress is saved.
+    """
+    if settings.instructions is None:
+        return {}
+    routers = {"rank": settings.router_rank, "learning_rate": settings.router_learning_rate}
+    return {
+        "adapter": "dora",
+        "experts": {"rank": settings.rank, "learning_rate": settings.learning_rate, "dropout": settings.dropout},
+        "routers": routers if settings.router_rank else None,
+        **{name: getattr(settings, name) for name in ("scaling", "epochs", "rows_per_step")},
+        **{name: getattr(settings, name) for name in ("schedule", "warmup", "clip")},
+    }
+
+
+def storage_identity(settings: RecoveryConfig) -> dict[str, Any]:
+    """How a recovered model is stored, JSON-ready: {"bits": 4, "modules": [...]}; {} when weights stay as they are."""
+    return {"bits": 4, "modules": sorted(set(settings.modules))} if settings.bits == 4 else {}
+
+
+def _check_tuning(settings: RecoveryConfig) -> None:
+    if settings.schedule not in SCHEDULES:
+        raise unknown("recovery.schedule", settings.schedule, SCHEDULES)
+    for name in ("epochs", "learning_rate", "scaling", "clip"):
+        if not getattr(settings, name) > 0:
+            raise UserError(f"recovery.{name}={getattr(settings, name)} is not positive: expected more than 0")
+    for name in ("rank", "rows_per_step", "save_every"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"recovery.{name}={getattr(settings, name)} is too small: expected 1 or more")
+    if settings.router_rank < 0:
+        raise UserError(f"recovery.router_rank={settings.router_rank} is negative: expected 0 (routers stay) or more")
+    if settings.router_rank and not settings.router_learning_rate > 0:
+        raise UserError(
+            f"recovery.router_learning_rate={settings.router_learning_rate} is not positive: expected more than 0, or "
+            "recovery.router_rank=0 to leave routers alone"
+        )
+    for name in ("warmup", "dropout"):
+        if not 0 <= getattr(settings, name) < 1:
+            raise UserError(
+                f"recovery.{name}={getattr(settings, name)} is no share: expected 0 or more and less than 1"
+            )
