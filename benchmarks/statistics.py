@@ -1,7 +1,8 @@
 """What a calibration pass costs: `python -m benchmarks.statistics`.
 
-Two ratios, each the median over pairs that ran one after the other in this process:
+Three ratios, each the median over pairs that ran one after the other in this process:
 - the pass with all forward statistics against the plain eager forward (bar: at most 1.10);
+- the pass with gradient statistics against a plain forward and backward, weights frozen (bar: at most 1.10);
 - every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts, else
 9). Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar
 fails.
@@ -19,12 +20,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.statistics.backward import differentiable, forward_and_backward
 from moe_lab.statistics.dispatch import run
 from moe_lab.statistics.experts import intermediate, output
 from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gradients import GradientTap
 from moe_lab.statistics.observe import Observer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -47,6 +51,13 @@ def main() -> int:
         failed |= _report(
             f"all forward statistics / plain eager forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE
         )
+        back = _ratio(model, _observe_gradients, _plain_gradients, whole, arguments.pairs)
+        failed |= _report(
+            f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens",
+            back,
+            "<=",
+            BAR_OBSERVE,
+        )
         gain = _ratio(model, _every_expert, _observe, part, arguments.every_pairs)
         bar = 5.0 if n_experts <= 64 else 9.0
         failed |= _report(
@@ -62,11 +73,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--width", type=int, default=256, help="channels per expert")
-    parser.add_argument("--rows", type=int, default=8, help="rows of the batch for the first ratio")
-    parser.add_argument("--every-rows", type=int, default=4, help="rows of the batch for the second ratio")
+    parser.add_argument("--rows", type=int, default=8, help="rows of the batch for the first two ratios")
+    parser.add_argument("--every-rows", type=int, default=4, help="rows of the batch for the last ratio")
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs measured for the first ratio")
-    parser.add_argument("--every-pairs", type=int, default=3, help="pairs measured for the second ratio")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs measured for the first two ratios")
+    parser.add_argument("--every-pairs", type=int, default=3, help="pairs measured for the last ratio")
     return parser.parse_args()
 
 
@@ -108,6 +119,19 @@ def _plain(model: PreTrainedModel, batch: Batch) -> None:
 
 def _observe(model: PreTrainedModel, batch: Batch) -> None:
     with Observer(model, ForwardTap) as observer:
+        observer.read(*batch)
+
+
+def _plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
+    """The eager model with frozen weights, the loss over all logits at once, one backward pass to the embeddings."""
+    ids, _ = batch
+    with differentiable(model):
+        logits = model(input_ids=ids, use_cache=False).logits
+        cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+
+
+def _observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
+    with differentiable(model), Observer(model, GradientTap, reading=forward_and_backward) as observer:
         observer.read(*batch)
 
 

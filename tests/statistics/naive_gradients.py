@@ -1,4 +1,5 @@
-"""The slow and obvious way back, in fp64: each expert by hand, the loss over whole logits, gradients kept by autograd."""
+"""The slow and obvious way back, in fp64: each expert by hand, the loss over all logits, gradients as autograd gives
+them."""
 
 from __future__ import annotations
 

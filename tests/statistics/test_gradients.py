@@ -84,7 +84,9 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
             fisher = torch.stack([torch.outer(row, row) for row in g]).mean(0)
             weight = naive_gradients.down(layers[index], expert).detach()
             expected = [
-                torch.stack([(value * weight[:, c]) @ fisher @ (value * weight[:, c]) / 2 for value in phi[:, c]]).mean()
+                torch.stack(
+                    [(value * weight[:, c]) @ fisher @ (value * weight[:, c]) / 2 for value in phi[:, c]]
+                ).mean()
                 for c in range(phi.shape[1])
             ]
             assert naive.relative(torch.from_numpy(scores[index][expert]), torch.stack(expected)) < 1e-9

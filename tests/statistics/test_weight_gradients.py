@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import naive
+import naive_gradients
+import pytest
+import tiny
+import torch
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.statistics.weight_gradients import gather_weight_gradients
+
+
+def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Layer -> (E, I): transformers' own eager experts, ordinary .grad of their parameters, channel by channel."""
+    layers = moe_layers(model)
+    for layer in layers:
+        layer.experts.requires_grad_(True)
+    for ids, valid in data:
+        naive_gradients.loss(model, ids, valid).backward()
+    scores = {}
+    for layer in layers:
+        module: Any = layer.experts
+        products = {name: (weight * weight.grad).abs() for name, weight in module.named_parameters()}
+        if module.is_transposed:
+            products = {name: part.transpose(1, 2) for name, part in products.items() if part.dim() == 3}
+        up, down = products["gate_up_proj"], products["down_proj"]
+        channels = []
+        for c in range(layer.width):
+            gate, other = (c, layer.width + c) if module.is_concatenated else (2 * c, 2 * c + 1)
+            channels.append(up[:, gate].sum(-1) + up[:, other].sum(-1) + down[:, :, c].sum(-1))
+        scores[layer.index] = torch.stack(channels, 1).detach()
+    return scores
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "minimax_m2"])
+def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
+    ids, valid = naive.batch()
+    data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
+    done: list[tuple[int, int]] = []
+    model = naive_gradients.model(name)
+    found = gather_weight_gradients(model, data, fingerprint={"a": 1}, progress=lambda *given: done.append(given))
+    assert done == [(1, 2), (2, 2)]
+    assert found.header["kind"] == "weight_gradients"
+    assert found.header["rows"] == [[0, 4]]
+    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
+    expected = by_hand(tiny.build(name, dtype=torch.float64), data)
+    for layer, scores in expected.items():
+        assert found.layers[layer]["snip"].dtype == torch.float64
+        assert (found.layers[layer]["snip"] - scores).abs().max() < 1e-9 * scores.max()
+
+
+def test_an_expert_without_tokens_has_no_gradient() -> None:
+    ids = tiny.tokens(rows=1, length=3)
+    model = naive.model("olmoe")
+    found = gather_weight_gradients(model, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
+    for named in found.layers.values():
+        assert (named["snip"].amax(1) == 0).any()
+        assert (named["snip"].amin(1) > 0).any()
+
+
+def test_half_precision_gradients_add_up_in_fp32() -> None:
+    data = [naive.batch()] * 3
+    half = gather_weight_gradients(tiny.build("olmoe", dtype=torch.bfloat16), data, fingerprint={})
+    full = gather_weight_gradients(naive.model("olmoe"), data, fingerprint={})
+    for layer, named in full.layers.items():
+        assert abs(float(half.layers[layer]["snip"].sum() / named["snip"].sum()) - 1) < 0.1
+
+
+def test_parts_of_a_set_are_not_merged() -> None:
+    ids, valid = naive.batch()
+    model = naive.model("olmoe")
+    one, two = (gather_weight_gradients(model, [(ids[at], valid[at])], fingerprint={}) for at in ([0], [1]))
+    with pytest.raises(UserError, match="kind weight_gradients cannot be merged"):
+        one.merge(two)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(UserError, match="no batches"):
+        gather_weight_gradients(naive.model("olmoe"), [], fingerprint={})
+    model = tiny.build("olmoe")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
+    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: snip of all batches"):
+        gather_weight_gradients(model, [naive.batch()], fingerprint={})
