@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, unknown
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.flops import channel_parameters, flops_per_token, kept_widths
@@ -17,10 +17,13 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.gather import Batch
 
 NF4_BLOCK = 64
-"""Weights that share one absmax."""
-ABSMAX_BLOCK = 256
-"""Absmax values, of 8 bit each, that share one scale of 32 bit."""
-QUANTISED = ("experts", "shared_experts")
+"""Weights that share one scale."""
+SCALE_BLOCK = 256
+"""Scales, of 8 bit each, that share one scale of 32 bit."""
+QUANTISED = ("experts", "shared_experts", "attention")
+"""What can be stored in 4 bits."""
+ATTENTION = ("attn", "attention")
+"""What the names of attention modules contain."""
 
 
 def cost(
@@ -30,7 +33,7 @@ def cost(
     *,
     facts: Mapping[str, Any],
     bits: int = 16,
-    modules: Sequence[str] = QUANTISED,
+    modules: Sequence[str] = QUANTISED[:2],
     unpruned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `model`, unpruned in memory, costs under `plan` (None: as it is), as JSON data. `facts` are the model's.
@@ -73,7 +76,7 @@ def size(
     *,
     facts: Mapping[str, Any],
     bits: int = 16,
-    modules: Sequence[str] = QUANTISED,
+    modules: Sequence[str] = QUANTISED[:2],
 ) -> dict[str, Any]:
     """The entries of `cost` about parameters and bytes; needs no weights, the model may be on the meta device."""
     _check(bits, modules)
@@ -82,7 +85,7 @@ def size(
     routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
     routed_kept = sum(_expert_parameters(layer, plan) for layer in layers)
     kept = total - routed + routed_kept - sum(_router_parameters_dropped(layer, plan) for layer in layers)
-    matrices = list(_matrices(layers, plan, modules)) if bits == 4 else []
+    matrices = list(_matrices(model, layers, plan, modules)) if bits == 4 else []
     return {
         "parameters": kept,
         "parameters_unpruned": total,
@@ -95,12 +98,10 @@ def size(
 
 
 def nf4_bytes(weights: int) -> int:
-    """Bytes of a matrix of so many weights in NF4 with double quantisation: 4 bit a weight, 8 bit an absmax for 64
-    weights, 32 bit a scale for 256 absmax values, and 32 bit for their mean. Nothing for an empty matrix."""
-    if not weights:
-        return 0
+    """Bytes of a matrix of so many weights in NF4 with double quantisation: 4 bit a weight in whole blocks of 64, 8 bit
+    the scale of a block, 32 bit the scale of 256 of these, and 32 bit for their mean."""
     blocks = ceil(weights / NF4_BLOCK)
-    return ceil(weights / 2) + blocks + 4 * ceil(blocks / ABSMAX_BLOCK) + 4
+    return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
 
 def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
@@ -118,26 +119,31 @@ def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
     return sum(entry.numel() for entry in entries) // layer.n_experts * dropped
 
 
-def _matrices(layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:
-    """Sizes of the weight matrices that are stored in NF4, each by itself."""
-    for layer in layers:
-        if "experts" in modules:
-            for width in kept_widths(layer, plan).tolist():
+def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:
+    """Numbers of weights of the matrices that are stored in NF4, each by itself; 0 for those of a null expert."""
+    if "experts" in modules:
+        for layer in layers:
+            widths = kept_widths(layer, plan)
+            kept = range(layer.n_experts) if plan is None else plan.experts[layer.index]
+            for width in widths[list(kept)].tolist():
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)
-        if "shared_experts" in modules:
-            yield from (linear.weight.numel() for linear in shared_linears(layer))
+    for name, module in model.named_modules():
+        # a map to one number is the gate of a shared expert and stays as it is
+        if isinstance(module, nn.Linear) and module.out_features > 1 and _part(name) in set(modules) - {"experts"}:
+            yield module.weight.numel()
 
 
-def shared_linears(layer: MoELayer) -> list[nn.Linear]:
-    """The linear maps of a block's shared experts, without those that weigh them: a gate stays as it is."""
-    named = [child for name, child in layer.block.named_children() if f"{name}." in DISK_SHARED]
-    shared = [child for child in named if not isinstance(child, nn.Linear)]
-    return [module for child in shared for module in child.modules() if isinstance(module, nn.Linear)]
+def _part(name: str) -> str | None:
+    """Whether the path of a linear map is that of shared experts or of attention."""
+    words = name.split(".")
+    if any(f"{word}." in DISK_SHARED for word in words):
+        return "shared_experts"
+    return "attention" if any(mark in word for word in words for mark in ATTENTION) else None
 
 
 def _check(bits: int, modules: Sequence[str]) -> None:
     if bits not in (4, 16):
         raise UserError(f"recovery.bits={bits}: expected 16 or 4")
     if strange := [name for name in modules if name not in QUANTISED]:
-        raise UserError(f"recovery.modules={strange[0]} is unknown (known: {', '.join(QUANTISED)})")
+        raise unknown("recovery.modules", strange[0], QUANTISED)

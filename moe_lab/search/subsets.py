@@ -29,17 +29,19 @@ def check_removals(
     for layer, about in layers.items():
         choices = count_subsets(about["n_experts"], removed[layer], about["n_group"])
         if choices > limit:
+            largest = _largest(layers, ratio, limit, multiple_of)
             raise UserError(
-                f"ratio={ratio:g} with allocation=reconstruction tries {_formula(about, removed[layer])} = {choices:.4g} "
-                f"choices in layer {layer}, more than limit={limit}: {_largest(layers, ratio, limit, multiple_of):g} is "
-                "the largest feasible ratio"
+                f"ratio={ratio:g} with allocation=reconstruction tries {_formula(about, removed[layer])} = "
+                f"{choices:.4g} choices in layer {layer}, more than limit={limit}: {largest:g} is the largest "
+                "feasible ratio"
             )
     return removed
 
 
 def count_subsets(n_experts: int, removed: int, n_group: int = 1) -> int:
     """How many ways there are to lose `removed` of `n_experts`, an equal share in each group of adjacent experts."""
-    return comb(n_experts // n_group, removed // n_group) ** n_group
+    in_one_group = comb(n_experts // n_group, removed // n_group)
+    return int(in_one_group**n_group)
 
 
 def kept_subsets(n_experts: int, removed: int, n_group: int = 1) -> list[tuple[int, ...]]:

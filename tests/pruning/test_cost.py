@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from moe_lab.pruning.cost import cost, nf4_bytes, size
 from moe_lab.pruning.flops import flops_per_token
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import prune
+from moe_lab.recovery.nf4 import quantize
 
 CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
 
@@ -159,12 +161,28 @@ def test_published_loading_memory() -> None:
 
 
 def test_nf4_bytes() -> None:
-    assert nf4_bytes(0) == 0
     assert nf4_bytes(64) == 32 + 1 + 4 + 4
-    assert nf4_bytes(65) == 33 + 2 + 4 + 4
+    assert nf4_bytes(65) == 64 + 2 + 4 + 4
     assert nf4_bytes(64 * 256) == 8192 + 256 + 4 + 4
     assert nf4_bytes(64 * 257) == 8224 + 257 + 8 + 4
     assert nf4_bytes(2048 * 1024) / (2048 * 1024) == pytest.approx(4.127 / 8, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "qwen3_next", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("modules", [("experts",), ("experts", "shared_experts", "attention")], ids=len)
+@pytest.mark.parametrize("what", ["unpruned", "experts", "channels"])
+def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, ...], what: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = tiny.build(name, dtype=torch.bfloat16)
+    plan = {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": channel_plan(model)}[what]
+    if plan is not None and plan.channels:
+        for mask in plan.channels.values():
+            mask[0, 0] = True  # one channel: blocks that are not full
+    found = size(model, plan, facts=facts(model), bits=4, modules=modules)
+    pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
+    stored = quantize(pruned, modules)["bytes"]
+    saved = found["loading_bytes"] - found["storage_bytes"]
+    assert saved == stored["before"]["total"] - stored["after"]["total"] > 0
 
 
 def test_bits_change_storage_alone() -> None:
@@ -174,7 +192,7 @@ def test_bits_change_storage_alone() -> None:
         size(model, None, facts=about, bits=bits, modules=modules)
         for bits, modules in ((16, ()), (4, ("experts",)), (4, ("experts", "shared_experts")))
     )
-    gain = 2 * 2 * 32 * 24 - nf4_bytes(2 * 32 * 24) + 2 * 32 * 24 - nf4_bytes(32 * 24)
+    gain = 2 * 3 * 32 * 24 - nf4_bytes(2 * 32 * 24) - nf4_bytes(32 * 24)
     assert full["storage_bytes"] - routed["storage_bytes"] == 3 * 16 * gain
     assert routed["storage_bytes"] - both["storage_bytes"] == 3 * 3 * (2 * 32 * 40 - nf4_bytes(32 * 40))
     assert both["loading_bytes"] == full["loading_bytes"]
