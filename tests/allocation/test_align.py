@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lab.allocation.align import Alignment, align, check_widths, parse
+from moe_lab.allocation.problem import Infeasible
+from moe_lab.errors import UserError
+
+ORDERS = ("remainder", "scores", "headroom")
+BUDGETS = numpy.array([300, 130, 100, 260, 500, 384])
+
+
+def aligned(kept: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder") -> list[int]:
+    scores = numpy.tile(numpy.arange(width, 0.0, -1), (len(kept), 1))
+    rules = Alignment(block, block if least is None else least, order)
+    return align({0: numpy.array(kept)}, {0: scores}, rules)[0].tolist()
+
+
+def test_golden_example() -> None:
+    found = aligned(BUDGETS, 512, 128)
+    assert found == [384, 128, 0, 256, 512, 384]
+    assert sum(found) == 1664 and BUDGETS.sum() == 1674
+
+
+def test_blocks_beyond_one_each_go_round_again() -> None:
+    """Three trimmed experts leave 3 * 96 channels: two blocks more than one for each of the others."""
+    assert aligned([130, 120, 120, 120, 60], 512, 128) == [512, 0, 0, 0, 0]
+    assert aligned([500, 120, 120, 120], 512, 128) == [512, 0, 0, 0]  # what nobody can take is lost
+
+
+def test_order_of_scores() -> None:
+    scores = numpy.array([[9, 8, 1, 1], [9, 8, 7, 1], [9, 8, 1, 0]], dtype=float)
+    kept = {0: numpy.array([3, 3, 2])}
+    assert align(kept, {0: scores}, Alignment(2, 2, "remainder"))[0].tolist() == [4, 2, 2]
+    assert align(kept, {0: scores}, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
+
+
+def test_headroom_moves_blocks_between_layers() -> None:
+    scores = {0: numpy.ones((2, 16)), 1: numpy.ones((2, 16))}
+    kept = {0: numpy.array([15, 15]), 1: numpy.array([7, 7])}
+    rules = Alignment(4, 4, "headroom")
+    # Rounding down leaves 12 + 12 and 4 + 4 with 3 blocks over; the room is 1, 1, 3, 3: shares 3/8, 3/8, 9/8, 9/8.
+    found = align(kept, scores, rules)
+    assert {layer: row.tolist() for layer, row in found.items()} == {0: [16, 12], 1: [8, 8]}
+
+
+def test_min_channels_is_compared_with_the_rounded_budget_only_by_headroom() -> None:
+    assert aligned([15, 13, 12], 16, 4, least=13) == [16, 16, 0]
+    assert aligned([16, 13, 12], 16, 4, least=13, order="headroom") == [16, 0, 0]
+
+
+def reference(kept: list[int], lost: list[float], width: int, block: int, least: int) -> list[int]:
+    """The paper's rule, one block at a time, with a second pass for what is left."""
+    active = [i for i, n in enumerate(kept) if n >= least and n > 0]
+    found = [kept[i] // block * block if i in active else 0 for i in range(len(kept))]
+    blocks = (sum(kept) - sum(found)) // block
+    while blocks and any(found[i] + block <= width for i in active):
+        for i in sorted(active, key=lambda i: -lost[i]):
+            if blocks and found[i] + block <= width:
+                found[i] += block
+                blocks -= 1
+    return found
+
+
+@given(
+    st.lists(st.integers(0, 24), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 10),
+    st.sampled_from(ORDERS),
+)
+def test_properties(kept: list[int], block: int, least: int, order: str) -> None:
+    try:
+        found = aligned(kept, 24, block, least=least, order=order)
+    except Infeasible:
+        assert max(kept) < least or max(kept) < block or order == "headroom"
+        return
+    assert all(n % block == 0 and 0 <= n <= 24 for n in found)
+    assert all(n == 0 for n, before in zip(found, kept, strict=True) if before < least)
+    full = all(n in (0, 24) for n in found)
+    assert sum(kept) - block < sum(found) <= sum(kept) or full
+    if order == "remainder":
+        assert found == reference(kept, [n % block for n in kept], 24, block, least)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(UserError, match="block=256: the 1408 channels of layer 3 are not a multiple of it, 176 is the"):
+        check_widths(Alignment(256, 256, "remainder"), {3: 1408})
+    check_widths(Alignment(128, 128, "remainder"), {3: 1408})
+    with pytest.raises(UserError, match=r"min_channels=65: experts of layer 0 have only 64"):
+        check_widths(Alignment(32, 65, "remainder"), {0: 64})
+    with pytest.raises(UserError, match=r"leaves no channel in layer 0, whose largest expert was to keep 7"):
+        aligned([7, 3], 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (128, r"align=128: expected null or \{block: 128\}"),
+        ({"blocks": 8}, "align=blocks is unknown: did you mean block"),
+        ({}, "align.block=None: expected a whole number"),
+        ({"block": 0}, "align.block=0: expected a whole number"),
+        ({"block": 8, "min_channels": -1}, "min_channels=-1: expected 0 or more"),
+        ({"block": 8, "order": "headrom"}, "did you mean headroom"),
+    ],
+)
+def test_mistakes_in_the_setting(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(value)
+
+
+def test_defaults() -> None:
+    assert parse(None) is None
+    assert parse({"block": 128}) == Alignment(128, 128, "remainder")

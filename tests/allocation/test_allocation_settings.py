@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from facts_of import layer, settings
+
+from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, routed_ratio, zero_expert
+from moe_lab.config import AllocationConfig
+from moe_lab.errors import UserError
+
+
+def test_every_allocation_passes_with_its_defaults() -> None:
+    extra = {"evolutionary": {"search": "somewhere"}}
+    for name, allocation in ALLOCATIONS.items():
+        assert name == allocation.name and allocation.granularities
+        if name != "list":
+            for granularity in allocation.granularities:
+                check(AllocationConfig(name=name, **extra.get(name, {})), granularity)
+
+
+@pytest.mark.parametrize(
+    ("fields", "granularity", "message"),
+    [
+        (
+            {"name": "coverage"},
+            "expert",
+            r"allocates channels, but the criterion scores experts: choose .*\(evolutionary",
+        ),
+        (
+            {"name": "evolutionary"},
+            "channel",
+            r"allocates experts, but the criterion scores channels.*\(coverage, global",
+        ),
+        ({"name": "globl"}, "expert", "allocation=globl is unknown: did you mean global"),
+        ({"multiple_of": 4}, "channel", "multiple_of=4 counts experts.*expected 1"),
+        ({"ratio_basis": "modle"}, "expert", "allocation.ratio_basis=modle is unknown: did you mean model"),
+        ({"by": "reap"}, "expert", "allocation.by=reap is only for allocation=global"),
+        ({"search": "code"}, "expert", "allocation.search=code is only for allocation=evolutionary"),
+        ({"path": "x.json"}, "expert", "allocation.path=x.json is only for allocation=list"),
+        ({"name": "global", "by": "reap"}, "channel", "allocation.by=reap compares experts"),
+        ({"name": "evolutionary"}, "expert", "allocation=evolutionary needs allocation.search"),
+        ({"name": "u_shaped", "parameters": {"betta": 1}}, "expert", "parameters=betta is unknown: did you mean beta"),
+        ({"name": "u_shaped", "parameters": {"beta": "much"}}, "expert", "beta=much: expected a number"),
+        ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "parameters=align is unknown"),
+        ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3 is unknown: did you mean ala"),
+        (
+            {"name": "coverage", "parameters": {"search": "exat"}},
+            "channel",
+            "search=exat is unknown: did you mean exact",
+        ),
+        ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "did you mean drop"),
+        ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5: expected a whole"),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(AllocationConfig(**fields), granularity)
+
+
+def test_needs() -> None:
+    def of(name: str, **parameters: Any) -> tuple[str, ...]:
+        return needs({"name": name, "parameters": parameters})
+
+    assert of("uniform") == of("global") == of("coverage", inter="uniform", intra="ranking") == ()
+    assert of("loss_based") == of("coverage") == of("coverage", intra="uniform") == ("statistics",)
+    assert of("coverage", prior="ala_lm") == ("gradients", "statistics")
+    assert of("coverage", prior="loss", layer_prior="none") == ("ablation",)
+    assert of("coverage", prior="none", inter="u_shaped") == ()
+    assert needs({"name": "global", "by": "frequency", "parameters": {}}) == ("by",)
+
+
+def test_what_becomes_of_empty_experts() -> None:
+    assert zero_expert(settings("coverage", 0.5)) == "drop"
+    assert zero_expert(settings("global", 0.5)) == zero_expert(settings("layerwise", 0.5)) == "keep_null"
+    assert zero_expert(settings("global", 0.5, zero_expert="drop")) == "drop"
+
+
+FACTS = {"parameters": 10_000, "layers": {0: {**layer(10), "expert_parameters": 800}}}
+
+
+def test_ratio_of_the_model() -> None:
+    assert routed_ratio(0.2, "routed", FACTS) == 0.2
+    assert routed_ratio(0.2, "model", FACTS) == pytest.approx(0.25)
+    published = {"parameters": 1000, "layers": {0: {"n_experts": 1, "expert_parameters": 913}}}
+    assert routed_ratio(0.2, "model", published) == pytest.approx(0.219, abs=5e-4)
+    with pytest.raises(UserError, match=r"expected less than 0.8000.* 0.79 is the largest feasible ratio"):
+        routed_ratio(0.8, "model", FACTS)
+    chosen = {**settings("uniform", 0.4), "ratio_basis": "model"}
+    assert allocate(chosen, FACTS["layers"], {0: [0.0] * 10}, {}, FACTS) == {0: 5}
+    scores = {0: numpy.arange(80.0).reshape(10, 8)}
+    assert budgets({**chosen, "name": "global"}, FACTS["layers"], scores, {}, FACTS)[0].sum() == 40
+    with pytest.raises(
+        UserError, match=r"layer 0.*\(ratios of routed experts: .* ratio=0.79 of the model 0.9875 of them"
+    ):
+        allocate({**chosen, "ratio": 0.79}, {0: layer(10, top_k=4)}, {0: [0.0] * 10}, {}, FACTS)
+    with pytest.raises(UserError, match="ratio_basis=model needs the number of the model's parameters"):
+        allocate(chosen, FACTS["layers"], {0: [0.0] * 10})
+
+
+def test_fits_says_without_scores_what_cannot_be_had() -> None:
+    layers = {0: layer(16, top_k=8, width=48)}
+    for name in ("uniform", "global", "evolutionary", "reconstruction"):
+        fits(settings(name, 0.5), layers, "expert")
+        with pytest.raises(UserError, match=r"0.5 is the largest feasible ratio"):
+            fits(settings(name, 0.75), layers, "expert")
+    fits(settings("global", 0.75), layers, "channel")
+    fits(settings("global", 0.75, align={"block": 16}), layers, "channel")
+    with pytest.raises(UserError, match=r"block=32: the 48 channels.*24 is the nearest"):
+        fits(settings("global", 0.75, align={"block": 32}), layers, "channel")
+    with pytest.raises(UserError, match="ratio=1: expected a number"):
+        fits(settings("global", 1), layers, "channel")
+    fits({**settings("uniform", 0.75), "ratio_basis": "model"}, layers, "expert")
+    assert get("reconstruction").step == "reconstruction"

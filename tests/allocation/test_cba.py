@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from moe_lab.allocation.cba import cover, exact, paper
+from moe_lab.allocation.problem import Infeasible
+
+GROUPS = [numpy.array(row, dtype=float) for row in ((8, 1, 1, 0), (3, 3, 2, 2), (5, 4, 3, 2))]
+PRIOR = numpy.array([0.5, 1, 0.8])
+
+
+def covered(groups: list[numpy.ndarray], prior: numpy.ndarray, alpha: float) -> list[int]:
+    """N_g(min(alpha phi_g, 1)) as defined: the smallest n whose prefix sum reaches the share."""
+    kept = []
+    for scores, phi in zip(groups, prior, strict=True):
+        descending = sorted(scores, reverse=True)
+        wanted = min(alpha * phi, 1) * sum(descending)
+        kept.append(next(n for n in range(len(scores) + 1) if sum(descending[:n]) >= wanted))
+    return kept
+
+
+def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> list[int]:
+    """The specification word by word: bisect alpha until floats meet, then one channel at a time to the group with the
+    smallest achieved / target coverage."""
+    low, high = 0.0, 1 / min(prior)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(covered(groups, prior, middle)) <= budget else (low, middle)
+    kept = covered(groups, prior, low)
+    while sum(kept) < budget:
+        open_groups = [g for g in range(len(groups)) if kept[g] < len(groups[g])]
+
+        def reached(g: int) -> float:
+            return float(sum(sorted(groups[g], reverse=True)[: kept[g]]) / sum(groups[g]) / prior[g])
+
+        kept[min(open_groups, key=reached)] += 1
+    return kept
+
+
+def test_golden_example() -> None:
+    kept, alpha = exact(GROUPS, PRIOR, 6)
+    assert (kept.tolist(), alpha) == ([1, 3, 2], pytest.approx(0.8, rel=1e-12))
+    assert paper(GROUPS, PRIOR, 6)[0].tolist() == [1, 3, 2]
+    assert covered(GROUPS, PRIOR, 1.0) == [1, 4, 3]
+    assert cover(GROUPS, PRIOR, 8, search="exact").tolist() == [1, 4, 3]
+    assert cover(GROUPS, PRIOR, 8, search="paper").tolist() == [1, 4, 3]
+
+
+scores = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@given(scores, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.floats(0, 1))
+def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: list[float], fill: float) -> None:
+    groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
+    budget = round(fill * sum(map(len, groups)))
+    shares = [s / p for row, p in zip(rows, prior, strict=True) for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)]
+    assume(len({round(share, 6) for share in shares}) == len(shares))  # ties may fall either way
+    assume(budget >= len(groups))  # below, alpha is 0 and all groups are tied
+    kept, alpha = exact(groups, prior, budget)
+    assert kept.tolist() == naive(groups, prior, budget)
+    assert sum(covered(groups, prior, alpha * (1 - 1e-9))) <= budget
+
+
+@given(scores, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.integers(0, 12))
+def test_no_budgets_cover_the_worst_group_better(rows: list[list[float]], targets: list[float], budget: int) -> None:
+    rows = [row[:3] for row in rows]
+    groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
+    budget = min(budget, sum(map(len, groups)))
+
+    def worst(kept: tuple[int, ...]) -> float:
+        return min(
+            sum(sorted(row, reverse=True)[:n]) / sum(row) / phi for row, n, phi in zip(rows, kept, prior, strict=True)
+        )
+
+    choices = [kept for kept in product(*(range(len(row) + 1) for row in rows)) if sum(kept) == budget]
+    found = exact(groups, prior, budget)[0]
+    assert found.sum() == budget
+    assert worst(tuple(found.tolist())) == pytest.approx(max(map(worst, choices)), rel=1e-9)
+
+
+@given(st.integers(0, 100), st.floats(0.05, 0.98))
+def test_paper_is_within_its_tolerance(seed: int, fill: float) -> None:
+    random = numpy.random.default_rng(seed)
+    groups = list(random.gamma(0.5, size=(6, 40)))
+    budget = round(fill * 240)
+    kept, _ = paper(groups, random.uniform(0.1, 1, 6), budget)
+    assert abs(int(kept.sum()) - budget) <= 2.4
+    assert kept.min() >= 1
+
+
+def test_groups_without_score_or_target_come_last() -> None:
+    groups = [numpy.zeros(3), numpy.array([2.0, 1.0, 0.0]), numpy.array([5.0, 4.0, 3.0]), -numpy.ones(3)]
+    prior = numpy.array([1, 1, 0, 1.0])
+    assert exact(groups, prior, 2)[0].tolist() == [0, 2, 0, 0]
+    assert exact(groups, prior, 5)[0].tolist() == [0, 2, 3, 0]
+    assert exact(groups, prior, 12)[0].tolist() == [3, 3, 3, 3]
+    assert exact(groups, numpy.zeros(4), 4)[0].sum() == 4
+
+
+def test_what_the_paper_cannot_reach_is_named() -> None:
+    with pytest.raises(Infeasible, match=r"search=paper cannot keep 1 channels: 3 is the nearest.*search=exact can"):
+        paper(GROUPS, PRIOR, 1)
+    with pytest.raises(Infeasible, match="cannot keep 12 channels: 11 is the nearest"):
+        paper(GROUPS, PRIOR, 12)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from facts_of import layer, settings
+from hypothesis import given
+from hypothesis import settings as how
+from hypothesis import strategies as st
+
+from moe_lab.allocation import budgets
+from moe_lab.errors import UserError
+from moe_lab.pruning.plan import make_channel_plan
+
+CHOICES: list[tuple[str, dict[str, Any]]] = [
+    ("global", {}),
+    ("layerwise", {}),
+    ("u_shaped", {"beta": 0.1}),
+    ("loss_based", {"smoothing": "log"}),
+    *(("coverage", {"inter": inter, "zero_expert": "keep_null"}) for inter in ("uniform", "u_shaped", "loss_based")),
+    *(("coverage", {"intra": intra, "zero_expert": "keep_null"}) for intra in ("coverage", "uniform", "ranking")),
+    ("coverage", {"layer_prior": "none", "prior": "none", "zero_expert": "keep_null"}),
+    ("coverage", {"prior": "ala_lm", "smoothing": "huber", "zero_expert": "keep_null"}),
+]
+
+
+def example(seed: int, shapes: list[tuple[int, int]]) -> tuple[dict[int, Any], dict[int, Any], dict[str, Any]]:
+    random = numpy.random.default_rng(seed)
+    layers = {2 * i: layer(experts, width=width) for i, (experts, width) in enumerate(shapes)}
+    scores = {i: random.gamma(0.5, size=(facts["n_experts"], facts["width"])) for i, facts in layers.items()}
+    for values in scores.values():
+        values[random.random(len(values)) < 0.1] = -1.0  # as an expert that saw no token
+    forward = {
+        i: {"layer_loss": random.gamma(1) + 1e-6, "ala_first": random.normal(1, 1, len(values))}
+        for i, values in scores.items()
+    }
+    gradients = {i: {"channel_product": random.normal(size=values.shape)} for i, values in scores.items()}
+    return layers, scores, {"statistics": forward, "gradients": gradients}
+
+
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 20)), min_size=1, max_size=4),
+    st.floats(0, 0.99),
+    st.sampled_from(CHOICES),
+)
+@how(max_examples=200)
+def test_budgets_are_exact_to_the_channel(
+    seed: int, shapes: list[tuple[int, int]], ratio: float, choice: tuple[str, dict[str, Any]]
+) -> None:
+    layers, scores, evidence = example(seed, shapes)
+    kept = budgets(settings(choice[0], ratio, **choice[1]), layers, scores, evidence)
+    total = sum(values.size for values in scores.values())
+    assert sum(int(row.sum()) for row in kept.values()) == int(total * (1 - ratio) + 1e-6)
+    for index, row in kept.items():
+        assert row.shape == (layers[index]["n_experts"],) and row.dtype == numpy.int64
+        assert (row >= 0).all() and (row <= layers[index]["width"]).all()
+    make_channel_plan(scores, kept, top_k=1, provenance={})
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.2, 0.25, 0.5, 0.75]), st.sampled_from(["coverage", "ranking"]))
+@how(max_examples=50)
+def test_paper_search_stays_within_one_percent(seed: int, ratio: float, intra: str) -> None:
+    layers, scores, evidence = example(seed, [(8, 64)] * 4)
+    scores = {index: numpy.abs(values) + 1e-3 for index, values in scores.items()}
+    chosen = settings("coverage", ratio, search="paper", intra=intra, zero_expert="keep_null")
+    kept = sum(int(row.sum()) for row in budgets(chosen, layers, scores, evidence).values())
+    assert abs(kept / 2048 - (1 - ratio)) <= 0.01
+
+
+def test_ten_percent_of_a_thousand_is_a_hundred() -> None:
+    layers, scores = {0: layer(10, width=100)}, {0: numpy.arange(1000.0).reshape(10, 100)}
+    assert budgets(settings("global", 0.9), layers, scores)[0].tolist() == [0] * 9 + [100]
+
+
+@given(st.integers(0, 500), st.floats(0, 0.99))
+def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
+    random = numpy.random.default_rng(seed)
+    layers = {0: layer(2, width=4), 3: layer(3, width=5)}
+    scores = {
+        i: random.integers(0, 5, size=(facts["n_experts"], facts["width"])).astype(float) for i, facts in layers.items()
+    }
+    everything = sorted((score, i, e, c) for i, values in scores.items() for (e, c), score in numpy.ndenumerate(values))
+    expected = {i: [0] * facts["n_experts"] for i, facts in layers.items()}
+    for _, i, expert, _ in everything[len(everything) - int(23 * (1 - ratio) + 1e-6) :]:
+        expected[i][expert] += 1
+    assert {i: row.tolist() for i, row in budgets(settings("global", ratio), layers, scores).items()} == expected
+
+
+def test_layerwise_keeps_the_best_of_each_layer() -> None:
+    layers = {0: layer(2, width=4), 1: layer(2, width=4)}
+    scores = {0: numpy.array([[8, 7, 6, 5], [4, 3, 2, 1.0]]), 1: numpy.array([[80, 10, 10, 10], [70, 60, 50, 20.0]])}
+    kept = budgets(settings("layerwise", 0.5), layers, scores)
+    assert {index: row.tolist() for index, row in kept.items()} == {0: [4, 0], 1: [1, 3]}
+
+
+def test_uniform_keeps_widths_equal() -> None:
+    layers, scores = {0: layer(3, width=10), 1: layer(2, width=7)}, {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
+    kept = budgets(settings("uniform", 0.25), layers, scores)
+    assert {index: row.tolist() for index, row in kept.items()} == {0: [7, 7, 7], 1: [5, 5]}
+    with pytest.raises(UserError, match=r"leaves no channel of 7 in .* layer 1: 0.8571 is the largest feasible ratio"):
+        budgets(settings("uniform", 0.89), layers, scores)
+    assert budgets(settings("uniform", 0.8571), layers, scores)[1].tolist() == [1, 1]
+
+
+def test_coverage_by_hand() -> None:
+    """One layer with the golden groups of algorithm CBA as experts; sqrt makes their targets (.5, 1, .8)."""
+    layers = {4: layer(3, width=4)}
+    scores = {4: numpy.array([[1, 8, 0, 1], [3, 2, 3, 2], [2, 3, 4, 5.0]])}
+    attribution = numpy.array([0.25, 1.0, 0.64])
+    evidence = {
+        "statistics": {4: {"layer_loss": 3.0, "ala_first": attribution, "ala_second": numpy.array([1.0, 0.01, 0.01])}}
+    }
+    assert budgets(settings("coverage", 0.5), layers, scores, evidence)[4].tolist() == [1, 3, 2]
+    assert budgets(settings("coverage", 0.5, search="paper"), layers, scores, evidence)[4].tolist() == [1, 3, 2]
+    assert budgets(settings("coverage", 0.5, intra="uniform"), layers, scores, evidence)[4].tolist() == [2, 2, 2]
+    assert budgets(settings("coverage", 0.5, intra="ranking"), layers, scores, evidence)[4].tolist() == [1, 2, 3]
+    ablated = settings("coverage", 0.5, prior="true_ablation")  # targets (1, .1, .1)
+    assert budgets(ablated, layers, scores, evidence)[4].tolist() == [3, 2, 1]
+
+
+def test_coverage_between_layers_follows_the_loss() -> None:
+    """Two layers with equal scores: targets 1 and 2 are covered to .4 and .8."""
+    layers, scores = {0: layer(2, width=5), 1: layer(2, width=5)}, {0: numpy.ones((2, 5)), 1: numpy.ones((2, 5))}
+    evidence = {"statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 4.0}}}
+    kept = budgets(settings("coverage", 0.4, intra="uniform"), layers, scores, evidence)
+    assert {index: row.tolist() for index, row in kept.items()} == {0: [2, 2], 1: [4, 4]}
+    same = budgets(settings("coverage", 0.4, intra="uniform", layer_prior="none"), layers, scores)
+    assert {index: row.tolist() for index, row in same.items()} == {0: [3, 3], 1: [3, 3]}
+
+
+def test_aligned_budgets_are_blocks() -> None:
+    layers, scores, evidence = example(3, [(6, 32), (6, 32)])
+    for name, order in (("global", "remainder"), ("coverage", "scores"), ("coverage", "headroom")):
+        align = {"block": 8, "min_channels": 8, "order": order}
+        kept = budgets(settings(name, 0.5, align=align), layers, scores, evidence)
+        assert all(not (row % 8).any() for row in kept.values())
+        assert 192 - 2 * 8 < sum(int(row.sum()) for row in kept.values()) <= 192
+    with pytest.raises(
+        UserError, match="block=12: the 32 channels of layer 0 are not a multiple of it, 8 is the nearest"
+    ):
+        budgets(settings("global", 0.5, align={"block": 12}), layers, scores, evidence)
+
+
+def test_a_block_too_large_for_the_ratio_names_the_largest_ratio() -> None:
+    layers, scores = {0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100}
+    chosen = settings("coverage", 0.9, intra="uniform", layer_prior="none", align={"block": 8})
+    with pytest.raises(
+        UserError, match=r"leaves no channel in layer 0.*to keep 2.*; ratio=0.54 is the largest feasible"
+    ):
+        budgets(chosen, layers, scores)
+    assert budgets({**chosen, "ratio": 0.54}, layers, scores)[0].sum() > 0
+
+
+def test_dropping_experts_leaves_the_router_enough() -> None:
+    layers = {0: layer(4, top_k=3, width=4)}
+    scores = {0: numpy.array([[9.0] * 4, [8.0] * 4, [1.0] * 4, [2.0] * 4])}
+    assert budgets(settings("global", 0.5), layers, scores)[0].tolist() == [4, 4, 0, 0]
+    with pytest.raises(
+        UserError, match=r"drop leaves 2 of 4.*at least 3: zero_expert=keep_null.*ratio=0.43 is the large"
+    ):
+        budgets(settings("global", 0.5, zero_expert="drop"), layers, scores)
+    grouped = {0: layer(4, n_group=2, width=4)}
+    with pytest.raises(UserError, match=r"leaves 2 of 4 experts.*the same number in each of its 2 groups, at least 4"):
+        budgets(settings("global", 0.5, zero_expert="drop"), grouped, scores)
+
+
+def test_scores_of_another_model() -> None:
+    layers = {0: layer(2, width=4)}
+    for scores, message in [
+        ({1: numpy.ones((2, 4))}, r"layers \[1\], expected \[0\]"),
+        ({0: numpy.ones((2, 5))}, r"scores of layer 0 has the shape \(2, 5\), expected \(2, 4\)"),
+        ({0: numpy.array([[1, 1, 1, 1], [1, numpy.nan, 1, 1]])}, "scores: layer 0, expert 1 is nan"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            budgets(settings("global", 0.5), layers, scores)
+    with pytest.raises(UserError, match=r"ratio=1.0: expected a number in \[0, 1\)"):
+        budgets(settings("global", 1.0), layers, {0: numpy.ones((2, 4))})
