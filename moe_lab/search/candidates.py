@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,27 +12,15 @@ import torch
 
 from moe_lab.calibration.answers import AnswerBatch
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
 from moe_lab.search.fitness import WITHOUT_FULL, Contexts, average, contexts, log_probabilities, row_sums
 from moe_lab.search.prefix import Decoder, Relatives, Schedule, States
+from moe_lab.search.schedules import Cost, Plans
 from moe_lab.search.settings import FitnessSettings
 
 FLOAT = 4
 """Bytes of a log-probability."""
-
-
-@dataclass
-class Cost:
-    """What evaluating has cost so far."""
-
-    candidates: int = 0
-    """Schedules evaluated."""
-    forwards: float = 0.0
-    """Decoder layers run for candidates, in full forwards of the search set."""
-    full_forwards: float = 0.0
-    """The same for the unpruned model."""
 
 
 @dataclass(frozen=True)
@@ -44,112 +32,117 @@ class Batch:
     at: Contexts
 
 
-class Plans:
-    """Schedules as plans: each layer drops the lowest of `scores` (layer -> a score per expert)."""
-
-    def __init__(self, model: Any, scores: Mapping[int, Sequence[float]]) -> None:
-        layers = moe_layers(model)
-        self.order = [layer.index for layer in layers]
-        self.scores = {layer: list(scores[layer]) for layer in self.order}
-        self.limits = {
-            "top_k": {layer.index: layer.top_k for layer in layers},
-            "n_group": {layer.index: layer.n_group for layer in layers},
-            "topk_group": {layer.index: layer.topk_group for layer in layers},
-        }
-
-    def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule; UserError when a layer is left with too few experts."""
-        remove = dict(zip(self.order, schedule, strict=True))
-        return make_plan(self.scores, remove, provenance=dict(provenance or {}), **self.limits)
-
-
 class Candidates:
     """A fitness over a search set, of any schedule for one model and one ranking of its experts.
 
-    `rows` as from answer_batches. The numbers are those of masking the model and running all of it on all of the set;
-    what is spared is layers before the first one that differs from a schedule evaluated in the same call, or from the
-    `elites` best before it, positions without an answer in the vocabulary head, and the unpruned model's
+    `rows` as from answer_batches. The numbers are those of masking the model and running all of it on all of the set.
+    What is spared: layers before the first one that differs from a schedule evaluated in the same call or from the
+    `elites` best before it; positions without an answer in the vocabulary head; and the unpruned model's
     log-probabilities, which are kept if they fit `settings.memory_budget`, as are the elites' states in what is left.
     """
 
     def __init__(
         self,
         model: Any,
-        scores: Mapping[int, Sequence[float]],
+        plans: Plans,
         rows: Sequence[AnswerBatch],
         settings: FitnessSettings,
         *,
         seed: int,
         elites: int = 4,
     ) -> None:
-        self.model, self.settings, self.elites = model, settings, elites
-        self.plans = Plans(model, scores)
+        self.model, self.plans, self.settings, self.elites = model, plans, settings, elites
         self.decoder = Decoder(model)
         self.batches = _batches(rows, settings, seed)
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
-        self.counts = [int(n) for batch in self.batches for n in batch.at.where.sum(1)]
         self.known: dict[Schedule, float] = {}
+        self._sums: list[dict[Schedule, list[float]]] = [{} for _ in self.batches]
+        """Batch -> schedule -> the fitness summed over each row, of schedules that are not yet in `known`."""
         self._full: dict[int, torch.Tensor] = {}
         self._keeps_full, left = self._divide(settings.memory_budget)
-        self.relatives = Relatives(len(self.batches), left)
+        self._relatives = Relatives(len(self.batches), left)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
         """The fitness of each schedule, higher is better. UserError for one that no router can work with, and for a
         fitness that is not finite."""
-        plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
-        sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
-        for number in range(len(self.batches)):
-            for schedule, found in self._batch(number, plans).items():
-                sums[schedule] += found
-        self.known |= {schedule: self._average(schedule, found) for schedule, found in sums.items()}
-        self.cost.candidates += len(plans)
-        self.relatives.choose(heapq.nlargest(self.elites, self.known, key=lambda schedule: self.known[schedule]))
-        return [self.known[schedule] for schedule in schedules]
+        self.cost.forwards += self._read(schedules, range(len(self.batches)))
+        self.cost.candidates += len(set(schedules))
+        values = self._values(schedules, range(len(self.batches)))
+        self.known |= dict(zip(schedules, values, strict=True))
+        for sums in self._sums:
+            sums.clear()
+        self._relatives.choose(heapq.nlargest(self.elites, self.known, key=self.known.__getitem__))
+        return values
 
-    def _batch(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
-        """Schedule -> the fitness summed over each row of one batch."""
-        batch = self.batches[number]
+    def preview(self, schedules: Sequence[Schedule], batches: Sequence[int]) -> list[float]:
+        """The fitness of each schedule on some batches only, which evaluating it next will not read again."""
+        self.cost.screening += self._read(schedules, batches)
+        return self._values(schedules, batches)
+
+    def _read(self, schedules: Iterable[Schedule], batches: Iterable[int]) -> float:
+        """Fill in what is missing of `_sums`; gives the forwards it took."""
+        plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
+        return sum(self._read_batch(number, plans) for number in batches)
+
+    def _read_batch(self, number: int, plans: Mapping[Schedule, Plan]) -> float:
+        batch, sums = self.batches[number], self._sums[number]
         log_p = None if self.settings.fitness in WITHOUT_FULL else self._full_log_probabilities(number)
-        sums = {}
+        layers = 0
 
         def visit(schedule: Schedule, states: States) -> None:
+            nonlocal layers
             with mask(self.model, plans[schedule]):
                 logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, schedule, states)
-            self.cost.forwards += run / len(self.decoder.layers) * len(batch.ids) / self.rows
+            layers += run
             sums[schedule] = row_sums(self.settings.fitness, log_p, logits, batch.at).tolist()
 
-        self.relatives.walk(number, plans, visit)
-        return sums
+        self._relatives.walk(number, [schedule for schedule in plans if schedule not in sums], visit)
+        return self._forwards(layers, batch)
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor:
         """log p (N, V) of the unpruned model at the judged positions of one batch."""
         if number in self._full:
             return self._full[number]
         batch = self.batches[number]
-        nothing: Schedule = (0,) * len(self.plans.order)
+        nothing = (0,) * len(self.plans.layers)
         logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, nothing, {})
-        self.cost.full_forwards += run / len(self.decoder.layers) * len(batch.ids) / self.rows
+        self.cost.full += self._forwards(run, batch)
         found = log_probabilities(logits)
         if self._keeps_full:
             self._full[number] = found
         return found
 
+    def _forwards(self, layers: int, batch: Batch) -> float:
+        """Layers run on one batch, as a share of all layers on all rows."""
+        return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
+
     def _divide(self, budget: int) -> tuple[bool, int]:
         """Whether the unpruned model's log-probabilities fit, and the bytes left for states."""
         if self.settings.fitness in WITHOUT_FULL:
             return False, budget
-        needed = sum(self.counts) * self.model.get_output_embeddings().weight.shape[0] * FLOAT
+        positions = sum(len(batch.at.rows) for batch in self.batches)
+        needed = positions * int(self.model.get_output_embeddings().weight.shape[0]) * FLOAT
         return needed <= budget, budget - needed if needed <= budget else budget
 
-    def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
-        value = average(sums, self.counts, self.settings.average)
-        if not math.isfinite(value):
-            raise UserError(
-                f"{self.settings.fitness} of the model that loses {list(schedule)} experts a layer is {value}: "
-                "expected a finite number, so the model's logits are damaged"
-            )
-        return value
+    def _values(self, schedules: Iterable[Schedule], batches: Sequence[int]) -> list[float]:
+        """The averages of what is in `_sums`."""
+        counts = [int(n) for number in batches for n in self.batches[number].at.where.sum(1)]
+        values = []
+        for schedule in schedules:
+            sums = [value for number in batches for value in self._sums[number][schedule]]
+            values.append(average(sums, counts, self.settings.average))
+            check_finite(self.settings.fitness, schedule, values[-1])
+        return values
+
+
+def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
+    """UserError for a fitness that is NaN or infinite."""
+    if not math.isfinite(value):
+        raise UserError(
+            f"{fitness} of the model that loses {list(schedule)} experts in its layers is {value}: expected a finite "
+            "number, so the model's logits are damaged"
+        )
 
 
 def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:
@@ -160,9 +153,8 @@ def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) 
         at = contexts(ids, answers, shift=settings.shift, luck=luck)
         if len(at.rows):
             end = int(at.where.any(0).nonzero().max()) + 1
-            found.append(
-                Batch(ids[:, :end], valid[:, :end], Contexts(at.where[:, :end], at.rows, at.targets, at.draws))
-            )
+            at = Contexts(at.where[:, :end], at.rows, at.targets, at.draws)
+            found.append(Batch(ids[:, :end], valid[:, :end], at))
     if not found:
         raise UserError("allocation.search holds no answer that a token comes before: expected tasks with answers")
     return found

@@ -6,7 +6,7 @@ entries alone, so schedules that begin alike share it, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,9 +40,9 @@ class Decoder:
         """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many layers were run.
 
         Starts from the longest beginning of `schedule` in `states`, and adds those it comes by. That the model really
-        loses what `schedule` says is the caller's business.
+        loses what `schedule` says is the caller's business. `valid` (B, S) is the attention mask.
         """
-        known = next((k for k in range(len(self.moe) - 1, -1, -1) if schedule[:k] in states), None)
+        known = next((k for k in range(len(schedule) - 1, -1, -1) if schedule[:k] in states), None)
         first = 0 if known is None else self.moe[known]
         device = self.model.get_input_embeddings().weight.device
         attention = None if bool(valid.all()) else valid.to(device, torch.int64)
@@ -50,7 +50,7 @@ class Decoder:
             if known is not None:
                 for layer in self.layers[:first]:
                     _stand_in(layer, states[schedule[:known]], undo)
-            for k in range(0 if known is None else known + 1, len(self.moe)):
+            for k in range(0 if known is None else known + 1, len(schedule)):
                 _remember(self.layers[self.moe[k]], schedule[:k], states, undo)
             undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
@@ -102,41 +102,47 @@ class Relatives:
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
+        self.bytes = [0] * batches
         self.budget = budget // max(batches, 1)
         self.wanted: set[Schedule] = set()
 
     def walk(self, batch: int, schedules: Iterable[Schedule], visit: Callable[[Schedule, States], None]) -> None:
         """Call `visit` with every schedule, in an order in which those that begin alike follow each other, and with
         all states there are for it, those of the schedule before included; it adds the ones it comes by."""
-        kept = self.states[batch]
         path: States = {}
         for schedule in sorted(schedules):
             path = {start: state for start, state in path.items() if schedule[: len(start)] == start}
-            path |= {start: state for start, state in _along(kept, schedule)}
+            path |= _along(self.states[batch], schedule)
             visit(schedule, path)
             for start, state in path.items():
-                self._keep(kept, start, state)
+                self._keep(batch, start, state)
 
     def choose(self, best: Iterable[Schedule]) -> None:
         """Drop all states but those on the way of the schedules `best`, from which the next ones will descend."""
         self.wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
-        self.states = [{start: kept[start] for start in kept if start in self.wanted} for kept in self.states]
+        for batch, kept in enumerate(self.states):
+            self.states[batch] = {start: kept[start] for start in kept if start in self.wanted}
+            self.bytes[batch] = sum(state.nbytes for state in self.states[batch].values())
 
-    def _keep(self, kept: States, start: Schedule, state: torch.Tensor) -> None:
+    def _keep(self, batch: int, start: Schedule, state: torch.Tensor) -> None:
         """Add a state if there is room, or if it is wanted and room can be made."""
+        kept = self.states[batch]
         if start in kept:
             return
-        strangers = [other for other in kept if other not in self.wanted] if start in self.wanted else []
-        while strangers and _bytes(kept) + state.nbytes > self.budget:
-            del kept[strangers.pop()]
-        if _bytes(kept) + state.nbytes <= self.budget:
+        if start in self.wanted and self.bytes[batch] + state.nbytes > self.budget:
+            self._drop_strangers(batch, state.nbytes)
+        if self.bytes[batch] + state.nbytes <= self.budget:
             kept[start] = state
+            self.bytes[batch] += state.nbytes
+
+    def _drop_strangers(self, batch: int, needed: int) -> None:
+        """Give up states that are not wanted until there is room for `needed` bytes."""
+        kept = self.states[batch]
+        for stranger in [start for start in kept if start not in self.wanted]:
+            if self.bytes[batch] + needed > self.budget:
+                self.bytes[batch] -= kept.pop(stranger).nbytes
 
 
-def _along(states: States, schedule: Schedule) -> Iterator[tuple[Schedule, torch.Tensor]]:
+def _along(states: States, schedule: Schedule) -> States:
     """The states that lie on the way of `schedule`."""
-    return ((schedule[:k], states[schedule[:k]]) for k in range(len(schedule)) if schedule[:k] in states)
-
-
-def _bytes(states: States) -> int:
-    return sum(state.nbytes for state in states.values())
+    return {schedule[:k]: states[schedule[:k]] for k in range(len(schedule)) if schedule[:k] in states}

@@ -1,0 +1,175 @@
+"""True speculative decoding: how often the full model accepts what a candidate drafts, one token at a time.
+
+At a context x the candidate drafts y ~ q(.|x); the full model accepts it with probability min(1, p_y / q_y) and then
+adds a token of its own, z ~ p(.|x, y); otherwise the next token is drawn from max(p - q, 0). So the text is the full
+model's at temperature 1, whatever the candidate is. The fitness of a row is accepted / proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_lab.calibration.answers import AnswerBatch
+from moe_lab.errors import UserError
+from moe_lab.pruning.mask import mask
+from moe_lab.search.fitness import average, drawn
+from moe_lab.search.prefix import Decoder, Schedule
+from moe_lab.search.schedules import Cost, Plans
+from moe_lab.search.settings import FitnessSettings
+
+Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(ids (B, S), valid (B, S), where (B, S) bool) -> fp64 next-token probabilities (N, V) on the CPU there."""
+
+
+class DraftingCandidates:
+    """The fitness spec_dec of any schedule: the loaded model drafts under the schedule's mask and verifies without.
+
+    `rows` as from answer_batches, one task a row; `ends` are the tokens that end a text. Nothing is shared between
+    candidates: their texts differ.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plans: Plans,
+        rows: Sequence[AnswerBatch],
+        settings: FitnessSettings,
+        *,
+        seed: int,
+        ends: frozenset[int],
+    ) -> None:
+        self.model, self.plans, self.settings, self.ends = model, plans, settings, ends
+        self.decoder = Decoder(model)
+        self.batches = [prompts(*batch) for batch in rows]
+        self.rows = sum(map(len, self.batches))
+        self.luck = torch.rand(
+            self.rows, settings.max_new_tokens, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        self.cost = Cost()
+        if not any(text for batch in self.batches for text in batch):
+            raise UserError("allocation.search holds no answer with a task before it: expected tasks with answers")
+        self._check_room()
+
+    def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
+        """Accepted / proposed of each schedule, averaged as the settings say."""
+        self.cost.candidates += len(schedules)
+        return [self._evaluate(schedule) for schedule in schedules]
+
+    def _evaluate(self, schedule: Schedule) -> float:
+        plan = self.plans.plan(schedule)
+
+        def full(*batch: torch.Tensor) -> torch.Tensor:
+            self.cost.full += len(batch[0]) / self.rows
+            return self._probabilities(*batch)
+
+        def candidate(*batch: torch.Tensor) -> torch.Tensor:
+            self.cost.forwards += len(batch[0]) / self.rows
+            with mask(self.model, plan):
+                return self._probabilities(*batch)
+
+        counts: list[tuple[int, int]] = []
+        for texts in self.batches:
+            luck = self.luck[len(counts) : len(counts) + len(texts)]
+            counts += accepted_and_proposed(texts, luck, candidate, full, ends=self.ends)
+        accepted, proposed = zip(*counts, strict=True)
+        return average(accepted, proposed, self.settings.average)
+
+    def _probabilities(self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        logits, _ = self.decoder.logits(ids, valid, where, (), {})
+        return logits.float().softmax(-1).double().cpu()
+
+    def _check_room(self) -> None:
+        longest = max(len(text) for batch in self.batches for text in batch)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and longest + self.settings.max_new_tokens > limit:
+            raise UserError(
+                f"allocation.parameters.max_new_tokens={self.settings.max_new_tokens} and a task of {longest} tokens "
+                f"do not fit the model's {limit} tokens: {limit - longest} would"
+            )
+
+
+@dataclass
+class Row:
+    """One text as it grows."""
+
+    ids: list[int]
+    luck: torch.Tensor
+    """(steps, 3) fp64 in [0, 1): of the draft, its acceptance, and the token after it; the same for all candidates."""
+    ends: frozenset[int]
+    room: int
+    """Tokens that may still be added."""
+    proposed: int = 0
+    accepted: int = 0
+    finished: bool = False
+
+    def add(self, token: int) -> None:
+        """Append one token, unless the text is over."""
+        if not self.finished:
+            self.ids.append(token)
+            self.room -= 1
+            self.finished = self.room == 0 or token in self.ends
+
+
+def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
+    """The tokens before the first answer token of each row (B, S); none for a row without an answer or a prompt.
+
+    UserError for rows with several documents, whose prompts would hold other answers.
+    """
+    found = []
+    for row, flags, marks in zip(ids, valid, answers, strict=True):
+        first = int(marks.int().argmax()) if bool(marks.any()) else 0
+        if not bool(flags[:first].all()):
+            raise UserError("allocation.parameters.fitness=spec_dec needs one task a row: set packing=none in the set")
+        found.append(row[:first].tolist())
+    return found
+
+
+def accepted_and_proposed(
+    texts: Sequence[Sequence[int]],
+    luck: torch.Tensor,
+    candidate: Probabilities,
+    full: Probabilities,
+    *,
+    ends: frozenset[int],
+) -> list[tuple[int, int]]:
+    """(accepted, proposed) tokens for each text, which grows up to one of the tokens `ends` or by the number of steps
+    in `luck` (texts, steps, 3), which decides all draws. An empty text proposes nothing.
+
+    Two forward passes a step over the texts that are not finished, without a cache.
+    """
+    rows = [Row(list(text), luck[number], ends, luck.shape[1], finished=not text) for number, text in enumerate(texts)]
+    while active := [row for row in rows if not row.finished]:
+        _step(active, candidate, full)
+    return [(row.accepted, row.proposed) for row in rows]
+
+
+def _step(rows: Sequence[Row], candidate: Probabilities, full: Probabilities) -> None:
+    """Draft one token for each row, verify it, and let the full model add one."""
+    luck = torch.stack([row.luck[row.proposed] for row in rows])
+    q = candidate(*_padded([row.ids for row in rows], 1))
+    draft = drawn(q, luck[:, 0])
+    verified = full(*_padded([[*row.ids, int(token)] for row, token in zip(rows, draft, strict=True)], 2))
+    p, after = verified[0::2], verified[1::2]
+    chosen = draft[:, None]
+    accepted = luck[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
+    rest = (p - q).clamp(min=0)
+    following = drawn(torch.where(accepted[:, None], after, rest), luck[:, 2])
+    for row, token, good, other in zip(rows, draft.tolist(), accepted.tolist(), following.tolist(), strict=True):
+        row.proposed += 1
+        row.accepted += good
+        if good:
+            row.add(token)
+        row.add(other)
+
+
+def _padded(texts: Sequence[Sequence[int]], last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, valid and where (B, S): texts padded on the right, where being the `last` positions of each."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    place = torch.arange(longest)[None]
+    length = torch.tensor([[len(text)] for text in texts])
+    return ids, place < length, (place < length) & (place >= length - last)
