@@ -55,7 +55,39 @@ def test_product_of_axes_reads_each_file_once() -> None:
     )
     points = {(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in found}
     assert len(found) == len(points) == 16
-    assert sorted(counting.reads) == sorted(set(counting.reads)) and len(counting.reads) == 4
+    assert sorted(counting.reads) == sorted(set(counting.reads)) and len(counting.reads) == 5  # and flops_text
+
+
+def test_further_grids_add_cells_and_take_missing_axes_from_the_first() -> None:
+    settings = config(criterion=["man"], ratio=[0.25, 0.5])
+    settings.more = [GridConfig(criterion=["heapr"], allocation=["global"]), GridConfig(ratio=[0.5, 0.75])]
+    found = cells(settings, Counting().files())
+    points = [(c.criterion.name, c.allocation.name, c.ratio) for c in found]
+    assert points == [
+        ("man", "uniform", 0.25),
+        ("man", "uniform", 0.5),
+        ("heapr", "global", 0.25),
+        ("heapr", "global", 0.5),
+        ("man", "uniform", 0.75),
+    ]
+
+
+def test_other_texts_are_named_by_what_reads_them() -> None:
+    files = Counting().files(calibration__tokens=1024)
+    (cell,) = cells(config(allocation=["pocket_evolutionary"], recovery=["pocket_dora"]), files)
+    assert {role: text.name for role, text in cell.texts.items()} == {
+        "search": "pocket_math_search",
+        "instructions": "pocket_math_search",
+        "flops": "pocket_excerpt",
+    }
+    assert all(text.tokens != 1024 for text in cell.texts.values())  # those of the calibration set are set, not theirs
+
+
+def test_an_unknown_text_names_the_setting_and_the_nearest() -> None:
+    settings = config()
+    settings.flops_text = "pocket_excrpt"
+    with pytest.raises(UserError, match="flops_text=pocket_excrpt.*did you mean pocket_excerpt"):
+        cells(settings, Counting().files())
 
 
 def test_patterns_and_repetitions() -> None:

@@ -11,17 +11,15 @@ from moe_lab.config import (
     CalibrationConfig,
     Config,
     CriterionConfig,
-    RecoveryConfig,
 )
 from moe_lab.grid import Cell
 from moe_lab.study.identity import Step
-from moe_lab.study.maker import Maker, reads_text
+from moe_lab.study.maker import NO_RECOVERY, Maker, reads_text
 
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
-NO_RECOVERY = RecoveryConfig()
 
 
 @dataclass(frozen=True)

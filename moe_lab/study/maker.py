@@ -8,17 +8,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_lab import allocation, criteria
+from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import (
+    AllocationConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    CriterionConfig,
+    ModelConfig,
+    RecoveryConfig,
+)
 from moe_lab.evaluation import suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.paths import resolve
 from moe_lab.recovery import settings as recoveries
-from moe_lab.study.identity import Part, Step
+from moe_lab.study.identity import Part, Step, digest
 
 Made = TypeVar("Made")
 PLAIN = (str, int, float)
+NO_RECOVERY = RecoveryConfig()
 FROM_WEIGHTS = ("weights", "channel_weights")
 """Evidence that no text is read for."""
 
@@ -36,15 +46,17 @@ def reads_text(cell: Cell) -> bool:
 
 def evidence_of(cell: Cell) -> tuple[str, ...]:
     """What the cell's allocation reads besides the scores."""
-    needs = allocation.get(cell.allocation.name).needs(cell.allocation.parameters)
-    return (*needs, "by") if cell.allocation.by else needs
+    settings = cell.allocation
+    return allocation.needs({"name": settings.name, "by": settings.by, "parameters": settings.parameters})
 
 
-def allocation_settings(cell: Cell) -> dict[str, Any]:
-    """The allocation's settings and the ratio: what changes a plan, and nothing else."""
-    settings = {**plain(cell.allocation), "ratio": cell.ratio}
-    settings.pop("label")
-    return settings
+def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, Any]:
+    """What changes a plan, and nothing else: the settings, the ratio, and the content of the file they name."""
+    found = {**plain(settings), "ratio": ratio}
+    del found["label"]
+    if settings.path is not None:
+        found["path"] = digest(listed.read(settings.path))
+    return found
 
 
 class Maker:
@@ -138,7 +150,7 @@ class Maker:
             settings["seed"] = cell.seed
 
         def make() -> Step:
-            inputs = {need: self.evidence(need, cell) for need in criterion.needs}
+            inputs: dict[str, Step] = {need: self.evidence(need, cell) for need in criterion.needs}
             label = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
             return Step("scores", label, {"criterion": Part(settings)}, {"model": self.model(cell.model), **inputs})
 
@@ -156,13 +168,14 @@ class Maker:
     def plan(self, cell: Cell) -> Step:
         """Which experts, and which of their channels, to keep: straight from the scores, or by a search."""
         key = ("allocation", cell.allocation, cell.ratio)
-        part = self._once(key, lambda: Part(allocation_settings(cell)))
+        part = self._once(key, lambda: Part(allocation_identity(cell.allocation, cell.ratio)))
         chosen = allocation.get(cell.allocation.name)
         inputs = {"model": self.model(cell.model), **{need: self.evidence(need, cell) for need in evidence_of(cell)}}
         where = "" if chosen.name == "uniform" else f"-{chosen.name}"
         label = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
         if chosen.step == "plan":
-            return Step("plan", label, {"allocation": part}, {"scores": self.scores(cell), **inputs})
+            runtime = {"path": cell.allocation.path}
+            return Step("plan", label, {"allocation": part}, {"scores": self.scores(cell), **inputs}, runtime)
         searching = chosen.step == "search"
         text = self._seeded(cell.texts["search"] if searching else cell.calibration, cell.seed)
         seed = self._once(("seed", cell.seed), lambda: Part({"seed": cell.seed}))
@@ -223,6 +236,8 @@ class Maker:
         text = self._seeded(cell.texts["flops"], cell.seed)
         label, storage, inputs = self._pruned(cell.model, plan, None, cell.recovery)
         parts = {"text": self._text_part(text), **storage}
+        if plan:
+            inputs["unpruned"] = self.cost(replace(cell, recovery=NO_RECOVERY), None)
         return Step("cost", label, parts, inputs, {"model": plain(cell.model), "text": plain(text)})
 
     def export(self, model: ModelConfig, plan: Step) -> Step:

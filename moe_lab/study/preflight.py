@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from moe_lab import allocation, criteria, tracking
-from moe_lab.allocation.uniform import uniform
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import said
 from moe_lab.evaluation import suite
-from moe_lab.grid import Cell
+from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.recovery import settings as recoveries
+from moe_lab.search import settings as search
 from moe_lab.study.maker import reads_text
 
 
@@ -49,29 +49,26 @@ def _is_known(cell: Cell) -> bool:
 
 
 def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
-    """Each allocation alone, then with the criteria, ratios and models it is to be used with."""
-    for cell in _each(cells, "allocation"):
-        yield from said(partial(allocation.check, cell.allocation))
+    """Each allocation with the criteria it is to be used with, then with the ratios and models."""
+    for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
+        yield from said(partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity))
         if cell.allocation.by is not None:
             yield from said(partial(criteria.check, cell.allocation.by, {}))
-        if allocation.get(cell.allocation.name).step == "search" and "search" not in cell.texts:
-            yield (
-                f"allocation={cell.allocation.name} has no text to search on: set allocation.search to the name of a "
-                "file in conf/calibration whose records have answers"
-            )
-    for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
-        granularity = criteria.get(cell.criterion.name).granularity
-        yield from said(partial(allocation.check_granularity, cell.allocation.name, cell.criterion.name, granularity))
-    for cell in {(id(c.model), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
+        if allocation.get(cell.allocation.name).step == "search":
+            yield from said(partial(search.check, cell.allocation.parameters))
+    for cell in _each([cell for cell in cells if not _is_known(cell)], "allocation"):
+        yield from said(partial(allocation.check, cell.allocation))
+    for cell in {(id(c.model), id(c.criterion), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
         yield from said(partial(_try_ratio, cell))
 
 
 def _try_ratio(cell: Cell) -> None:
     """UserError when the ratio cannot be had, as far as config.json tells; the plan step knows the groups too."""
-    counts = files.expert_counts(cell.model)
-    if counts is not None and criteria.get(cell.criterion.name).granularity == "expert":
+    if (counts := files.expert_counts(cell.model)) is not None:
         experts, top_k = counts
-        uniform({0: experts}, cell.ratio, top_k=top_k, multiple_of=cell.allocation.multiple_of)
+        layer = {"n_experts": experts, "top_k": top_k, "n_group": 1, "topk_group": 1}
+        settings = {**plain(cell.allocation), "ratio": cell.ratio}
+        allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
 
 
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:

@@ -7,7 +7,17 @@ from typing import Any
 
 from moe_lab.config import CalibrationConfig
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.shared import evidence, expert_scores, facts, model_and_tokenizer, routers, rows, write_table
+from moe_lab.study.kinds.shared import (
+    NO_SUMS,
+    STATISTICS,
+    evidence,
+    expert_scores,
+    facts,
+    model_and_tokenizer,
+    routers,
+    rows,
+    write_table,
+)
 
 CHANNEL_SCORES = "scores.safetensors"
 
@@ -46,8 +56,22 @@ def family(job: Job) -> None:
 
 def plan(job: Job) -> None:
     """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
-    made = _channel_plan(job) if job.input("scores", CHANNEL_SCORES).exists() else _expert_plan(job)
+    channels = job.input("scores", CHANNEL_SCORES).exists()
+    made = _listed(job) or (_channel_plan(job) if channels else _expert_plan(job))
     made.save(job.output("plan.json"))
+
+
+def _listed(job: Job) -> Any:
+    """The plan that allocation=list names, checked as if it had been made here; None for any other allocation."""
+    from moe_lab.allocation import listed
+    from moe_lab.pruning.plan import Plan
+
+    path = job.runtime["path"]
+    if path is None or not listed.is_plan(listed.read(path)):
+        return None
+    made = Plan.load(path)
+    made.check(**routers(facts(job)["layers"]))
+    return made
 
 
 def _expert_plan(job: Job) -> Any:
@@ -56,7 +80,7 @@ def _expert_plan(job: Job) -> Any:
 
     model = facts(job)
     scored = expert_scores(job)
-    remove = allocate(job.settings["allocation"], model["layers"], scored, _evidence(job), model)
+    remove = allocate(_settings(job), model["layers"], scored, _evidence(job), model)
     return make_plan(scored, remove, **routers(model["layers"]), provenance=_provenance(job))
 
 
@@ -66,16 +90,23 @@ def _channel_plan(job: Job) -> Any:
     from moe_lab.allocation import budgets, zero_expert
     from moe_lab.pruning.plan import make_channel_plan
 
-    model, settings = facts(job), job.settings["allocation"]
+    model, settings = facts(job), _settings(job)
     scored = {int(layer): values for layer, values in load_file(job.input("scores", CHANNEL_SCORES)).items()}
     keep = budgets(settings, model["layers"], scored, _evidence(job), model)
     limits = routers(model["layers"])
     return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **limits, provenance=_provenance(job))
 
 
+def _settings(job: Job) -> dict[str, Any]:
+    """The allocation's settings; the file of allocation=list by its place, where its identity has its content."""
+    return {**job.settings["allocation"], "path": job.runtime["path"]}
+
+
 def _evidence(job: Job) -> dict[str, Any]:
-    """What the allocation reads besides the scores: sums by layer, and another criterion's scores."""
-    found: dict[str, Any] = {"sums": evidence(job)}
+    """What the allocation reads besides the scores, by name: layer -> sums, or another criterion's scores."""
+    from moe_lab.statistics.read import read
+
+    found: dict[str, Any] = {name: read(job.input(name, STATISTICS)) for name in job.inputs if name not in NO_SUMS}
     return {**found, "by": expert_scores(job, "by")} if "by" in job.inputs else found
 
 
@@ -105,14 +136,22 @@ def search(job: Job) -> None:
 def reconstruction(job: Job) -> None:
     """The plan that reproduces the layers' outputs best, of all there are."""
     from moe_lab.pruning.plan import Plan
-    from moe_lab.search.reconstruction import reconstruct
+    from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
     network, tokenizer = model_and_tokenizer(job)
     model, settings = facts(job), job.settings["allocation"]
-    kept = reconstruct(
-        network, rows(job, tokenizer, "text"), facts=model, ratio=settings["ratio"], **settings["parameters"]
+    found = reconstruct(
+        network,
+        rows(job, tokenizer, "text"),
+        facts=model,
+        ratio=settings["ratio"],
+        multiple_of=settings["multiple_of"],
+        fingerprint=job.settings,
+        out=Path(job.partial),
+        **settings["parameters"],
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-    made = Plan({layer: tuple(ids) for layer, ids in kept.items()}, counts, {"allocation": settings})
+    made = Plan(found.kept, counts, {"allocation": settings})
     made.check(**routers(model["layers"]))
     made.save(job.output("plan.json"))
+    write_table(job.output("errors.parquet"), COLUMNS, found.errors)

@@ -66,7 +66,7 @@ def ablation(job: Job) -> None:
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
-    ablate(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP).save(job.output(STATISTICS))
+    ablate(network, text, fingerprint=job.settings, out=Path(job.partial)).save(job.output(STATISTICS))
 
 
 def weights(job: Job) -> None:
@@ -80,7 +80,7 @@ def weights(job: Job) -> None:
 def channel_weights(job: Job) -> None:
     """Sums over the weights of each channel, read like those of each expert."""
     from moe_lab.models.files import local_folder
-    from moe_lab.statistics.weights import weigh_channels
+    from moe_lab.statistics.channel_weights import weigh_channels
 
     folder = local_folder(ModelConfig(**job.runtime["model"]))
     weigh_channels(folder, fingerprint=job.settings).save(job.output(STATISTICS))

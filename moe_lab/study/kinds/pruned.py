@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -37,11 +38,10 @@ def _subject(job: Job) -> Iterator[Any]:
     from moe_lab.pruning.mask import mask
 
     network, tokenizer = model_and_tokenizer(job)
-    plan, storage = _plan(job), job.settings.get("storage")
-    if storage or "finetune" in job.inputs:
-        tuned = Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
-        bits, modules = (storage["bits"], tuple(storage["modules"])) if storage else (16, ())
-        yield _recovered(network, plan, bits, modules, tuned), tokenizer
+    plan, storage = _plan(job), job.settings.get("storage", {"bits": 16, "modules": []})
+    tuned = Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
+    if storage["bits"] == 4 or tuned:
+        yield _recovered(network, plan, storage["bits"], tuple(storage["modules"]), tuned), tokenizer
     elif plan:
         with mask(network, plan):
             yield network, tokenizer
@@ -85,8 +85,9 @@ def cost(job: Job) -> None:
     from moe_lab.pruning.cost import cost as count
 
     network, tokenizer = model_and_tokenizer(job)
-    storage = job.settings.get("storage") or {"bits": 16, "modules": []}
-    found = count(network, _plan(job), rows(job, tokenizer, "text"), facts=facts(job), bits=storage["bits"])
+    before = json.loads(job.input("unpruned", "cost.json").read_text()) if "unpruned" in job.inputs else None
+    storage = job.settings.get("storage", {})
+    found = count(network, _plan(job), rows(job, tokenizer, "text"), facts=facts(job), unpruned=before, **storage)
     write_json(job.output("cost.json"), found)
 
 

@@ -13,7 +13,7 @@ from moe_lab.study.job import Job
 from moe_lab.study.store import write_json
 
 STATISTICS = "statistics.safetensors"
-NOT_EVIDENCE = ("model", "scores", "by")
+NO_SUMS = ("model", "scores", "by")
 """Inputs of a step that are no sums."""
 
 
@@ -49,7 +49,7 @@ def evidence(job: Job) -> dict[int, dict[str, Any]]:
     from moe_lab.statistics.read import read
 
     merged: dict[int, dict[str, Any]] = {}
-    for role in sorted(set(job.inputs) - set(NOT_EVIDENCE)):
+    for role in sorted(set(job.inputs) - set(NO_SUMS)):
         for layer, arrays in read(job.input(role, STATISTICS)).items():
             merged.setdefault(layer, {}).update(arrays)
     return merged
