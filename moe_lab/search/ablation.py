@@ -1,0 +1,186 @@
+"""What the model's loss gains when one expert falls silent: the truth that attribution scores stand for.
+
+    ablation_j = (NLL with g_j f_j = 0 - NLL) / N
+
+over the N valid tokens that have a valid one before them in their row. Gates stay as they are: nothing is routed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.search.fitness import Contexts, row_sums
+from moe_lab.search.prefix import Decoder, States
+from moe_lab.statistics.gather import CHECKPOINT, Batch, description
+from moe_lab.statistics.read import header
+from moe_lab.statistics.sums import Layers, Statistics, check_finite
+
+TOKENS = 4096
+"""Tokens of one forward pass: short rows are read several times side by side, each time without another expert."""
+LOGITS = 1 << 30
+"""Bytes of the logits of one forward pass, unless a single row has more."""
+
+
+def ablate(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    fingerprint: Mapping[str, Any],
+    out: Path | None = None,
+    groups: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Statistics:
+    """`ablation` (E,) fp64 of every layer: the rise of the mean loss, in nats per token, without that expert's output.
+
+    A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers from there on are
+    run again for each expert that got a token: at most E (L + 1) / 2 layers for L MoE layers, instead of E L. After
+    every `groups` layers the sums are saved in the folder `out`, if there is one; a pass that finds its own sums there
+    goes on from them. `progress` is called with (layers done, of how many), where every few rows count all layers anew.
+
+    UserError for no batches, for a text without two adjacent tokens, for losses that are not finite (naming layer and
+    expert), and for models whose layers cannot be run one by one. The result holds means and cannot be merged.
+    """
+    rows = _few_rows(model, batches)
+    about = {**description(batches, "ablation", fingerprint, 0), "pieces": len(rows)}
+    predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
+    if not predicted:
+        raise UserError("calibration gives no two adjacent tokens: expected rows in which a token follows another")
+    layers = moe_layers(model)
+    checkpoint = None if out is None else out / CHECKPOINT
+    done, sums = _resume(checkpoint, about, layers)
+    reader = None
+    for step in range(done, len(rows) * len(layers)):
+        number, place = divmod(step, len(layers))
+        if reader is None or place == 0:
+            reader = _Reader(model, layers, *rows[number])
+        index = layers[place].index
+        sums[index] = {"ablation": sums[index]["ablation"] + reader.losses(place)}
+        check_finite({index: sums[index]}, "the loss without it")
+        if checkpoint is not None and (step + 1) % groups == 0:
+            Statistics(sums, {**about, "done": step + 1}).save(checkpoint)
+        if progress is not None:
+            progress(step + 1, len(rows) * len(layers))
+    return Statistics({index: {"ablation": named["ablation"] / predicted} for index, named in sums.items()}, about)
+
+
+class _Reader:
+    """The unpruned model on a few rows, ready to be run again from any MoE layer on without one of its experts."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], ids: torch.Tensor, valid: torch.Tensor):
+        self.decoder = Decoder(model)
+        self.layers = layers
+        self.ids, self.valid = ids, valid
+        self.copies = max(1, _tokens_at_once(model) // ids.numel())
+        self.states: States = {}
+        with _routed_to(layers) as self.used:
+            self.whole = self._likelihood(1, (0,) * len(layers), self.states)
+        if not bool(self.whole.isfinite().all()):
+            raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
+
+    def losses(self, place: int) -> torch.Tensor:
+        """(E,) fp64: what the summed loss gains without each expert of the MoE layer number `place`, 0 for those that
+        got no token."""
+        layer, start = self.layers[place], (0,) * place
+        found = torch.zeros(layer.n_experts, dtype=torch.float64)
+        for some in self.used[layer.index].split(self.copies):
+            copies = len(some)
+            states = {start: self.states[start].repeat(copies, 1, 1)}
+            changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
+            with _silenced(layer, some):
+                without = self._likelihood(copies, changed, states)
+            found[some] = self.whole.sum() - without.view(copies, -1).sum(1)
+        return found
+
+    def _likelihood(self, copies: int, schedule: tuple[int, ...], states: States) -> torch.Tensor:
+        """(copies * B,) fp64: the summed log-likelihood of each row, the rows repeated `copies` times."""
+        ids, valid = self.ids.repeat(copies, 1), self.valid.repeat(copies, 1)
+        where = _predicting(valid)
+        logits, _ = self.decoder.logits(ids, valid, where, schedule, states)
+        places = where.nonzero()
+        targets = ids.roll(-1, 1)[where]
+        return row_sums("nll", None, logits, Contexts(where, places[:, 0], targets, torch.zeros(len(places))))
+
+
+@contextmanager
+def _silenced(layer: MoELayer, experts: torch.Tensor) -> Iterator[None]:
+    """While open, the tokens come in len(experts) equal parts, and part c gets nothing from expert experts[c]."""
+
+    def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        index = named["top_k_index"] if "top_k_index" in named else inputs[1]
+        weights = named["top_k_weights"] if "top_k_weights" in named else inputs[2]
+        owner = experts.repeat_interleave(len(index) // len(experts))[:, None].to(index.device)
+        quiet = weights.masked_fill(index == owner, 0)
+        if "top_k_weights" in named:
+            return inputs, {**named, "top_k_weights": quiet}
+        return (*inputs[:2], quiet, *inputs[3:]), named
+
+    hook = layer.experts.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _routed_to(layers: Sequence[MoELayer]) -> Iterator[dict[int, torch.Tensor]]:
+    """Layer -> ids of the experts that got a token while this was open, ascending."""
+    used: dict[int, torch.Tensor] = {}
+
+    def keep(layer: MoELayer) -> Any:
+        def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            used[layer.index] = (named["top_k_index"] if "top_k_index" in named else inputs[1]).unique().cpu()
+
+        return before
+
+    hooks = [layer.experts.register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in layers]
+    try:
+        yield used
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _predicting(valid: torch.Tensor) -> torch.Tensor:
+    """(B, S) bool: valid tokens that a valid one follows in their row."""
+    where = torch.zeros_like(valid)
+    where[:, :-1] = valid[:, :-1] & valid[:, 1:]
+    return where
+
+
+def _tokens_at_once(model: PreTrainedModel) -> int:
+    head: Any = model.get_output_embeddings()
+    return min(TOKENS, LOGITS // (4 * int(head.weight.shape[0])))
+
+
+def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
+    """The batches in parts of no more than one forward pass, but at least a row."""
+    most = _tokens_at_once(model)
+    return [
+        part
+        for ids, valid in batches
+        for part in zip(ids.split(max(1, most // ids.shape[1])), valid.split(max(1, most // ids.shape[1])), strict=True)
+    ]
+
+
+def _resume(checkpoint: Path | None, about: Mapping[str, Any], layers: Sequence[MoELayer]) -> tuple[int, Layers]:
+    """(layers done, sums) of this very pass from a checkpoint; (0, zeros) when there is none."""
+    start: Layers = {layer.index: {"ablation": torch.zeros(layer.n_experts, dtype=torch.float64)} for layer in layers}
+    if checkpoint is None or not checkpoint.exists():
+        return 0, start
+    try:
+        found = header(checkpoint)
+        done = found.pop("done", 0)
+        same = found == json.loads(json.dumps(about))
+        return (done, Statistics.load(checkpoint).layers) if same else (0, start)
+    except UserError:  # damaged: what it held is computed again
+        return 0, start

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import naive
+import pytest
+import tiny
+import torch
+from torch.nn.functional import cross_entropy
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.search import ablation
+from moe_lab.search.ablation import ablate
+from moe_lab.statistics.gather import CHECKPOINT
+from moe_lab.statistics.sums import Statistics
+
+SMALL: dict[str, dict[str, int]] = {
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {"n_routed_experts": 6, "num_experts_per_tok": 2},
+    "deepseek_v3:grouped": {"n_routed_experts": 8},
+    "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "phimoe": {"num_local_experts": 4},
+    "jamba": {"num_experts": 4},
+    "lfm2_moe": {"num_experts": 5, "num_experts_per_tok": 2},
+    "afmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@torch.no_grad()
+def naive_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> tuple[float, int]:
+    """Summed loss and number of predicted tokens, row by row, in fp64."""
+    total, count = 0.0, 0
+    logits = model(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits.double()
+    for row, tokens, real in zip(logits, ids, valid, strict=True):
+        for at in range(len(tokens) - 1):
+            if real[at] and real[at + 1]:
+                total += float(cross_entropy(row[at], tokens[at + 1]))
+                count += 1
+    return total, count
+
+
+@torch.no_grad()
+def naive_ablation(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Each expert alone is made to give 0, by its weights, in an fp64 copy; the whole model reads the whole batch."""
+    wide = copy.deepcopy(model).double()
+    whole, count = naive_loss(wide, ids, valid)
+    found = {}
+    for layer in moe_layers(wide):
+        parts = [tensor for name, tensor in layer.experts.named_parameters() if name.startswith("down_proj")]
+        found[layer.index] = torch.zeros(layer.n_experts, dtype=torch.float64)
+        for expert in range(layer.n_experts):
+            kept = [part[expert].clone() for part in parts]
+            for part in parts:
+                part[expert] = 0
+            found[layer.index][expert] = (naive_loss(wide, ids, valid)[0] - whole) / count
+            for part, original in zip(parts, kept, strict=True):
+                part[expert] = original
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ablation_is_the_loss_without_the_expert(name: str) -> None:
+    model = tiny.build(name, **SMALL[name])
+    ids, valid = (part[:2, 2:14] for part in naive.batch())
+    before = dict(model.named_parameters())
+    found = ablate(model, [(ids, valid)], fingerprint={})
+    expected = naive_ablation(model, ids, valid)
+    assert found.layers.keys() == expected.keys()
+    for index, values in expected.items():
+        assert found.layers[index]["ablation"].dtype == torch.float64
+        assert torch.allclose(found.layers[index]["ablation"], values, atol=3e-6), index
+        assert values.abs().max() > 1e-3
+    assert all(tensor is before[key] for key, tensor in model.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time and one expert at a time, or all at once, in batches of different lengths."""
+    model = tiny.build("mixtral")
+    ids, valid = naive.batch()
+    batches = [(ids, valid), (ids[:1, :9], torch.ones(1, 9, dtype=torch.bool))]
+    together = ablate(model, batches, fingerprint={}).layers
+    monkeypatch.setattr(ablation, "TOKENS", 1)
+    alone = ablate(model, batches, fingerprint={}).layers
+    monkeypatch.setattr(ablation, "TOKENS", 4096)
+    monkeypatch.setattr(ablation, "LOGITS", 4 * tiny.VOCABULARY * 50)
+    few = ablate(model, batches, fingerprint={}).layers
+    for index, named in together.items():
+        assert torch.allclose(named["ablation"], alone[index]["ablation"], atol=2e-6)
+        assert torch.allclose(named["ablation"], few[index]["ablation"], atol=2e-6)
+
+
+def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("mixtral", num_hidden_layers=4)
+    monkeypatch.setattr(ablation, "TOKENS", 1)
+    run: list[int] = []
+    for layer in moe_layers(model):
+        layer.block.register_forward_pre_hook(lambda module, given, at=layer.index: run.append(at))
+    ids = tiny.tokens(1, 96)
+    ablate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
+    assert [run.count(index) for index in range(4)] == [1 + 8 * (index + 1) for index in range(4)]
+
+
+def test_an_expert_without_tokens_makes_no_difference() -> None:
+    model = tiny.build("olmoe")
+    ids, valid = naive.batch()
+    found = ablate(model, [(ids[:1, 10:13], valid[:1, 10:13])], fingerprint={}).layers
+    assert all((named["ablation"] == 0).sum() >= 16 - 3 * 4 for named in found.values())
+
+
+def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    model = tiny.build("mixtral")
+    ids, valid = naive.batch()
+    batches = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
+    whole = ablate(model, batches, fingerprint={"model": 1})
+
+    class Killed(Exception):
+        pass
+
+    def kill(done: int, of: int) -> None:
+        if done == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        ablate(model, batches, fingerprint={"model": 1}, out=tmp_path, progress=kill)
+    done: list[tuple[int, int]] = []
+    rest = ablate(model, batches, fingerprint={"model": 1}, out=tmp_path, progress=lambda at, of: done.append((at, of)))
+    assert done == [(5, 6), (6, 6)]
+    assert rest.header == whole.header
+    assert all(torch.equal(rest.layers[at]["ablation"], whole.layers[at]["ablation"]) for at in whole.layers)
+    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path, progress=lambda at, of: done.append((at, of)))
+    assert len(done) == 8
+    (tmp_path / CHECKPOINT).write_bytes(b"damaged")
+    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path, progress=lambda at, of: done.append((at, of)))
+    assert len(done) == 14
+    rest.save(tmp_path / "statistics.safetensors")
+    assert Statistics.load(tmp_path / "statistics.safetensors").header == rest.header
+
+
+def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("mixtral")
+    ids, valid = naive.batch()
+    broken = torch.tensor([0.0, 0.0, 0.0, float("nan")]).repeat(2)
+    monkeypatch.setattr(ablation._Reader, "losses", lambda self, place: broken)
+    with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the loss without it"):
+        ablate(model, [(ids, valid)], fingerprint={})
+    moe_layers(model)[2].experts.down_proj[3] = float("inf")  # type: ignore[operator, index]
+    with pytest.raises(UserError, match="loss of the unpruned model is NaN or infinite"):
+        ablate(model, [(ids, valid)], fingerprint={})
+
+
+def test_text_without_anything_to_predict_is_refused() -> None:
+    model = tiny.build("mixtral")
+    with pytest.raises(UserError, match="no two adjacent tokens"):
+        ablate(model, [(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))], fingerprint={})
+    with pytest.raises(UserError, match="no batches"):
+        ablate(model, [], fingerprint={})
