@@ -3,29 +3,88 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from moe_lab.pruning.plan import Plan
 
 FENCE = "---\n"
+LOADING = {
+    "stock": (
+        "It has the layout of the original and loads like it:\n\n"
+        "```python\nAutoModelForCausalLM.from_pretrained(folder)\n```\n"
+    ),
+    "per_layer": (
+        "Its layers differ in shape, as `per_layer_config` in config.json says. The code beside the weights builds "
+        "them; stock transformers raises an error without it:\n\n"
+        "```python\nAutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n```\n"
+    ),
+    "ragged": (
+        "Its experts differ in width inside a layer and are packed; `expert_widths` in config.json lists them. It has "
+        "a model type of its own, which the code beside the weights defines:\n\n"
+        "```python\nAutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n```\n"
+    ),
+}
+FILLED = {
+    "masked": "Dropped experts and channels are zeros in tensors of the original shape, and dropped experts have a "
+    "routing bias with which they are never chosen.",
+    "padded": "Experts are filled with zero channels up to the widest expert of their layer.",
+    "padded_stock": "Experts are filled with zero channels up to the widest expert of the model.",
+}
 
 
-def model_card(plan: Plan, name: str, original: str | None) -> str:
-    """Markdown: what was pruned and how, then the card of the original model, whose front matter (licence and so on)
-    stays."""
+@dataclass(frozen=True)
+class Cost:
+    """What an export takes, in bytes of weights."""
+
+    shape: str
+    kind: str
+    """stock, per_layer or ragged: who can load it."""
+    original: int
+    written: int
+    zeros: int
+    """Of `written`: zeros that only fill a shape."""
+
+
+def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
+    """Markdown: what was pruned and how, how to load it, what its form costs, then the card of the original model,
+    whose front matter (licence and so on) stays."""
     front, body = _split(original or "")
-    before, after = sum(plan.n_experts.values()), sum(map(len, plan.experts.values()))
-    counts = sorted({len(kept) for kept in plan.experts.values()})
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
-        f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} "
-        f"in each of {len(plan.experts)} layers. Whole experts were removed, with their rows of the router; all other "
-        "weights are those of the original model, byte for byte. Nothing was trained afterwards.\n\n",
-        "Kept experts are listed in `plan.json`. Where the plan comes from:\n\n",
+        f"{_kept(plan)}; all other weights are those of the original model, byte for byte. Nothing was trained "
+        "afterwards.\n\n",
+        f"{LOADING[cost.kind]}\n{_cost(cost)}\n\n",
+        "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n# Card of the original model\n\n{body.lstrip()}" if body.strip() else "",
     ]
     return "".join(sections)
+
+
+def _kept(plan: Plan) -> str:
+    before, after = sum(plan.n_experts.values()), sum(map(len, plan.experts.values()))
+    counts = sorted({len(kept) for kept in plan.experts.values()})
+    experts = (
+        f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} "
+        f"in each of {len(plan.experts)} layers. "
+    )
+    if not plan.channels:
+        return f"{experts}Whole experts were removed, with their rows of the router"
+    channels = sum(mask.size for mask in plan.channels.values())
+    kept = sum(int(mask.sum()) for mask in plan.channels.values())
+    return f"{experts}Of their channels {kept} of {channels} ({kept / channels:.1%} of the original's) were kept"
+
+
+def _cost(cost: Cost) -> str:
+    share = cost.written / cost.original
+    text = f"Weights take {cost.written:,} bytes, {share:.1%} of the original's {cost.original:,}."
+    if cost.shape not in FILLED:
+        return text
+    return (
+        f"{text} {FILLED[cost.shape]} {cost.zeros:,} bytes ({cost.zeros / cost.written:.1%}) are such zeros; "
+        "export=natural leaves them out."
+    )
 
 
 def _split(card: str) -> tuple[str, str]:

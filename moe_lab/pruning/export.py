@@ -1,7 +1,8 @@
-"""Write a pruned checkpoint from the files of the original one, by copying byte ranges. No torch, no tensor in memory.
+"""Write a pruned checkpoint from the files of the original one. No torch where all layers keep one shape.
 
 Dropping whole experts only ever removes entries along the axis of the experts, and those lie next to each other in a
 file: an expert's own tensors are copied or left out; of tensors that hold all experts the kept entries are copied.
+Where experts lose channels, their tensors are read, cut and written one at a time.
 """
 
 from __future__ import annotations
@@ -11,24 +12,22 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_json
-from moe_lab.models.families import (
-    ALSO_COUNTS,
-    COUNT_FIELDS,
-    EXTRA_PREDICTION_LAYERS,
-    TOP_K_FIELDS,
-    UNGROUPED_METHODS,
-)
-from moe_lab.pruning.card import model_card
-from moe_lab.pruning.layout import Piece, pieces
+from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
+from moe_lab.pruning.card import Cost, model_card
+from moe_lab.pruning.export_config import Description, check_routing, describe_export, text_part
+from moe_lab.pruning.export_form import make_form
+from moe_lab.pruning.export_parts import Constant, Part, Piece, Span
+from moe_lab.pruning.layout import expert_type, pieces
 from moe_lab.pruning.plan import Plan
 
+ALIGNMENT = 64
+"""Bytes. Matrix products of mapped files can differ in the last bit if weights begin in the middle of a cache line."""
 BUFFER = 8 << 20
 """Bytes in memory while copying, where the kernel cannot copy by itself."""
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -38,30 +37,37 @@ NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth
 """Suffixes of weight files; those of the pruned model are written instead."""
 
 
-def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[str]) -> Path:
+def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns it.
 
-    The result has the layout, the shards and the config.json of the original (only its expert counts are edited), its
-    tokenizer and other files, plan.json and a model card with the plan's provenance; stock transformers loads it, and
-    it equals `prune` bit for bit. `out` appears at the end, whole. UserError when the plan does not fit, keeps
-    different numbers in different layers, or when the checkpoint is damaged, has an unknown tensor in a MoE block, or
-    the disk is too full.
+    `shape` is one of `SHAPES`. natural writes what the plan keeps and nothing else: a stock checkpoint where all layers
+    have one shape, per-layer configuration and a code file where they differ, packed experts under a model type of
+    their own where widths differ inside a layer. It equals `prune` bit for bit. masked has the shape of the original,
+    with zeros for what is dropped; padded makes each layer as wide as its widest expert, padded_stock all layers as
+    wide as the widest of all, with zeros.
+
+    The result has the shards and the config.json of the original (edited where it must be), its tokenizer and other
+    files, plan.json and a model card with the plan's provenance, and what the shape costs. `out` appears at the end,
+    whole. Whole experts are copied as byte ranges; where channels go, one tensor at a time is in memory. UserError when
+    the plan does not fit, when the shape cannot express it, or when the checkpoint is damaged, has an unknown tensor in
+    a MoE block, or the disk is too full.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"export: {target} exists already: expected a folder that does not exist or is empty")
     config = read_json(folder / "config.json")
-    _check_routing(config, plan)
-    edited = _edited(config, plan)
+    check_routing(config, plan)
     checkpoint = open_checkpoint(folder)
-    content = pieces(checkpoint, plan, int(_text(config).get("num_hidden_layers", 1 << 30)))
+    form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
+    description = describe_export(config, plan, form, shape)
+    content = pieces(checkpoint, plan, form, int(text_part(config).get("num_hidden_layers", 1 << 30)))
     target.parent.mkdir(parents=True, exist_ok=True)
     _check_room(folder, target.parent, content)
     partial = target.with_name(f".{target.name}.{uuid4().hex[:8]}")
     partial.mkdir()
     try:
         _write_weights(checkpoint, content, partial)
-        _write_others(folder, edited, plan, partial)
+        _write_others(folder, description, plan, _cost(shape, description.kind, checkpoint, content), partial)
         partial.replace(target)
     except OSError as error:
         if error.errno in NO_ROOM:
@@ -72,15 +78,25 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     return target
 
 
+def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]) -> Cost:
+    written = [piece for tensors in content.values() for piece in tensors]
+    return Cost(
+        shape=shape,
+        kind=kind,
+        original=sum(entry.size for entry in checkpoint.tensors.values()),
+        written=sum(piece.size for piece in written),
+        zeros=sum(piece.zeros for piece in written),
+    )
+
+
 def _write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
     index: dict[str, str] = {}
     for shard, tensors in content.items():
         if tensors:
-            with (checkpoint.folder / shard).open("rb") as source, (folder / shard).open("wb") as target:
+            with (folder / shard).open("wb") as target:
                 target.write(_header(tensors, checkpoint.metadata[shard]))
-                target.flush()
-                for start, size in _merged(tensors):
-                    _copy(source, target, start, size)
+                for part in _merged(tensors):
+                    _write(part, checkpoint.folder, target)
             index.update({piece.name: shard for piece in tensors})
     if (checkpoint.folder / INDEX).exists():
         total = sum(piece.size for tensors in content.values() for piece in tensors)
@@ -95,23 +111,40 @@ def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
         fields[piece.name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 
-def _merged(tensors: Sequence[Piece]) -> list[tuple[int, int]]:
-    """All byte ranges of a file in order, neighbours as one."""
-    merged: list[tuple[int, int]] = []
-    for start, size in (span for piece in tensors for span in piece.ranges):
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((start, size))
-    return merged
+def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
+    """All parts of a file in order, neighbouring byte ranges as one."""
+    last: Span | None = None
+    for part in (part for piece in tensors for part in piece.parts):
+        if last and isinstance(part, Span) and (part.shard, part.start) == (last.shard, last.start + last.size):
+            last = Span(last.shard, last.start, last.size + part.size)
+            continue
+        if last:
+            yield last
+        last = part if isinstance(part, Span) else None
+        if last is None:
+            yield part
+    if last:
+        yield last
+
+
+def _write(part: Part, folder: Path, target: BinaryIO) -> None:
+    """Append one part to `target`."""
+    if isinstance(part, Span):
+        with (folder / part.shard).open("rb") as source:
+            _copy(source, target, part.start, part.size)
+    elif isinstance(part, Constant):
+        target.write(part.read())
+    else:
+        target.write(part.read(folder))
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
     """Append `size` bytes from `start` to `target`: inside the kernel where it can, through a buffer elsewhere."""
+    target.flush()
     end = start + size
     while start < end and hasattr(os, "copy_file_range"):
         try:
@@ -134,16 +167,18 @@ def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
     target.flush()
 
 
-def _write_others(folder: Path, config: dict[str, Any], plan: Plan, target: Path) -> None:
-    """config.json, plan.json, the card, and whatever else lies beside the weights, such as the tokenizer."""
+def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost, target: Path) -> None:
+    """config.json, plan.json, the card, code, and whatever else lies beside the weights, such as the tokenizer."""
     for file in sorted(_others(folder)):
         shutil.copyfile(file, target / file.name)
-    _write_json(target / "config.json", config)
+    _write_json(target / "config.json", description.config)
+    for code, text in description.code.items():
+        (target / code).write_text(text, encoding="utf-8")
     plan.save(target / "plan.json")
     card = folder / CARD
     original = card.read_text(encoding="utf-8") if card.is_file() else None
     name = str(plan.provenance.get("model", folder.resolve().name))
-    (target / CARD).write_text(model_card(plan, name, original), encoding="utf-8")
+    (target / CARD).write_text(model_card(plan, name, original, cost), encoding="utf-8")
 
 
 def _others(folder: Path) -> list[Path]:
@@ -156,48 +191,6 @@ def _others(folder: Path) -> list[Path]:
         and not file.name.endswith(".index.json")
         and file.name not in ("config.json", "plan.json", CARD)
     ]
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of config.json about the language model."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
-
-
-def _check_routing(config: dict[str, Any], plan: Plan) -> None:
-    """The plan against the router that config.json describes."""
-    text = _text(config)
-    top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
-    n_group = text.get("n_group") or 1
-    if text.get("topk_method") in UNGROUPED_METHODS:
-        n_group = 1
-    plan.check(top_k, n_group, text.get("topk_group"))
-
-
-def _edited(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """config.json with the new expert count in every field that holds the old one, and nothing else changed."""
-    kept = plan.uniform_count()
-    edited: dict[str, Any] = json.loads(json.dumps(config))
-    text = _text(edited)
-    fields = [field for field in COUNT_FIELDS if field in text]
-    if not fields:
-        raise UserError(f"config.json has no expert count: expected one of {', '.join(COUNT_FIELDS)}")
-    for field in fields:
-        if set(_numbers(text[field])) != set(plan.n_experts.values()):
-            counts = " or ".join(map(str, sorted(set(plan.n_experts.values()))))
-            raise UserError(
-                f"plan is for another model: it is about layers of {counts} experts, config.json says "
-                f"{field}={text[field]}"
-            )
-        text[field] = [kept] * len(text[field]) if isinstance(text[field], list) else kept
-    text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), kept))
-    text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
-    return edited
-
-
-def _numbers(value: int | list[int]) -> list[int]:
-    """The numbers of a field that may be given once or per layer."""
-    return value if isinstance(value, list) else [value]
 
 
 def _check_room(folder: Path, parent: Path, content: Mapping[str, Sequence[Piece]]) -> None:

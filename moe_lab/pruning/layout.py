@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint a pruned one is made of. No torch."""
+"""Which tensors an exported checkpoint has, and what they are made of. No torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,18 @@ from moe_lab.models.families import (
     DISK_SHARED,
     EXTRA_PREDICTION_BLOCKS,
 )
+from moe_lab.pruning.export_channels import Channels, fused_piece, narrow_piece
+from moe_lab.pruning.export_form import Form, LayerForm
+from moe_lab.pruning.export_parts import Constant, Part, Piece, Span
 from moe_lab.pruning.plan import Plan
 
 BLOCK = r"(?P<block>(?P<root>(?:\w+\.)*?layers\.(?P<layer>\d+)\.)(?:\w+\.)*?)"
 EXPERT = re.compile(BLOCK + r"experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 FUSED = re.compile(BLOCK + "(?:" + "|".join(map(re.escape, DISK_FUSED_EXPERTS)) + ")")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of the pruned checkpoint, as byte ranges (start, size) of a file of the original one."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensor."""
-        return sum(size for _, size in self.ranges)
+AFTER_SOFTMAX = "moe_statics."
+"""How biases begin that are added to probabilities: those are smaller if dropped experts take part in the softmax."""
+NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
+"""-10000 as little-endian bytes of each type: added to a score between 0 and 1, or to a logit, nothing is below it."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +39,45 @@ class Block:
     layer: int
 
 
-def pieces(checkpoint: Checkpoint, plan: Plan, hidden_layers: int) -> dict[str, list[Piece]]:
-    """The tensors of the pruned checkpoint by file, in the order of their bytes.
+def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -> dict[str, list[Piece]]:
+    """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
 
     Layers for extra predicted tokens (numbered from `hidden_layers` on, or named so) are left out if they have
     experts: no plan is about them. UserError when the blocks on disk are not those of the plan, when experts or a
-    router are missing, or when a MoE block holds a tensor that moe_lab does not know.
+    router are missing, when a MoE block holds a tensor that moe_lab does not know, or when the form cannot be written.
     """
     blocks, extra = _blocks(checkpoint, hidden_layers)
     _check_layers(checkpoint, blocks, plan)
     found: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     seen: Counter[tuple[int, object]] = Counter()
+    packed: dict[str, Channels] = {}
     for name, entry in checkpoint.tensors.items():
         if name.startswith(extra):
             continue
         block = next((blocks[prefix] for prefix in _prefixes(name) if prefix in blocks), None)
-        piece = _piece(name, entry, block, plan, seen) if block else _whole(name, entry)
+        if block is None:
+            found[entry.shard].append(whole(name, entry))
+            continue
+        layer = form.layers[block.layer]
+        if layer.ragged and _note_experts(name, block, seen):
+            packed.setdefault(block.prefix, Channels(block.prefix, layer)).add(name, entry)
+            continue
+        piece = _piece(name, entry, block, plan, layer, seen)
         if piece is not None:
             found[entry.shard].append(piece)
-    _check_complete(checkpoint, plan, seen)
+    _check_complete(checkpoint, plan, form, seen)
+    for channels in packed.values():
+        # in front, where a file is aligned whatever the sizes of its other tensors are
+        found[channels.shard][:0] = channels.packed()
     return found
+
+
+def expert_type(checkpoint: Checkpoint) -> str:
+    """The type of the numbers of routed experts; UserError when the checkpoint has none."""
+    for name, entry in checkpoint.tensors.items():
+        if EXPERT.fullmatch(name) or FUSED.fullmatch(name):
+            return entry.dtype
+    raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
 def _blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:
@@ -92,47 +103,90 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
 
 
-def _piece(name: str, entry: Entry, block: Block, plan: Plan, seen: Counter[tuple[int, object]]) -> Piece | None:
+def _note_experts(name: str, block: Block, seen: Counter[tuple[int, object]]) -> bool:
+    """Whether a tensor of a MoE block holds expert weights; if so, what it holds is noted in `seen`."""
+    if match := EXPERT.fullmatch(name):
+        seen[block.layer, int(match["expert"])] += 1
+    elif name.removeprefix(block.prefix) in DISK_FUSED_EXPERTS:
+        seen[block.layer, "fused"] += 1
+    else:
+        return False
+    return True
+
+
+def _piece(
+    name: str, entry: Entry, block: Block, plan: Plan, layer: LayerForm, seen: Counter[tuple[int, object]]
+) -> Piece | None:
     """What becomes of one tensor of a MoE block; None for a dropped expert's. Notes what was seen in `seen`."""
     rest = name.removeprefix(block.prefix)
-    kept, count = plan.experts[block.layer], plan.n_experts[block.layer]
-    if match := EXPERT.fullmatch(name):
-        expert = int(match["expert"])
-        seen[block.layer, expert] += 1
-        if expert not in kept:
-            return None
-        return _whole(f"{block.prefix}experts.{kept.index(expert)}.{match['rest']}", entry)
-    if rest in DISK_FUSED_EXPERTS:
-        seen[block.layer, "fused"] += 1
-        return _rows(name, entry, 0, kept, count)
+    count = plan.n_experts[block.layer]
+    if _note_experts(name, block, seen):
+        match = EXPERT.fullmatch(name)
+        return _expert(match, entry, layer) if match else _fused(name, rest, entry, layer, count)
     if rest in DISK_ROUTER_WEIGHTS:
         seen[block.layer, "router"] += 1
-        return _rows(name, entry, 0, kept, count)
+        return _rows(name, entry, 0, layer.experts, count)
     if rest in DISK_ROUTING_VECTORS:
-        return _rows(name, entry, len(entry.shape) - 1, kept, count)
+        seen[block.layer, "vector"] += not rest.removeprefix("gate.").startswith(AFTER_SOFTMAX)
+        return _barred(_rows(name, entry, len(entry.shape) - 1, layer.experts, count), entry, layer)
     if rest.startswith(DISK_SHARED):
-        return _whole(name, entry)
+        return whole(name, entry)
     raise UserError(f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to prune it")
 
 
-def _whole(name: str, entry: Entry) -> Piece:
-    return Piece(name, entry.dtype, entry.shape, ((entry.start, entry.size),))
+def _expert(match: re.Match[str], entry: Entry, layer: LayerForm) -> Piece | None:
+    """A tensor of one expert, under its new number."""
+    expert, rest = int(match["expert"]), match["rest"]
+    if expert not in layer.experts:
+        return None
+    name = f"{match['block']}experts.{layer.experts.index(expert)}.{rest}"
+    if expert in layer.dropped:
+        return Piece(name, entry.dtype, entry.shape, (Constant(b"\0", entry.size),))
+    return whole(name, entry) if layer.channels is None else narrow_piece(name, rest, entry, layer, expert)
+
+
+def _fused(name: str, rest: str, entry: Entry, layer: LayerForm, count: int) -> Piece:
+    """A tensor that holds all experts of a layer."""
+    if layer.channels is not None:
+        return fused_piece(name, rest, entry, layer)
+    piece = _rows(name, entry, 0, layer.experts, count)
+    if not layer.dropped:
+        return piece
+    step = entry.size // count
+    parts: list[Part] = [
+        Constant(b"\0", step) if expert in layer.dropped else Span(entry.shard, entry.start + expert * step, step)
+        for expert in layer.experts
+    ]
+    return Piece(name, entry.dtype, piece.shape, tuple(parts))
+
+
+def whole(name: str, entry: Entry) -> Piece:
+    """A tensor as it is."""
+    return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
 
 
 def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int) -> Piece:
-    """The kept rows of a tensor whose axes before `axis` have size one, neighbours as one range."""
+    """The kept rows of a tensor whose axes before `axis` have size one."""
     outer, size = entry.shape[:axis], entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
         raise UserError(f"{name} has shape {entry.shape}: expected an axis of {count} experts")
     step = entry.size // count
-    ranges: list[tuple[int, int]] = []
-    for expert in kept:
-        start = entry.start + expert * step
-        if ranges and sum(ranges[-1]) == start:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + step)
-        else:
-            ranges.append((start, step))
-    return Piece(name, entry.dtype, (*outer, len(kept), *entry.shape[axis + 1 :]), tuple(ranges))
+    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in kept)
+    return Piece(name, entry.dtype, (*outer, len(kept), *entry.shape[axis + 1 :]), spans)
+
+
+def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
+    """A routing vector in which dropped experts have a bias that no router chooses."""
+    if not layer.dropped:
+        return piece
+    if entry.dtype not in NEVER:
+        raise UserError(f"{piece.name} is of type {entry.dtype}: expected one of {', '.join(NEVER)} to mask experts")
+    never = bytes.fromhex(NEVER[entry.dtype])
+    parts = [
+        Constant(never, part.size) if expert in layer.dropped else part
+        for expert, part in zip(layer.experts, piece.parts, strict=True)
+    ]
+    return Piece(piece.name, piece.dtype, piece.shape, tuple(parts))
 
 
 def _check_layers(checkpoint: Checkpoint, blocks: Mapping[str, Block], plan: Plan) -> None:
@@ -146,12 +200,18 @@ def _check_layers(checkpoint: Checkpoint, blocks: Mapping[str, Block], plan: Pla
         )
 
 
-def _check_complete(checkpoint: Checkpoint, plan: Plan, seen: Counter[tuple[int, object]]) -> None:
+def _check_complete(checkpoint: Checkpoint, plan: Plan, form: Form, seen: Counter[tuple[int, object]]) -> None:
     for layer, count in plan.n_experts.items():
         if seen[layer, "router"] != 1:
             raise UserError(
                 f"{checkpoint.folder}: layer {layer} has {seen[layer, 'router']} router weights, expected 1 "
                 f"({', '.join(DISK_ROUTER_WEIGHTS)})"
+            )
+        if form.layers[layer].dropped and not seen[layer, "vector"]:
+            raise UserError(
+                f"export=masked: the plan drops experts of layer {layer}, but its router has no bias per expert that "
+                "could keep tokens from them without changing the gates of others, which a checkpoint of the original "
+                "shape needs: use export=natural"
             )
         numbered = [expert for at, expert in seen if at == layer and isinstance(expert, int)]
         if seen[layer, "fused"] and not numbered:

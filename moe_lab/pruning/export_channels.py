@@ -1,0 +1,147 @@
+"""Tensors of experts that lose channels, for every way experts lie on disk. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import Entry
+from moe_lab.pruning.export_form import LayerForm
+from moe_lab.pruning.export_parts import UNSIGNED, Cut, Matrix, Piece
+
+ROLES = {
+    **dict.fromkeys(("gate_proj.weight", "w1.weight"), "gate"),
+    **dict.fromkeys(("up_proj.weight", "w3.weight"), "up"),
+    **dict.fromkeys(("down_proj.weight", "w2.weight"), "down"),
+}
+"""Names of an expert's own tensors on disk, and what they are."""
+FUSED_ROLES = {
+    **dict.fromkeys(("experts.gate_up_proj", "input_linear.weight"), "gate_up"),
+    **dict.fromkeys(("experts.down_proj", "output_linear.weight"), "down"),
+}
+"""The same for tensors that hold all experts: (E, 2 I, H), gate first, and (E, H, I)."""
+
+
+class Channels:
+    """The experts of one layer, collected tensor by tensor, to be packed with a width of their own each."""
+
+    def __init__(self, prefix: str, layer: LayerForm) -> None:
+        self.prefix, self.layer = prefix, layer
+        self.matrices: dict[tuple[int, str], Matrix] = {}
+        self.shard = ""
+        """The file that gets the packed tensors: the one with the last expert tensor that was added."""
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Take note of one tensor that holds weights of one expert, or of all."""
+        self.shard = entry.shard
+        assert self.layer.channels is not None
+        n_experts, width = self.layer.channels.shape
+        rest = name.removeprefix(self.prefix)
+        if rest in FUSED_ROLES:
+            for expert in range(n_experts):
+                self.matrices.update(
+                    {(expert, role): matrix for role, matrix in _of_fused(name, rest, entry, expert, n_experts, width)}
+                )
+            return
+        expert_text, _, rest = rest.removeprefix("experts.").partition(".")
+        expert = int(expert_text) if expert_text.isdigit() else -1
+        self.matrices[expert, _role(name, rest)] = _of_one(name, rest, entry, width)
+
+    def packed(self) -> Iterator[Piece]:
+        """gate_up_packed (sum of 2 I_e, H) and down_packed (sum of I_e, H)."""
+        gate_up = [self._cut(expert, role) for expert in self.layer.experts for role in ("gate", "up")]
+        down = [self._cut(expert, "down") for expert in self.layer.experts]
+        total = sum(self.layer.widths)
+        yield self._piece("gate_up_packed", gate_up, 2 * total, gate_up[0].matrix.columns)
+        yield self._piece("down_packed", down, total, down[0].matrix.rows)
+
+    def _cut(self, expert: int, role: str) -> Cut:
+        assert self.layer.channels is not None
+        if (expert, role) not in self.matrices:
+            raise UserError(f"{self.prefix}experts: expert {expert} has no {role} projection, so it cannot be cut")
+        kept, down = self.layer.channels[expert], role == "down"
+        return Cut(self.matrices[expert, role], kept, int(kept.sum()), down, transposed=down)
+
+    def _piece(self, name: str, cuts: list[Cut], rows: int, columns: int) -> Piece:
+        types = {cut.matrix.dtype for cut in cuts}
+        if len(types) > 1:
+            raise UserError(f"{self.prefix}experts are of types {', '.join(sorted(types))}: expected one")
+        return Piece(f"{self.prefix}experts.{name}", types.pop(), (rows, columns), tuple(cuts))
+
+
+def narrow_piece(name: str, rest: str, entry: Entry, layer: LayerForm, expert: int) -> Piece:
+    """One tensor `rest` of one expert, with the channels and the width that `layer` gives it."""
+    assert layer.channels is not None
+    matrix = _of_one(name, rest, entry, layer.channels.shape[1])
+    cut = _cut(matrix, layer, expert, down=ROLES[rest] == "down")
+    shape = (matrix.rows, cut.width) if cut.down else (cut.width, matrix.columns)
+    return Piece(name, entry.dtype, shape, (cut,))
+
+
+def fused_piece(name: str, rest: str, entry: Entry, layer: LayerForm) -> Piece:
+    """A tensor `rest` that holds all experts, with the experts, channels and width that `layer` gives it."""
+    assert layer.channels is not None
+    n_experts, width = layer.channels.shape
+    cuts = [
+        _cut(matrix, layer, expert, down=role == "down")
+        for expert in layer.experts
+        for role, matrix in _of_fused(name, rest, entry, expert, n_experts, width)
+    ]
+    new = cuts[0].width
+    down = cuts[0].down
+    shape = (len(layer.experts), entry.shape[1], new) if down else (len(layer.experts), 2 * new, entry.shape[2])
+    return Piece(name, entry.dtype, shape, tuple(cuts))
+
+
+def _cut(matrix: Matrix, layer: LayerForm, expert: int, *, down: bool) -> Cut:
+    assert layer.channels is not None
+    width = layer.widths[layer.experts.index(expert)]
+    return Cut(matrix, layer.channels[expert], width, down, layer.in_place)
+
+
+def _role(name: str, rest: str) -> str:
+    if rest not in ROLES:
+        raise UserError(
+            f"{name}: channels of such experts cannot be removed, expected only gate, up and down projections without "
+            "biases or scales: use a criterion of whole experts"
+        )
+    return ROLES[rest]
+
+
+def _of_one(name: str, rest: str, entry: Entry, width: int) -> Matrix:
+    """The matrix of one expert's own tensor."""
+    down = _role(name, rest) == "down"
+    _check_type(name, entry)
+    if len(entry.shape) != 2 or entry.shape[1 if down else 0] != width:
+        raise UserError(f"plan is for another model: it is about {width} channels, {name} has shape {entry.shape}")
+    return Matrix(entry.shard, entry.start, *entry.shape, entry.dtype)
+
+
+def _of_fused(
+    name: str, rest: str, entry: Entry, expert: int, n_experts: int, width: int
+) -> Iterator[tuple[str, Matrix]]:
+    """The matrices of one expert in a tensor that holds all of them."""
+    if rest not in FUSED_ROLES:
+        _role(name, rest)
+    _check_type(name, entry)
+    down = FUSED_ROLES[rest] == "down"
+    if len(entry.shape) != 3 or entry.shape[0] != n_experts or entry.shape[2 if down else 1] != width * (2 - down):
+        raise UserError(
+            f"{name} has shape {entry.shape}: channels can be removed from ({n_experts}, 2 x {width}, hidden) and "
+            f"({n_experts}, hidden, {width}) only: use a criterion of whole experts"
+        )
+    step = entry.size // n_experts
+    start = entry.start + expert * step
+    if down:
+        yield "down", Matrix(entry.shard, start, entry.shape[1], width, entry.dtype)
+    else:
+        yield "gate", Matrix(entry.shard, start, width, entry.shape[2], entry.dtype)
+        yield "up", Matrix(entry.shard, start + step // 2, width, entry.shape[2], entry.dtype)
+
+
+def _check_type(name: str, entry: Entry) -> None:
+    if entry.dtype not in UNSIGNED:
+        raise UserError(
+            f"{name} is of type {entry.dtype}: channels can be removed from {', '.join(sorted(UNSIGNED))} only, load "
+            "a checkpoint that is not quantised"
+        )

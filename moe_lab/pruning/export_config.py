@@ -1,0 +1,101 @@
+"""config.json of an exported checkpoint: the original one, edited. No torch for checkpoints of one shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_lab.errors import UserError
+from moe_lab.models.families import (
+    ALSO_COUNTS,
+    COUNT_FIELDS,
+    EXTRA_PREDICTION_LAYERS,
+    TOP_K_FIELDS,
+    UNGROUPED_METHODS,
+)
+from moe_lab.pruning.export_form import Form
+from moe_lab.pruning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Description:
+    """What stands beside the weights."""
+
+    config: dict[str, Any]
+    """The content of config.json."""
+    kind: str
+    """stock, per_layer or ragged."""
+    code: dict[str, str]
+    """Name -> text of a code file; empty for a stock checkpoint."""
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of config.json about the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def check_routing(config: dict[str, Any], plan: Plan) -> None:
+    """UserError unless the router that config.json describes can work with the plan."""
+    text = text_part(config)
+    top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
+    n_group = text.get("n_group") or 1
+    if text.get("topk_method") in UNGROUPED_METHODS:
+        n_group = 1
+    plan.check(top_k, n_group, text.get("topk_group"))
+
+
+def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) -> Description:
+    """config.json for `form`, and the code needed to load it; all fields that need no change stay as they are.
+
+    UserError when config.json is that of another model, or when transformers has no class to build on.
+    """
+    edited: dict[str, Any] = json.loads(json.dumps(config))
+    text = text_part(edited)
+    _check_counts(text, plan)
+    text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
+    if form.count is not None:
+        _set_counts(text, form.count)
+        if form.same_width == form.width:
+            return Description(edited, "stock", {})
+    # imported where shapes differ: a stock checkpoint of whole experts needs no torch
+    from moe_lab.pruning import export_remote
+
+    if form.count is not None and form.same_width is not None:
+        narrow = export_remote.narrowed(edited, form.same_width)
+        if narrow is not None:
+            return Description(narrow, "stock", {})
+        if shape == "padded_stock":
+            raise UserError(
+                f"export=padded_stock: the width of experts in config.json also sizes other parts of model_type="
+                f"{edited.get('model_type')}, so no stock checkpoint can have experts of {form.same_width} channels: "
+                "use export=padded or export=masked"
+            )
+    return Description(*export_remote.differing(edited, form))
+
+
+def _check_counts(text: Mapping[str, Any], plan: Plan) -> None:
+    fields = [field for field in COUNT_FIELDS if field in text]
+    if not fields:
+        raise UserError(f"config.json has no expert count: expected one of {', '.join(COUNT_FIELDS)}")
+    for field in fields:
+        if set(_numbers(text[field])) != set(plan.n_experts.values()):
+            counts = " or ".join(map(str, sorted(set(plan.n_experts.values()))))
+            raise UserError(
+                f"plan is for another model: it is about layers of {counts} experts, config.json says "
+                f"{field}={text[field]}"
+            )
+
+
+def _set_counts(text: dict[str, Any], count: int) -> None:
+    """The new expert count in every field that holds the old one."""
+    fields = [field for field in COUNT_FIELDS if field in text]
+    text.update({field: [count] * len(text[field]) if isinstance(text[field], list) else count for field in fields})
+    text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
+
+
+def _numbers(value: int | list[int]) -> list[int]:
+    """The numbers of a field that may be given once or per layer."""
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,127 @@
+"""Which shape an exported checkpoint gets: what every MoE layer holds. No torch for plans of whole experts.
+
+natural       what the plan keeps and nothing else
+masked        the shape of the original; what is dropped is zero and is never chosen
+padded        every layer as wide as its widest expert, narrower ones filled with zeros
+padded_stock  all layers as wide as the widest expert of all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_lab.errors import UserError, unknown
+from moe_lab.pruning.layer import Mask
+from moe_lab.pruning.plan import Plan
+
+SHAPES = ("natural", "masked", "padded", "padded_stock")
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How one MoE layer is written."""
+
+    experts: tuple[int, ...]
+    """Ids of the experts that are written, in order."""
+    dropped: frozenset[int]
+    """Those among them that are zero and never chosen."""
+    channels: Mask | None
+    """(E, I): the channels that are kept; None if no expert loses one."""
+    widths: tuple[int, ...]
+    """Channels every written expert has in the file; () where `channels` is None."""
+    in_place: bool = False
+    """Whether channels stay where they were."""
+    ragged: bool = False
+    """Whether the experts are packed one after the other, each with a width of its own."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How all MoE layers are written."""
+
+    layers: dict[int, LayerForm]
+    width: int | None
+    """Channels per expert of the original; None for a plan of whole experts."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a layer has experts of unequal width."""
+        return any(layer.ragged for layer in self.layers.values())
+
+    @property
+    def count(self) -> int | None:
+        """The number of experts every layer has; None when layers differ."""
+        counts = {len(layer.experts) for layer in self.layers.values()}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def same_width(self) -> int | None:
+        """The width that all experts of all layers have; None when they differ, or for whole experts."""
+        widths = {self.width_of(layer) for layer in self.layers}
+        return widths.pop() if len(widths) == 1 and not self.ragged else None
+
+    def width_of(self, layer: int) -> int | None:
+        """Channels of the widest expert of a layer; None for a plan of whole experts."""
+        return max(self.layers[layer].widths, default=self.width)
+
+
+def make_form(plan: Plan, shape: str, element_size: int) -> Form:
+    """What `shape` makes of `plan`, for weights of `element_size` bytes a number.
+
+    UserError for an unknown shape, and for padded_stock where layers keep different numbers of experts.
+    """
+    if shape not in SHAPES:
+        raise unknown("export", shape, SHAPES)
+    makers = {"natural": _natural, "masked": _masked, "padded": _padded, "padded_stock": _padded}
+    width = next((mask.shape[1] for mask in plan.channels.values()), None)
+    form = Form({layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}, width)
+    if shape != "padded_stock":
+        return form
+    if form.count is None:
+        raise UserError(
+            "export=padded_stock: the plan keeps different numbers of experts in different layers, but a stock "
+            "checkpoint has one number for all: use export=natural, export=padded or allocation=uniform"
+        )
+    return _as_wide_as_the_widest(form, plan)
+
+
+def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
+    kept = plan.experts[layer]
+    if not plan.channels or min(plan.widths(layer)) == plan.channels[layer].shape[1]:
+        return LayerForm(kept, frozenset(), None, ())
+    # imported where channels are cut: whole experts need no torch
+    from moe_lab.pruning.channels import is_stock
+
+    widths = plan.widths(layer)
+    ragged = not is_stock(list(widths), element_size)
+    return LayerForm(kept, frozenset(), plan.channels[layer], widths, ragged=ragged)
+
+
+def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:
+    count = plan.n_experts[layer]
+    dropped = frozenset(range(count)) - frozenset(plan.experts[layer])
+    mask = plan.channels.get(layer)
+    widths = () if mask is None else (mask.shape[1],) * count
+    return LayerForm(tuple(range(count)), dropped, mask, widths, in_place=True)
+
+
+def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
+    if not plan.channels:
+        return _natural(plan, layer, element_size)
+    from moe_lab.pruning.channels import KERNEL_BYTES
+
+    mask, kept = plan.channels[layer], plan.experts[layer]
+    step = max(1, KERNEL_BYTES // element_size)
+    width = min(mask.shape[1], max(step, -(-max(plan.widths(layer)) // step) * step))
+    return LayerForm(kept, frozenset(), mask, (width,) * len(kept))
+
+
+def _as_wide_as_the_widest(form: Form, plan: Plan) -> Form:
+    if not plan.channels:
+        return form
+    widest = max(max(layer.widths) for layer in form.layers.values())
+    layers = {
+        index: LayerForm(layer.experts, layer.dropped, layer.channels, (widest,) * len(layer.experts))
+        for index, layer in form.layers.items()
+    }
+    return Form(layers, form.width)

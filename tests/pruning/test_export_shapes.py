@@ -1,0 +1,295 @@
+"""The shapes an export can have besides the natural one, and what they cannot express."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.export import export
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune
+
+
+@pytest.fixture(autouse=True, scope="module")
+def code_of_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """transformers copies the code of a checkpoint before it runs it: not into the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tiny.tokens()).logits
+
+
+def load(folder: Path, **named: Any) -> Any:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager", output_loading_info=True, **named
+    )
+    assert not any(report.values())
+    return model
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def channel_plan(model: Any, widths: list[int] | None = None, drop: int = 0, seed: int = 0) -> Plan:
+    """Drops the first `drop` experts of each layer; the others keep random channels, `widths[place]` of them or, with
+    None, a random number, one expert none at all."""
+    generator = numpy.random.default_rng(seed)
+    layers = moe_layers(model)
+    channels = {}
+    for place, layer in enumerate(layers):
+        mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
+        for expert in range(drop, layer.n_experts):
+            width = int(generator.integers(1, 20)) * (expert != drop + 1) if widths is None else widths[place]
+            mask[expert, generator.permutation(layer.width)[:width]] = True
+        channels[layer.index] = mask
+    kept = {layer.index: tuple(range(drop, layer.n_experts)) for layer in layers}
+    return Plan(kept, {layer.index: layer.n_experts for layer in layers}, {}, channels)
+
+
+def zeroed(model: Any, plan: Plan) -> Any:
+    """A copy whose dropped channels are zero: the definition of what an export computes."""
+    other = copy.deepcopy(model)
+    for layer in moe_layers(other):
+        gone = ~torch.from_numpy(plan.channels[layer.index])
+        layer.experts.gate_up_proj[torch.cat((gone, gone), 1)] = 0
+        layer.experts.down_proj.transpose(1, 2)[gone] = 0
+    return other
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "deepseek_v3", "jamba", "phimoe", "granitemoe"])
+def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model")
+    plan = channel_plan(model)
+    out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
+    extra = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config_of(out) else {}
+    assert config_of(out) == {**config_of(tmp_path / "model"), **extra}
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", out))
+    assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
+    assert torch.equal(logits(load(out)), logits(zeroed(model, plan)))
+    torch.testing.assert_close(logits(load(out)), logits(prune(model, plan)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", "deepseek_v3:grouped", "glm4_moe", "minimax_m2", "lfm2_moe", "afmoe", "gpt_oss", "dots1"],
+)
+def test_masked_experts_are_never_chosen(name: str, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model")
+    plan = tiny.plan(model, 0.5)
+    out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
+    extra = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config_of(out) else {}
+    assert config_of(out) == {**config_of(tmp_path / "model"), **extra}
+    masked = load(out)
+    torch.testing.assert_close(logits(masked), logits(prune(model, plan)), rtol=0, atol=1e-5)
+    layer = moe_layers(masked)[0]
+    gone = sorted(set(range(16)) - set(plan.experts[layer.index]))
+    assert all(not weight[gone].any() and weight.any() for weight in layer.experts.parameters())
+
+
+def test_both_kinds_of_dropping_masked_at_once(tmp_path: Path) -> None:
+    model = tiny.save("glm4_moe", tmp_path / "model")
+    plan = channel_plan(model, drop=5)
+    out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
+    torch.testing.assert_close(logits(load(out)), logits(prune(model, plan)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masked_experts_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.save("gpt_oss", tmp_path / "model", dtype=dtype)
+    plan = tiny.plan(model, 0.5)
+    out = load(export(tmp_path / "model", plan, tmp_path / "out", shape="masked"), dtype=dtype)
+    biases = [layer.router.bias for layer in moe_layers(out)]
+    assert all(int((bias < -9000).sum()) == 8 and bool(bias.isfinite().all()) for bias in biases)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("olmoe", 0), ("ernie4_5_moe", 1)])
+def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model")
+    with pytest.raises(UserError, match=rf"masked: the plan drops experts of layer {layer}.* no bias.* export=natural"):
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "hunyuan_v1_moe", "granitemoe"])
+def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model")
+    plan = channel_plan(model, drop=3)
+    for mask in plan.channels.values():
+        mask[4] = False  # a null expert
+    mask[:, 10:] = False  # the last layer gets narrower than the others
+    out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
+    padded = load(out, trust_remote_code=True)
+    torch.testing.assert_close(logits(padded), logits(prune(model, plan)), rtol=0, atol=1e-5)
+    for layer in moe_layers(padded):
+        widest = max(plan.widths(layer.index))
+        assert layer.width == -(-widest // 4) * 4 < 24  # rows of 16 bytes
+    padded.set_experts_implementation("grouped_mm")
+    torch.testing.assert_close(logits(padded), logits(prune(model, plan)), rtol=0, atol=1e-4)
+    zeros = sum(
+        3 * 32 * 4 * (layer.width * 13 - sum(plan.widths(layer.index)))
+        for layer in moe_layers(padded)
+        if layer.n_experts == 13
+    )
+    assert zeros and f"{zeros:,} bytes" in (out / "README.md").read_text()
+
+
+def test_padded_stock_is_a_stock_checkpoint(tmp_path: Path) -> None:
+    model = tiny.save("qwen3_moe", tmp_path / "model")
+    plan = channel_plan(model, drop=3)
+    out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded_stock")
+    before, after = config_of(tmp_path / "model"), config_of(out)
+    changed = {"moe_intermediate_size": 20, "num_local_experts": 13, "num_experts": 13}
+    assert after == {**before, **changed} and not list(out.glob("*.py"))
+    torch.testing.assert_close(logits(load(out)), logits(prune(model, plan)), rtol=0, atol=1e-5)
+
+
+def test_padded_stock_needs_one_number_for_all(tmp_path: Path) -> None:
+    model = tiny.save("glm4_moe", tmp_path / "model")
+    with pytest.raises(UserError, match=r"export=padded_stock: the width of experts .*=glm4_moe"):
+        export(tmp_path / "model", channel_plan(model), tmp_path / "out", shape="padded_stock")
+    plan = Plan({1: tuple(range(8)), 2: tuple(range(9))}, {1: 16, 2: 16})
+    with pytest.raises(UserError, match=r"export=padded_stock: the plan keeps different numbers"):
+        export(tmp_path / "model", plan, tmp_path / "out", shape="padded_stock")
+
+
+def test_shapes_are_named(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    with pytest.raises(UserError, match=r"export=mask is unknown: did you mean masked\?"):
+        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="mask")
+
+
+@pytest.mark.parametrize(("name", "stock"), [("olmoe", True), ("qwen2_moe", True), ("jamba", True), ("dots1", False)])
+def test_one_width_for_all_is_stock_where_the_family_can_say_it(name: str, stock: bool, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model")
+    plan = channel_plan(model, [12, 12, 12])
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    assert list(out.glob("*.py")) == [] if stock else [out / f"modeling_pruned_{name}.py"]
+    assert torch.equal(logits(load(out, trust_remote_code=not stock)), logits(prune(model, plan)))
+
+
+@pytest.mark.parametrize("widths", [[8, 16, 24], None])
+@pytest.mark.parametrize("name", ["granitemoe", "minimax", "phimoe", "dots1", "afmoe", "lfm2_moe", "jamba"])
+def test_other_families_can_be_uneven_too(name: str, widths: list[int] | None, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", shard="60KB")
+    plan = channel_plan(model, widths, drop=2)
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    assert torch.equal(logits(load(out, trust_remote_code=True)), logits(prune(model, plan)))
+
+
+def test_stored_precision_of_channels(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)
+    plan = channel_plan(model, drop=2)
+    out = load(export(tmp_path / "model", plan, tmp_path / "out"), trust_remote_code=True, dtype="auto")
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(logits(out), logits(prune(model, plan)))
+
+
+def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
+    """Fields of others stay, old remote code is no longer pointed at, the global numbers are those of the original."""
+    model = tiny.save("qwen3_moe", tmp_path / "model")
+    original = {
+        **config_of(tmp_path / "model"),
+        "note": "ä",
+        "rope_theta": 1e6,
+        "output_router_logits": True,
+        "auto_map": {"AutoConfig": "configuration_old.Old", "AutoModelForCausalLM": "modeling_old.Old"},
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(original))
+    kept = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
+    after = config_of(export(tmp_path / "model", Plan(kept, dict.fromkeys(range(3), 16)), tmp_path / "out"))
+    changed = {
+        "architectures": ["PrunedQwen3MoeForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_pruned_qwen3_moe.PrunedQwen3MoeForCausalLM"},
+        "output_router_logits": False,
+        "per_layer_config": {str(layer): {"num_local_experts": len(ids)} for layer, ids in kept.items()},
+    }
+    assert after == {**original, **changed}
+    plan = channel_plan(model)
+    ragged = config_of(export(tmp_path / "model", plan, tmp_path / "ragged"))
+    assert ragged["model_type"] == "pruned_qwen3_moe" and list(ragged["auto_map"]) == [
+        "AutoConfig",
+        "AutoModelForCausalLM",
+    ]
+    assert ragged["expert_widths"] == {str(layer): list(plan.widths(layer)) for layer in range(3)}
+    assert ragged["num_local_experts"] == 16
+
+
+def test_code_needs_torch_and_transformers_only(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    out = export(tmp_path / "model", channel_plan(model), tmp_path / "out")
+    tree = ast.parse((out / "modeling_pruned_olmoe.py").read_text())
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            roots.add((node.module or "").split(".")[0])
+    assert roots <= {"__future__", "collections", "copy", "inspect", "itertools", "typing", "torch", "transformers"}
+
+
+def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
+    """9 MB of experts, 192 kB a matrix: the peak is a few matrices."""
+    tiny.save("olmoe", tmp_path / "model", hidden_size=128, intermediate_size=384)
+    model = tiny.build("olmoe", hidden_size=128, intermediate_size=384)
+    plan = channel_plan(model, drop=0)
+    generator = numpy.random.default_rng(0)
+    for mask in plan.channels.values():
+        mask[:] = generator.random(mask.shape) < 0.5
+    export(tmp_path / "model", plan, tmp_path / "warm")  # imports and caches
+    tracemalloc.start()
+    export(tmp_path / "model", plan, tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 384 * 128 * 4
+
+
+def test_experts_whose_channels_cannot_go(tmp_path: Path) -> None:
+    model = tiny.save("gpt_oss", tmp_path / "model")
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts\.\w+ .*use a criterion of whole experts"):
+        export(tmp_path / "model", channel_plan(model), tmp_path / "out")
+
+
+def test_quantised_experts_cannot_lose_channels(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = {
+        name: value.to(torch.float8_e4m3fn) if "experts" in name else value for name, value in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"is of type F8_E4M3: .* not quantised"):
+        export(tmp_path / "model", channel_plan(model), tmp_path / "out")
+
+
+def test_families_transformers_does_not_know_stay_uniform(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    config = {**config_of(tmp_path / "model"), "model_type": "homemade"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    plan = Plan({0: tuple(range(8)), 1: tuple(range(8)), 2: tuple(range(5))}, dict.fromkeys(range(3), 16))
+    with pytest.raises(UserError, match="model_type=homemade: layers of different shape"):
+        export(tmp_path / "model", plan, tmp_path / "out")
+
+
+def test_plan_of_another_width(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    plan = channel_plan(tiny.build("olmoe", intermediate_size=28))
+    with pytest.raises(UserError, match=r"it is about 28 channels, .* has shape \(32, 24\)"):
+        export(tmp_path / "model", plan, tmp_path / "out")
