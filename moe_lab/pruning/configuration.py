@@ -24,8 +24,10 @@ def describe(config: Any, plan: Plan, layers: list[MoELayer], ragged: set[int]) 
     Widths of ragged layers go into `expert_widths`, and the largest into the layer's configuration.
     """
     different = _counts(config, {layer.index: len(plan.experts[layer.index]) for layer in layers})
-    for index in plan.channels:
-        different.setdefault(index, {})[_width_field(config)] = max(plan.widths(index))
+    for layer in layers if plan.channels else []:
+        widths = plan.widths(layer.index)
+        if min(widths) < layer.width:
+            different.setdefault(layer.index, {})[_width_field(config)] = max(widths)
     if ragged:
         setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
     if different:
