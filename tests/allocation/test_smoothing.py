@@ -20,7 +20,11 @@ def test_formulas() -> None:
     assert smooth(X, "none") == pytest.approx(X)
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.sampled_from(sorted(FUNCTIONS)), st.floats(1e-3, 1e3))
+@given(
+    st.lists(st.just(0.0) | st.floats(1e-9, 1e6), min_size=1, max_size=9),
+    st.sampled_from(sorted(FUNCTIONS)),
+    st.floats(1e-3, 1e3),
+)
 def test_order_stays_nothing_is_zero_and_units_do_not_matter(values: list[float], name: str, unit: float) -> None:
     x = numpy.array(values)
     found = smooth(x, name)
