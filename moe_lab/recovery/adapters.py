@@ -72,6 +72,9 @@ def _inject(module: nn.Module, targets: list[str], rank: int, scaling: float, dr
         r=rank, lora_alpha=rank * scaling, lora_dropout=dropout, target_modules=targets, use_dora=True
     )
     peft().inject_adapter_in_model(adapter, module)
+    for parameter in module.parameters():
+        if parameter.requires_grad:  # in the dtype of the weights, small steps would be rounded away
+            parameter.data = parameter.data.float()
 
 
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
@@ -102,7 +105,7 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
             f"{experts.name}.{name}": getattr(experts.module, name).detach() for name in _weights(experts.module)
         }
         if layer.router is not None:
-            merged = layer.router.weight.detach().clone()  # type: ignore[operator, union-attr]
+            merged = layer.router.weight.detach().clone()  # type: ignore[operator]
             parametrize.remove_parametrizations(layer.router, "weight", leave_parametrized=False)
             replace_tensor(layer.router, "weight", nn.Parameter(merged, requires_grad=False))
             name = next(name for name, module in model.named_modules() if module is layer.router)

@@ -50,8 +50,8 @@ class FourBitMatrices(nn.Module):
         self.shapes = [tuple(matrix.shape) for matrix in matrices]
         self.ends = list(accumulate(-(-matrix.numel() // BLOCK) for matrix in matrices))
         self.nested_ends = list(accumulate(len(state.state2.absmax) for _, state in states))
-        starts = accumulate((len(matrix) for matrix in matrices), initial=0)
-        self.numbers = {start: e for e, (start, matrix) in enumerate(zip(starts, matrices)) if len(matrix)}
+        starts = accumulate((len(matrix) for matrix in matrices[:-1]), initial=0)
+        self.numbers = {start: e for e, start in enumerate(starts) if len(matrices[e])}
         for name, tensor in (
             ("packed", torch.cat([packed.reshape(-1) for packed, _ in states])),
             ("scales", torch.cat([state.absmax for _, state in states])),

@@ -15,6 +15,7 @@ from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.recovery import checkpoint
 from moe_lab.recovery.adapters import Adapted, trainable
+from moe_lab.recovery.settings import finetune_identity
 
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids (S,) int64, valid (S,) bool, answers (S,) bool: the tokens, which of them count, which of them are learnt."""
@@ -45,7 +46,12 @@ def train(
     parts = [part for part in groups if groups[part]]
     optimizer = torch.optim.AdamW([{"params": list(groups[part].values())} for part in parts], lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))
-    about = {"fingerprint": dict(fingerprint), "seed": seed, "steps": steps, "rows": digest(rows)}
+    about = {
+        "fingerprint": dict(fingerprint),
+        "settings": finetune_identity(settings),
+        "seed": seed,
+        "rows": digest(rows),
+    }
     losses = checkpoint.load(partial, about, parameters, optimizer)
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.statistics.experts import sort_by_expert
@@ -76,17 +75,18 @@ class UnfusedExperts(nn.Module):
         return mixed
 
     def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""
         maps: Any = self.maps[expert]
         experts: Any = self.__dict__["original"]
-        if isinstance(experts, RaggedExperts):
-            return maps["down"](experts.activate(torch.cat([maps["gate"](hidden), maps["up"](hidden)], -1)))
-        if experts.has_gate:
-            pair = maps["gate"](hidden), maps["up"](hidden)
-            joined = torch.cat(pair, -1) if experts.is_concatenated else torch.stack(pair, -1).flatten(-2)
-            output = maps["down"](experts._apply_gate(joined))
+        if not experts.has_gate:
+            phi = experts.act_fn(maps["up"](hidden))
         else:
-            output = maps["down"](experts.act_fn(maps["up"](hidden)))
-        return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
+            halves = maps["gate"](hidden), maps["up"](hidden)
+            joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
+            phi = experts.activate(joined) if isinstance(experts, RaggedExperts) else experts._apply_gate(joined)
+        output: torch.Tensor = maps["down"](phi)
+        norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+        return output if norm is None else norm(output)
 
 
 class EffectiveWeight(nn.Module):
@@ -98,7 +98,8 @@ class EffectiveWeight(nn.Module):
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """(E, H): what `map` makes of the unit vectors; `weight`, on whose memory it lies, is not read again."""
-        return self.map(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)).T
+        effective: torch.Tensor = self.map(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))
+        return effective.T
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

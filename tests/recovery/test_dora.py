@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_nf4 import ragged_plan
+from torch.nn.functional import cross_entropy
+
+from moe_lab.config import RecoveryConfig
+from moe_lab.errors import UserError
+from moe_lab.recovery.adapters import attach, merge, trainable
+from moe_lab.recovery.apply import pruned
+from moe_lab.recovery.parts import experts_of
+from moe_lab.recovery.train import Row, answer_loss, factor, rows_of_step, step_count, train
+from moe_lab.recovery.unfused import projections
+
+pytest.importorskip("peft")
+
+
+def recovery(**changes: Any) -> RecoveryConfig:
+    base = {"instructions": "tiny", "rank": 4, "router_rank": 2, "dropout": 0.0, "rows_per_step": 2}
+    return RecoveryConfig(**{**base, "learning_rate": 1e-2, "router_learning_rate": 1e-3, **changes})
+
+
+def small(dtype: torch.dtype = torch.float32) -> Any:
+    """One layer of eight experts: enough for how training goes."""
+    return tiny.build("olmoe", dtype=dtype, num_hidden_layers=1, num_experts=8)
+
+
+def rows(count: int = 6, length: int = 16) -> list[Row]:
+    """Random rows; the second half is the answer, the last two places of every other row are padding."""
+    found = []
+    for number, ids in enumerate(tiny.tokens(count, length)):
+        valid = torch.arange(length) < length - 2 * (number % 2)
+        found.append((ids, valid, valid & (torch.arange(length) >= length // 2)))
+    return found
+
+
+def trained(model: Any, settings: RecoveryConfig, partial: Path, **changes: Any) -> tuple[list[float], Any]:
+    """Losses of a short training, and the layers with their adapters."""
+    layers = attach(model, settings, seed=0)
+    arguments = {"rows_at_once": 2, "fingerprint": {"of": "test"}, "seed": 0, **changes}
+    return train(model, layers, rows(), settings, partial=partial, **arguments), layers
+
+
+def shaken(layers: Any) -> None:
+    """Give adapters, which start as the identity, an effect."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for part in trainable(layers).values():
+            for parameter in part.values():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "olmoe ragged"])
+def test_adapters_start_as_nothing_and_merge_into_what_they_did(name: str) -> None:
+    original, ids = tiny.build(name.split()[0]), tiny.tokens()
+    before = {key: value.clone() for key, value in original.state_dict().items()}
+    model = pruned(original, ragged_plan(original) if "ragged" in name else None)
+    there = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        plain = model(ids).logits
+        layers = attach(model, recovery(), seed=0)
+        identity = model(ids).logits
+        shaken(layers)
+        for layer in layers:
+            layer.unfused.eval()
+        adapted = model(ids).logits
+        changed = merge(model, layers)
+        merged = model(ids).logits
+    assert torch.allclose(identity, plain, atol=1e-5)
+    assert float((adapted - plain).abs().max()) > 0.05
+    assert torch.allclose(merged, adapted, atol=1e-5)
+    after = model.state_dict()
+    assert after.keys() == there.keys() and {type(module) for module in model.modules()} == {
+        type(module) for module in pruned(model, None).modules()
+    }
+    assert {key for key, value in after.items() if not torch.equal(value, there[key])} == changed.keys()
+    assert all(torch.equal(after[key], value) for key, value in changed.items())
+    assert len(changed) == 3 * len(layers)
+    assert all(torch.equal(value, before[key]) for key, value in original.state_dict().items())
+
+
+def test_merged_weights_are_dora() -> None:
+    model = tiny.build("olmoe")
+    layers = attach(model, recovery(), seed=0)
+    shaken(layers)
+    layer = layers[1]
+    expected = {}
+    for part, adapter in (
+        ("down", layer.unfused.maps[5]["down"]),
+        ("router", layer.router.parametrizations.weight[0].map),
+    ):
+        weight, a, b = (
+            tensor.weight.double()
+            for tensor in (adapter.get_base_layer(), adapter.lora_A["default"], adapter.lora_B["default"])
+        )
+        moved = weight + 4.0 * b @ a  # magnitude * (V + dV) / || V + dV ||, by rows of the output
+        magnitude = adapter.lora_magnitude_vector["default"].weight.double()
+        expected[part] = magnitude[:, None] * moved / moved.norm(dim=1, keepdim=True)
+        assert float((expected[part] - weight).detach().abs().max()) > 0.05
+    merge(model, layers)
+    experts = experts_of(model)[1]
+    found = {"down": experts.module.down_proj[5], "router": experts.router.weight}
+    for part, tensor in expected.items():
+        assert torch.allclose(found[part].double(), tensor, atol=1e-5), part
+
+
+def test_projections_are_views_of_every_weight() -> None:
+    for name in ("olmoe", "gpt_oss", "olmoe ragged"):
+        original = tiny.build(name.split()[0])
+        model = pruned(original, ragged_plan(original) if "ragged" in name else None)
+        experts = experts_of(copy.deepcopy(model))[0]
+        for expert in range(experts.count):
+            for _, weight, _ in projections(experts.module, expert):
+                weight.detach().zero_()
+        weights = [p for n, p in experts.module.named_parameters() if "bias" not in n]
+        assert weights and not any(bool(weight.any()) for weight in weights)
+
+
+def test_training_lowers_the_loss_and_leaves_the_rest(tmp_path: Path) -> None:
+    original = tiny.build("deepseek_v3")
+    model = pruned(original, tiny.plan(original, 0.25))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    losses, layers = trained(model, recovery(epochs=8), tmp_path)
+    assert len(losses) == 24 and sum(losses[-3:]) < 0.6 * sum(losses[:3])
+    changed = merge(model, layers)
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert (
+        moved
+        == set(changed)
+        == {
+            f"model.layers.{layer}.mlp.{part}"
+            for layer in (1, 2)
+            for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+        }
+    )
+
+
+def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
+    # the first step of AdamW moves every weight that has a gradient by the learning rate
+    settings = recovery(epochs=0.1, learning_rate=1e-3, router_learning_rate=1e-5)
+    model = small()
+    start = attach(copy.deepcopy(model), settings, seed=0)
+    _, layers = trained(model, settings, tmp_path)
+    for part, rate in (("experts", 1e-3), ("routers", 1e-5)):
+        there, now = trainable(start)[part], trainable(layers)[part]
+        moved = max(float((now[name] - there[name]).detach().abs().max()) for name in now)
+        assert moved == pytest.approx(rate, rel=0.02), part
+        ranks = {len(tensor) for name, tensor in now.items() if "lora_A" in name}
+        assert ranks == {4 if part == "experts" else 2}
+
+
+def test_routers_can_be_left_alone() -> None:
+    model = small()
+    layers = attach(model, recovery(router_rank=0), seed=0)
+    assert not trainable(layers)["routers"]
+    shaken(layers)
+    assert not any("gate.weight" in name for name in merge(model, layers))
+
+
+def test_a_stopped_training_goes_on_exactly(tmp_path: Path) -> None:
+    settings = recovery(epochs=2, save_every=2, dropout=0.2)
+    whole, through = trained(small(), settings, tmp_path / "whole")
+
+    def stop(done: int, _: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(small(), settings, tmp_path / "cut", progress=stop)
+    steps: list[int] = []
+    again, resumed = trained(small(), settings, tmp_path / "cut", progress=lambda done, _: steps.append(done))
+    assert steps == [3, 4, 5, 6] and again == whole
+    for part in ("experts", "routers"):
+        here, there = trainable(through)[part], trainable(resumed)[part]
+        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize("change", ["settings", "fingerprint", "damage"])
+def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str) -> None:
+    trained(small(), recovery(epochs=1, save_every=1), tmp_path)
+    if change == "damage":
+        next(tmp_path.iterdir()).write_bytes(b"no safetensors")
+    steps: list[int] = []
+    settings = recovery(epochs=1, clip=0.4 if change == "settings" else 0.5)
+    fingerprint = {"of": "another" if change == "fingerprint" else "test"}
+    trained(
+        small(),
+        settings,
+        tmp_path,
+        fingerprint=fingerprint,
+        progress=lambda done, _: steps.append(done),
+    )
+    assert steps == [1, 2, 3]
+
+
+def test_rows_at_once_change_rounding_alone(tmp_path: Path) -> None:
+    settings = recovery(rows_per_step=6, epochs=2)
+    one, six = (trained(small(), settings, tmp_path, rows_at_once=n)[0] for n in (1, 6))
+    assert one == pytest.approx(six, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "granitemoe"])
+def test_loss_is_that_of_answer_tokens(name: str) -> None:
+    model = tiny.build(name)
+    ids, valid, answers = (torch.stack(parts) for parts in zip(*rows(4), strict=True))
+    answers[0] = False
+    answers[0, [0, 3]] = True
+    with torch.no_grad():
+        found = answer_loss(model, ids, valid, answers)
+        expected = 0.0
+        for row, flags, learnt in zip(ids, valid, answers, strict=True):
+            logits = model(row[flags][None]).logits[0].double()
+            for place in range(1, int(flags.sum())):
+                if learnt[place]:
+                    expected += float(cross_entropy(logits[place - 1], row[place]))
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_schedules() -> None:
+    cosine = [factor(recovery(warmup=0.2), step, 10) for step in range(10)]
+    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
+    linear = [factor(recovery(warmup=0.0, schedule="linear"), step, 4) for step in range(4)]
+    assert linear == [1.0, 0.75, 0.5, 0.25]
+    assert [step_count(recovery(epochs=epochs), 5) for epochs in (2, 0.1, 0.9)] == [5, 1, 3]
+
+
+def test_every_pass_reads_every_row_once_in_an_order_of_its_own() -> None:
+    read = [row for step in range(10) for row in rows_of_step(step, 4, 20, seed=5)]
+    assert sorted(read[:20]) == sorted(read[20:]) == list(range(20))
+    assert read[:20] != read[20:] != list(range(20))
+    assert rows_of_step(7, 4, 20, seed=5) == read[28:32] != rows_of_step(7, 4, 20, seed=6)
+
+
+def test_a_loss_that_is_not_finite_stops(tmp_path: Path) -> None:
+    model = small()
+    model.lm_head.weight.data[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"loss of step 1 is nan.*lower recovery.learning_rate"):
+        trained(model, recovery(), tmp_path)
+
+
+def test_bfloat16_adapters_are_trained_in_float32(tmp_path: Path) -> None:
+    model = small(torch.bfloat16)
+    losses, layers = trained(model, recovery(epochs=4), tmp_path)
+    assert {p.dtype for part in trainable(layers).values() for p in part.values()} == {torch.float32}
+    assert losses[-1] < losses[0]
+    assert {tensor.dtype for tensor in merge(model, layers).values()} == {torch.bfloat16}

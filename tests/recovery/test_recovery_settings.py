@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from moe_lab.config import RecoveryConfig
+from moe_lab.errors import UserError
+from moe_lab.recovery import settings
+from moe_lab.recovery.settings import check, finetune_identity, storage_identity
+
+TUNED: dict[str, Any] = {"instructions": "alpaca"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"bits": 8}, "recovery.bits=8 is unknown: expected 4"),
+        ({"bits": 4, "modules": []}, "recovery.modules is empty"),
+        ({"bits": 4, "modules": ["router"]}, "recovery.modules=router is unknown"),
+        ({"bits": 4, "modules": ["shared_expert"]}, "did you mean shared_experts"),
+        ({**TUNED, "learning_rate": -1e-4}, "recovery.learning_rate=-0.0001 is not positive"),
+        ({**TUNED, "learning_rate": float("nan")}, "recovery.learning_rate=nan"),
+        ({**TUNED, "router_learning_rate": 0.0}, "recovery.router_rank=0 to leave routers alone"),
+        ({**TUNED, "rank": 0}, "recovery.rank=0 is too small"),
+        ({**TUNED, "router_rank": -1}, "recovery.router_rank=-1 is negative"),
+        ({**TUNED, "epochs": 0}, "recovery.epochs=0 is not positive"),
+        ({**TUNED, "clip": 0}, "recovery.clip=0"),
+        ({**TUNED, "rows_per_step": 0}, "recovery.rows_per_step=0"),
+        ({**TUNED, "save_every": 0}, "recovery.save_every=0"),
+        ({**TUNED, "schedule": "linaer"}, "did you mean linear"),
+        ({**TUNED, "warmup": 1.0}, "recovery.warmup=1.0 is no share"),
+        ({**TUNED, "dropout": -0.1}, "recovery.dropout=-0.1 is no share"),
+    ],
+)
+def test_what_cannot_work_is_said(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check(RecoveryConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [({"bits": 4}, r"pip install 'moe-lab\[quantisation\]'"), (TUNED, r"pip install 'moe-lab\[fine-tuning\]'")],
+)
+def test_missing_packages_are_said_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], command: str
+) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=command):
+        check(RecoveryConfig(**changes))
+    check(RecoveryConfig())
+
+
+def test_identity_holds_what_changes_the_result_and_nothing_else() -> None:
+    assert finetune_identity(RecoveryConfig()) == storage_identity(RecoveryConfig()) == {}
+    base = RecoveryConfig(bits=4, instructions="alpaca")
+    same = {"name": "other", "save_every": 7, "instructions": "other"}  # a text counts by its own identity
+    for name, value in same.items():
+        assert finetune_identity(dataclasses.replace(base, **{name: value})) == finetune_identity(base)
+    fields = {field.name for field in dataclasses.fields(base)}
+    for name in fields - {*same, "bits", "modules"}:
+        other = "linear" if name == "schedule" else getattr(base, name) * 2
+        assert finetune_identity(dataclasses.replace(base, **{name: other})) != finetune_identity(base), name
+    assert finetune_identity(dataclasses.replace(base, bits=16)) == finetune_identity(base)
+    stored = {"bits": 4, "modules": ["experts", "shared_experts"]}
+    assert storage_identity(base) == stored
+    assert storage_identity(dataclasses.replace(base, modules=["shared_experts", "experts", "experts"])) == stored
+    no_router = dataclasses.replace(base, router_rank=0)
+    assert finetune_identity(no_router) == finetune_identity(dataclasses.replace(no_router, router_learning_rate=1.0))
+
+
+def test_settings_are_checked_without_torch() -> None:
+    code = "import sys, moe_lab.recovery.settings; sys.exit(any(m in sys.modules for m in ('torch', 'peft')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
