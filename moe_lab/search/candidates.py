@@ -131,7 +131,7 @@ class Candidates:
         values = []
         for schedule in schedules:
             sums = [value for number in batches for value in self._sums[number][schedule]]
-            values.append(average(sums, counts, self.settings.average))
+            values.append(average(sums, counts, self.settings.averaging))
             check_finite(self.settings.fitness, schedule, values[-1])
         return values
 

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moe_lab.allocation.decide import routed_ratio
+from moe_lab.allocation.evolution import Problem, Settings
+from moe_lab.allocation.evolution_space import space_of
+from moe_lab.allocation.limits import budget, limits
 from moe_lab.errors import UserError, unknown
 
 FITNESS = ("esap", "sap", "kl", "kl_reversed", "nll", "spec_dec")
-AVERAGES = ("macro", "micro")
+AVERAGINGS = ("macro", "micro")
 FILTERS = ("none", "reconstruction", "halving")
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 """What the released code computes at the answer tokens themselves instead of at the positions that predict them."""
@@ -21,7 +25,7 @@ class FitnessSettings:
 
     fitness: str = "esap"
     """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them higher is better."""
-    average: str = "macro"
+    averaging: str = "macro"
     """macro: the mean over rows of the mean over their answer tokens, as in the paper; micro: over all tokens."""
     shift: bool = True
     """Judge the positions that predict answer tokens; False judges the answer tokens' own, as the released code."""
@@ -38,7 +42,7 @@ class FitnessSettings:
 
     def check(self) -> None:
         """UserError for a value that cannot work."""
-        for name, known in (("fitness", FITNESS), ("average", AVERAGES), ("filter", FILTERS)):
+        for name, known in (("fitness", FITNESS), ("averaging", AVERAGINGS), ("filter", FILTERS)):
             if getattr(self, name) not in known:
                 raise unknown(f"allocation.parameters.{name}", getattr(self, name), known)
         for name, least in (("max_new_tokens", 1), ("memory_budget", 0), ("filter_tokens", 1)):
@@ -59,11 +63,66 @@ class FitnessSettings:
             )
 
 
-NAMES = tuple(field.name for field in fields(FitnessSettings))
+@dataclass(frozen=True)
+class SearchSettings:
+    """Everything a search is told, taken apart."""
+
+    problem: Problem
+    evolution: Settings
+    fitness: FitnessSettings
+
+    def removals(self) -> list[list[int]]:
+        """For each layer, the numbers of experts a schedule may remove; 0 first, whether it may or not."""
+        space = space_of(self.problem, self.evolution.granularity)
+        return [
+            sorted({0, *(low + space.step * units for units in range(room + 1))})
+            for low, room in zip(space.lowest, space.capacity, strict=True)
+        ]
 
 
-def fitness_settings(parameters: Mapping[str, Any]) -> FitnessSettings:
-    """Those of `parameters` that are about fitness, checked; names of other parts are left alone."""
-    found = FitnessSettings(**{name: parameters[name] for name in NAMES if name in parameters})
-    found.check()
+def search_settings(settings: Mapping[str, Any], facts: Mapping[str, Any], seed: int) -> SearchSettings:
+    """`settings`: fields of AllocationConfig and the ratio. `facts` of the model, layers by number or by its JSON text.
+    `seed` is of the cell; a parameter `seed` goes before it.
+
+    UserError for an unknown parameter, a value that cannot work, and a ratio that no schedule has.
+    """
+    parameters = dict(settings["parameters"])
+    evolution, fitness = (
+        {field.name: parameters.pop(field.name) for field in fields(kind) if field.name in parameters}
+        for kind in (Settings, FitnessSettings)
+    )
+    if parameters:
+        raise unknown("allocation.parameters", min(parameters), PARAMETERS)
+    if "patterns" in evolution:
+        evolution["patterns"] = tuple(evolution["patterns"])
+    layers = {int(layer): about for layer, about in facts["layers"].items()}
+    found = SearchSettings(
+        problem=_problem(settings, facts, layers),
+        evolution=Settings(**{"seed": seed, **evolution}),
+        fitness=FitnessSettings(**fitness),
+    )
+    found.fitness.check()
+    found.evolution.check()
+    if found.fitness.filter != "none" and found.evolution.proposals == 1:
+        raise UserError(
+            f"allocation.parameters.filter={found.fitness.filter} has nothing to choose from with proposals=1: set "
+            "allocation.parameters.proposals=4, say"
+        )
     return found
+
+
+PARAMETERS = tuple(sorted(field.name for kind in (Settings, FitnessSettings) for field in fields(kind)))
+"""What `allocation.parameters` of allocation=evolutionary may name."""
+
+
+def _problem(settings: Mapping[str, Any], facts: Mapping[str, Any], layers: Mapping[int, Mapping[str, Any]]) -> Problem:
+    """What is to be allocated; UserError when the routers cannot bear the ratio."""
+    allowed = limits(layers, settings["multiple_of"])
+    ratio = routed_ratio(settings["ratio"], settings.get("ratio_basis", "routed"), {**facts, "layers": layers})
+    order = sorted(allowed)
+    return Problem(
+        n_experts=tuple(allowed[layer].count for layer in order),
+        fewest=tuple(allowed[layer].fewest for layer in order),
+        steps=tuple(allowed[layer].step for layer in order),
+        budget=budget(allowed, ratio),
+    )

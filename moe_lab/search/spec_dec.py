@@ -76,7 +76,7 @@ class DraftingCandidates:
             luck = self.luck[len(counts) : len(counts) + len(texts)]
             counts += accepted_and_proposed(texts, luck, candidate, full, ends=self.ends)
         accepted, proposed = zip(*counts, strict=True)
-        return average(accepted, proposed, self.settings.average)
+        return average(accepted, proposed, self.settings.averaging)
 
     def _probabilities(self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         logits, _ = self.decoder.logits(ids, valid, where, (), {})

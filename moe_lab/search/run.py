@@ -1,0 +1,170 @@
+"""The search step: from scores and a search set to the plan of the best schedule, its history, and what it cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import torch
+
+from moe_lab.allocation.evolution import Outcome, check, evolve
+from moe_lab.calibration.answers import AnswerBatch, answer_batches
+from moe_lab.config import CalibrationConfig
+from moe_lab.search.candidates import Candidates
+from moe_lab.search.schedules import Cost, Plans
+from moe_lab.search.screening import Screen, halving, quartered, reconstruction
+from moe_lab.search.settings import SearchSettings, search_settings
+from moe_lab.search.spec_dec import DraftingCandidates
+
+CHECKPOINT = "evolution.json"
+SCHEMA = 1
+"""Of search.json."""
+HISTORY = arrow.schema(
+    [
+        ("generation", arrow.int64()),
+        ("schedule", arrow.list_(arrow.int64())),
+        ("origin", arrow.string()),
+        ("parent", arrow.list_(arrow.int64())),
+        ("screened", arrow.float64()),
+        ("evaluated", arrow.bool_()),
+        ("fitness", arrow.float64()),
+        ("elite", arrow.bool_()),
+    ]
+)
+"""Columns of history.parquet, one row for each schedule that was made; see `evolve`."""
+
+
+def search(
+    model: Any,
+    tokenizer: Any,
+    *,
+    facts: Mapping[str, Any],
+    scores: Mapping[int, Sequence[float]],
+    settings: Mapping[str, Any],
+    text: CalibrationConfig,
+    out: Path,
+    partial: Path,
+    fingerprint: Mapping[str, Any],
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Search for the schedule of highest fitness and write plan.json, history.parquet and search.json in `out`.
+
+    `facts` of the model; `scores`: layer -> a score per expert, the lowest of which go first; `settings`: fields of
+    AllocationConfig and the ratio; `text`: the search set, tasks with answers. After every generation the state is
+    saved in the folder `partial`, and a search that finds it there goes on from it to the very plan and history of one
+    that was never stopped. `fingerprint` says in JSON what the fitness depends on besides settings, scores and the
+    search set: the model. `seed` decides all draws. `progress` is called with (generations done, of how many).
+
+    UserError for settings, a ratio or a search set that cannot work, a fitness that is not finite, and a saved state of
+    another search.
+    """
+    chosen = search_settings(settings, facts, seed)
+    check(chosen.problem, chosen.evolution)
+    rows = answer_batches(text, tokenizer, header=chosen.fitness.header)
+    plans = Plans(model, scores)
+    judge, screen = _judges(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer))
+    start = time.perf_counter()
+    outcome = evolve(
+        chosen.problem,
+        chosen.evolution,
+        judge.evaluate,
+        screen=screen,
+        checkpoint=partial / CHECKPOINT,
+        fingerprint=_fingerprint(fingerprint, scores, rows, chosen),
+        progress=progress,
+    )
+    plan = plans.plan(
+        outcome.best, {"allocation": dict(settings), "fitness": outcome.fitness, "search": text.name, "seed": seed}
+    )
+    plan.save(out / "plan.json")
+    _write_history(outcome, out / "history.parquet")
+    report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)
+    (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _judges(
+    model: Any,
+    plans: Plans,
+    rows: Sequence[AnswerBatch],
+    chosen: SearchSettings,
+    batch_size: int,
+    ends: frozenset[int],
+) -> tuple[Candidates | DraftingCandidates, Screen | None]:
+    """What evaluates schedules, and what ranks proposals before, if anything does."""
+    fitness, seed = chosen.fitness, chosen.evolution.seed
+    judge: Candidates | DraftingCandidates
+    if fitness.fitness == "spec_dec":
+        judge = DraftingCandidates(model, plans, rows, fitness, seed=seed, ends=ends)
+    else:
+        cut = quartered(rows, batch_size) if fitness.filter == "halving" else rows
+        judge = Candidates(model, plans, cut, fitness, seed=seed, elites=chosen.evolution.elites)
+        if fitness.filter == "halving":
+            return judge, halving(judge)
+    if fitness.filter == "reconstruction":
+        removals = chosen.removals()
+        return judge, reconstruction(model, plans, rows, removals, tokens=fitness.filter_tokens, cost=judge.cost)
+    return judge, None
+
+
+def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
+
+
+def _fingerprint(
+    given: Mapping[str, Any], scores: Mapping[int, Sequence[float]], rows: Sequence[AnswerBatch], chosen: SearchSettings
+) -> dict[str, Any]:
+    """What decides the fitness of a schedule: the model, the order of its experts, the search set, the settings."""
+    text = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    ranked = [torch.tensor(list(map(float, scores[layer])), dtype=torch.float64) for layer in sorted(scores)]
+    settings = {name: value for name, value in asdict(chosen.fitness).items() if name != "memory_budget"}
+    return {**given, "search_set": _digest(text), "scores": _digest(ranked), "fitness": settings}
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    """sha256 of some tensors' shapes, types and bytes."""
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + tensor.contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+def _write_history(outcome: Outcome, path: Path) -> None:
+    parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), path)
+
+
+def _report(outcome: Outcome, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float) -> dict[str, Any]:
+    """search.json. `cost` is of this process: a search that was resumed has done the rest before."""
+    return {
+        "schema": SCHEMA,
+        "layers": [layer.index for layer in plans.layers],
+        "budget": chosen.problem.budget,
+        "settings": {"evolution": asdict(chosen.evolution), "fitness": asdict(chosen.fitness)},
+        "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
+        "uniform": _uniform(outcome),
+        "counts": outcome.counts,
+        "cost": {
+            "candidates": cost.candidates,
+            "forwards": cost.forwards,
+            "full": cost.full,
+            "screening": cost.screening,
+            "per_candidate": cost.forwards / cost.candidates if cost.candidates else None,
+            "seconds": round(seconds, 3),
+        },
+    }
+
+
+def _uniform(outcome: Outcome) -> dict[str, Any] | None:
+    """The uniform schedule and its fitness; None if the search did not begin with it."""
+    found = (row for row in outcome.history if row["origin"] == "uniform")
+    return next(({"schedule": row["schedule"], "fitness": row["fitness"]} for row in found), None)
