@@ -128,9 +128,10 @@ class SubsetTap(Tap):
             mixed[token], products = self._products(hidden[token], gates[token])
             used = keep[token]
             products, full = products[used], gates[token][used].double()
-            square += _squares(full, products)
-            for number, kept in enumerate(subsets):
-                errors[number] += _squares(full - route(self.layer, kept, *self.call)[token][used], products)
+            square += _squares(full[:, None], products)[0]
+            for first in range(0, len(subsets), n):  # as many choices as experts take as much memory as the products
+                some = [route(self.layer, kept, *self.call)[token][used] for kept in subsets[first : first + n]]
+                errors[first : first + n] += _squares(full[:, None] - torch.stack(some, 1), products)
         self.add("error", errors.clamp(min=0))
         self.add("square", square)
         return mixed
@@ -186,6 +187,6 @@ def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """() fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, E) and inner products (t, E, E)."""
-    gates = gates.double()
-    return (torch.bmm(products, gates[:, :, None])[:, :, 0] * gates).sum()
+    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) fp64 and the inner products of
+    the f_j (t, E, E)."""
+    return (torch.bmm(gates, products) * gates).sum((0, 2))
