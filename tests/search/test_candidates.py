@@ -1,0 +1,235 @@
+"""Candidates with all shortcuts against the plain way: mask the model, run all of it on all of the set."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from moe_lab.errors import UserError
+from moe_lab.pruning.mask import mask
+from moe_lab.search.candidates import Candidates
+from moe_lab.search.fitness import POSITION_FITNESS
+from moe_lab.search.local_losses import local_losses
+from moe_lab.search.prefix import Schedule
+from moe_lab.search.schedules import Cost, Plans
+from moe_lab.search.screening import halving, quartered, reconstruction
+from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.spec_dec import DraftingCandidates
+
+ARCHITECTURES = [
+    "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2",
+    "qwen3_next", "gpt_oss", "granitemoe", "afmoe", "jamba",
+]  # fmt: skip
+
+
+def answer_rows(rows: int = 6, length: int = 12, batch: int = 2) -> list[tuple[torch.Tensor, ...]]:
+    """Rows of different lengths, each with a task and an answer, in batches."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, tiny.VOCABULARY, (rows, length), generator=generator)
+    end = torch.randint(length // 2 + 1, length + 1, (rows, 1), generator=generator)
+    begin = torch.randint(1, length // 2, (rows, 1), generator=generator)
+    place = torch.arange(length)[None]
+    valid = place < end
+    return list(zip(*(part.split(batch) for part in (ids, valid, valid & (place >= begin))), strict=True))
+
+
+def make_plans(model: Any, seed: int = 0) -> Plans:
+    generator = torch.Generator().manual_seed(seed)
+    layers = Plans(model, {layer.index: [0.0] for layer in tiny.moe_layers(model)}).layers
+    return Plans(model, {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers})
+
+
+def some_schedules(plans: Plans) -> list[Schedule]:
+    """A family: relatives that differ early, late, and in between; feasible for groups of four."""
+    half = [(layer.n_experts // 2) // 4 * 4 for layer in plans.layers]
+    steps = list(itertools.product((0, 4), repeat=len(half)))
+    return [tuple(count - less for count, less in zip(half, step, strict=True)) for step in steps][::-1]
+
+
+def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, draws: torch.Tensor) -> float:
+    """Macro average in fp64 with nothing spared; `draws` is the luck of all judged positions."""
+    means, used = [], 0
+    for ids, valid, answers in rows:
+        with torch.no_grad():
+            p = model(ids, attention_mask=valid.long()).logits.double().softmax(-1)
+            with mask(model, plans.plan(schedule)):
+                q = model(ids, attention_mask=valid.long()).logits.double().softmax(-1)
+        for row in range(len(ids)):
+            values = []
+            for place in range(ids.shape[1] - 1):
+                if answers[row, place + 1]:
+                    one, other, y = p[row, place], q[row, place], ids[row, place + 1]
+                    values.append(_value(name, one, other, int(y), float(draws[used])))
+                    used += 1
+            means.append(sum(values) / len(values))
+    return sum(means) / len(means)
+
+
+def _value(name: str, p: torch.Tensor, q: torch.Tensor, y: int, luck: float) -> float:
+    if name == "esap":
+        return float(torch.minimum(p, q).sum())
+    if name == "nll":
+        return float(q[y].log())
+    if name == "sap":
+        y = int((q.cumsum(0) <= luck).sum())
+        return min(1.0, float(p[y] / q[y]))
+    p, q = (q, p) if name == "kl_reversed" else (p, q)
+    return -float((p * (p / q).log()).sum())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_shortcuts_change_nothing(name: str) -> None:
+    model = tiny.build(name)
+    plans, rows = make_plans(model), answer_rows()
+    candidates = Candidates(model, plans, rows, FitnessSettings(), seed=0)
+    schedules = some_schedules(plans)
+    early, late = schedules[: len(schedules) // 2], schedules[len(schedules) // 2 :]
+    found = candidates.evaluate(early) + candidates.evaluate(late)
+    expected = [plainly(model, plans, schedule, rows, "esap", torch.zeros(999)) for schedule in schedules]
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert len(set(found)) == len(schedules)
+    assert candidates.cost.forwards < 0.85 * len(schedules) and candidates.cost.full == pytest.approx(1)
+
+
+@pytest.mark.parametrize("fitness", sorted(POSITION_FITNESS))
+def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
+    model = tiny.build("olmoe")
+    plans, rows = make_plans(model), answer_rows()
+    draws = torch.rand(999, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    found = Candidates(model, plans, rows, FitnessSettings(fitness=fitness), seed=7).evaluate([(8, 4, 8), (4, 8, 8)])
+    judged = sum(int(answers.sum()) for _, _, answers in rows)
+    luck = torch.cat(
+        [
+            torch.rand(int(a.sum()), generator=g, dtype=torch.float64)
+            for g in [torch.Generator().manual_seed(7)]
+            for _, _, a in rows
+        ]
+    )
+    assert len(luck) == judged and draws is not luck
+    assert found == pytest.approx(
+        [plainly(model, plans, schedule, rows, fitness, luck) for schedule in [(8, 4, 8), (4, 8, 8)]], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("budget", [0, 20_000, 40_000, 2**31])
+def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
+    model = tiny.build("olmoe")
+    plans, rows = make_plans(model), answer_rows()
+    rich, poor = (
+        Candidates(model, plans, rows, FitnessSettings(memory_budget=size), seed=0) for size in (2**31, budget)
+    )
+    schedules = some_schedules(plans)
+    for some in (schedules[:3], schedules[3:6], schedules[6:]):
+        assert poor.evaluate(some) == rich.evaluate(some)
+    assert poor.cost.full == pytest.approx(3 if budget < 2**31 and budget == 0 else poor.cost.full)
+    assert poor.cost.forwards >= rich.cost.forwards
+
+
+def test_batches_of_another_size_give_the_same_fitness() -> None:
+    model = tiny.build("olmoe")
+    plans = make_plans(model)
+    schedules = some_schedules(plans)
+    one, other = (
+        Candidates(model, plans, answer_rows(batch=size), FitnessSettings(fitness="sap"), seed=1).evaluate(schedules)
+        for size in (1, 6)
+    )
+    assert one == pytest.approx(other, abs=1e-6)
+
+
+def test_a_damaged_model_is_named() -> None:
+    model = tiny.build("olmoe")
+    plans = make_plans(model)
+    model.get_output_embeddings().weight.data[5, 5] = float("nan")
+    with pytest.raises(UserError, match=r"esap of the model that loses \[4, 4, 4\] .* is nan"):
+        Candidates(model, plans, answer_rows(), FitnessSettings(), seed=0).evaluate([(4, 4, 4)])
+
+
+def test_the_model_is_as_before() -> None:
+    model = tiny.build("olmoe")
+    ids = tiny.tokens()
+    before = model(ids).logits
+    Candidates(model, make_plans(model), answer_rows(), FitnessSettings(), seed=0).evaluate([(4, 8, 4), (8, 4, 4)])
+    assert torch.equal(model(ids).logits, before)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2:grouped", "minimax_m2", "ernie4_5_moe", "gpt_oss"])
+def test_local_losses_are_those_of_running_the_block_masked(name: str) -> None:
+    model = tiny.build(name)
+    plans = make_plans(model)
+    rows = [(ids, valid) for ids, valid, _ in answer_rows()]
+    table, pairs = local_losses(model, plans, rows, [[0, 4, 8]] * len(plans.layers))
+    k, layer = 1, plans.layers[1]
+    lost, whole = 0.0, 0.0
+    for ids, valid in rows:
+        seen: list[Any] = []
+        hooks = [
+            layer.block.register_forward_pre_hook(lambda m, a, n, s=seen: s.append((a, n)), with_kwargs=True),
+            layer.experts.register_forward_hook(lambda m, a, o, s=seen: s.append(o)),
+        ]
+        with torch.no_grad():
+            model(ids, attention_mask=valid.long())
+            with mask(model, plans.plan(tuple(8 if n == k else 0 for n in range(len(plans.layers))))):
+                layer.block(*seen[0][0], **seen[0][1])
+        [hook.remove() for hook in hooks]
+        full, without = (seen[n].reshape(-1, layer.hidden)[valid.flatten()].double() for n in (1, -1))
+        lost += float((without - full).square().sum())
+        whole += float(full.square().sum())
+    assert table[k][8] == pytest.approx(lost / whole, rel=1e-4)
+    assert table[k][0] == 0 and 0 < table[k][4] < table[k][8] and pairs > 0
+
+
+def test_reconstruction_ranks_by_the_sum_over_layers_and_says_its_cost() -> None:
+    model = tiny.build("olmoe")
+    plans, rows, cost = make_plans(model), answer_rows(), Cost()
+    screen = reconstruction(model, plans, rows, [[0, 4, 8]] * 3, tokens=10, cost=cost)
+    together, one, other = screen([(4, 8, 0), (4, 0, 0), (0, 8, 0)])
+    assert together == pytest.approx(one + other) and together < one < 0
+    assert 0 < cost.screening < 4
+
+
+def test_halving_reads_nothing_twice_and_ranks_survivors_first() -> None:
+    model = tiny.build("olmoe")
+    plans, rows = make_plans(model), answer_rows(rows=8)
+    plain = Candidates(model, plans, rows, FitnessSettings(), seed=0)
+    halved = Candidates(model, plans, quartered(rows, 3), FitnessSettings(), seed=0)
+    assert [len(batch.ids) for batch in halved.batches] == [2, 2, 2, 2]
+    schedules = some_schedules(plans)
+    values = halving(halved)(schedules)
+    # eight on a quarter, then four of them on another: at most three full forwards
+    assert 0 < halved.cost.screening <= 3
+    quarter = Candidates(model, plans, quartered(rows, 3)[:1], FitnessSettings(), seed=0).evaluate(schedules)
+    survivors = sorted(range(8), key=lambda number: -quarter[number])[:4]
+    assert set(sorted(range(8), key=lambda number: -values[number])[:4]) == set(survivors)
+    before = halved.cost.forwards
+    best = [schedules[number] for number in survivors[:2]]
+    assert halved.evaluate(best) == pytest.approx(plain.evaluate(best), abs=1e-6)
+    assert halved.cost.forwards - before <= 2 * 0.5
+
+
+def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
+    model = tiny.build("deepseek_v2")
+    plans = make_plans(model)
+    candidates = DraftingCandidates(
+        model, plans, answer_rows(), FitnessSettings(fitness="spec_dec", max_new_tokens=4), seed=0, ends=frozenset({2})
+    )
+    everything, half = candidates.evaluate([(0, 0), (12, 12)])
+    assert everything == 1 and 0 < half < 1
+    assert candidates.evaluate([(12, 12)]) == [half]
+
+
+def test_spec_dec_needs_room() -> None:
+    model = tiny.build("olmoe")
+    with pytest.raises(UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"):
+        DraftingCandidates(
+            model,
+            make_plans(model),
+            answer_rows(),
+            FitnessSettings(fitness="spec_dec", max_new_tokens=125),
+            seed=0,
+            ends=frozenset(),
+        )
