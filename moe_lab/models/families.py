@@ -35,8 +35,8 @@ COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Configuration fields that hold the number of experts a token is routed to."""
 
-TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
-"""Configuration fields that hold how many experts a token is routed to."""
+WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
+"""Configuration fields that hold the channels of a routed expert; the first that is there counts."""
 
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
 """Count fields that readers of config.json look up besides the one that is there: transformers 5 writes

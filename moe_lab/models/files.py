@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_json
-from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED
+from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
 from moe_lab.paths import resolve
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -38,17 +38,18 @@ def check(settings: ModelConfig) -> None:
         )
 
 
-def expert_counts(settings: ModelConfig) -> tuple[int, int] | None:
-    """(experts per layer, top-k) as config.json states them; None when it is not on this machine or does not say."""
+def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
+    """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them; None when the
+    model is not on this machine or does not say how many experts it has."""
     folder = Path(resolve(settings.path)).expanduser()
     if not folder.is_dir():
         return None
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
-    experts, top_k = (
-        next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS)
-    )
-    return (experts, top_k) if isinstance(experts, int) and isinstance(top_k, int) else None
+    fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
+    stated = {fact: next((text[name] for name in names if name in text), None) for fact, names in fields.items()}
+    found = {fact: value for fact, value in stated.items() if isinstance(value, int)}
+    return found if {"n_experts", "top_k"} <= set(found) else None
 
 
 def local_folder(settings: ModelConfig) -> Path:

@@ -13,7 +13,7 @@ from moe_lab.evaluation import suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.recovery import settings as recoveries
-from moe_lab.search import settings as search
+from moe_lab.search.settings import search_settings
 from moe_lab.study.maker import reads_text
 
 
@@ -54,8 +54,6 @@ def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
         yield from said(partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity))
         if cell.allocation.by is not None:
             yield from said(partial(criteria.check, cell.allocation.by, {}))
-        if allocation.get(cell.allocation.name).step == "search":
-            yield from said(partial(search.check, cell.allocation.parameters))
     for cell in _each([cell for cell in cells if not _is_known(cell)], "allocation"):
         yield from said(partial(allocation.check, cell.allocation))
     for cell in {(id(c.model), id(c.criterion), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
@@ -64,11 +62,12 @@ def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
 
 def _try_ratio(cell: Cell) -> None:
     """UserError when the ratio cannot be had, as far as config.json tells; the plan step knows the groups too."""
-    if (counts := files.expert_counts(cell.model)) is not None:
-        experts, top_k = counts
-        layer = {"n_experts": experts, "top_k": top_k, "n_group": 1, "topk_group": 1}
+    if (shape := files.expert_shape(cell.model)) is not None:
+        layer = {**shape, "n_group": 1, "topk_group": 1}
         settings = {**plain(cell.allocation), "ratio": cell.ratio}
         allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
+        if allocation.get(cell.allocation.name).step == "search":
+            search_settings(settings, {"layers": {0: layer}}, cell.seed)
 
 
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:
