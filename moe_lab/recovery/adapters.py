@@ -105,7 +105,7 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
             f"{experts.name}.{name}": getattr(experts.module, name).detach() for name in _weights(experts.module)
         }
         if layer.router is not None:
-            merged = layer.router.weight.detach().clone()  # type: ignore[operator]
+            merged = layer.router.weight.detach().clone(memory_format=torch.contiguous_format)  # type: ignore[operator]
             parametrize.remove_parametrizations(layer.router, "weight", leave_parametrized=False)
             replace_tensor(layer.router, "weight", nn.Parameter(merged, requires_grad=False))
             name = next(name for name, module in model.named_modules() if module is layer.router)
