@@ -20,7 +20,8 @@ Sums over a forward and a backward pass (gradients.py), L the next-token cross-e
 beside these it has tokens and the four channel sums above:
 
     channel_gradient_square  (E, I) sum_t (dL/dphi)^2
-    channel_product          (E, I) sum_t phi dL/dphi
+    channel_product          (E, I) sum_t phi dL/dphi; over all channels that is sum_t <f, dL/df>, if experts have
+                                    neither biases nor a norm after down_proj
     channel_product_abs      (E, I) sum_t |phi dL/dphi|
 
 From passes of their own, and from weights alone:

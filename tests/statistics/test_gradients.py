@@ -10,12 +10,13 @@ import pytest
 import tiny
 import torch
 from test_gather import FINGERPRINT, Killed, batches, equal
+from torch.nn.functional import cross_entropy
 
 from moe_lab import criteria
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.statistics import backward
-from moe_lab.statistics.backward import differentiable, forward_and_backward, head
+from moe_lab.statistics.backward import SCALE, differentiable, forward_and_backward, head, loss_gradient
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gather import CHECKPOINT
 from moe_lab.statistics.gradients import GradientTap, gather_gradients
@@ -143,6 +144,20 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
     for layer, named in whole.items():
         for key, part in named.items():
             assert torch.allclose(parts[layer][key], part, rtol=1e-9, atol=1e-18), key
+
+
+def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
+    model, ids = naive_gradients.model("olmoe"), tiny.tokens(rows=2, length=6)
+    valid = torch.tensor([[True, True, False, True, True, True], [False, True, True, True, False, False]])
+    with differentiable(model):
+        output = model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+        found = loss_gradient(model, output, ids, valid) / SCALE
+        states = output.last_hidden_state.detach().requires_grad_()
+        logits = model.lm_head(states)
+        pairs = [(0, 0), (0, 3), (0, 4), (1, 1), (1, 2)]
+        sum(cross_entropy(logits[row, t], ids[row, t + 1]) for row, t in pairs).backward()
+    assert torch.allclose(found, states.grad, rtol=1e-12, atol=1e-18)
+    assert {tuple(pair) for pair in found.abs().sum(-1).nonzero().tolist()} == set(pairs)
 
 
 def test_weights_stay_as_frozen_as_they_were() -> None:
