@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from moe_lab.allocation import coverage, listed, ranked, shapes, uniform
+from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.errors import unknown
 
 Granularity: TypeAlias = Literal["expert", "channel"]
@@ -15,22 +16,8 @@ Function: TypeAlias = Callable[..., dict[int, Any]]
 """A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each expert keeps."""
 
 SEARCH_PARAMETERS = (
-    "population",
-    "elites",
-    "generations",
-    "max_transfer",
-    "max_transfers",
-    "granularity",
-    "patterns",
-    "attempts",
-    "proposals",
-    "fitness",
-    "averaging",
-    "filter",
-    "memory_budget",
-    "header",
-    "shift",
-    "samples",
+    *(field.name for field in fields(Settings)),
+    *("fitness", "averaging", "shift", "header", "max_new_tokens", "memory_budget", "filter", "filter_tokens"),
 )
 """What allocation=evolutionary can be told; the search checks the values."""
 

@@ -47,6 +47,7 @@ def test_headroom_moves_blocks_between_layers() -> None:
     # Rounding down leaves 12 + 12 and 4 + 4 with 3 blocks over; the room is 1, 1, 3, 3: shares 3/8, 3/8, 9/8, 9/8.
     found = align(kept, scores, rules)
     assert {layer: row.tolist() for layer, row in found.items()} == {0: [16, 12], 1: [8, 8]}
+    assert aligned([5, 6, 7], 16, 4, order="headroom") == [4, 4, 8]  # a third of a block each: by remainder then
 
 
 def test_min_channels_is_compared_with_the_rounded_budget_only_by_headroom() -> None:

@@ -102,6 +102,10 @@ def test_groups_without_score_or_target_come_last() -> None:
     assert exact(groups, numpy.zeros(4), 4)[0].sum() == 4
 
 
+def test_of_what_is_equal_the_larger_target_comes_first() -> None:
+    assert exact([numpy.ones(2), numpy.ones(2)], numpy.array([0.5, 1]), 1)[0].tolist() == [0, 1]
+
+
 def test_what_the_paper_cannot_reach_is_named() -> None:
     with pytest.raises(Infeasible, match=r"search=paper cannot keep 1 channels: 3 is the nearest.*search=exact can"):
         paper(GROUPS, PRIOR, 1)

@@ -88,6 +88,8 @@ def test_global_in_steps_goes_by_their_means() -> None:
         1: 2,
         2: 2,
     }
+    uneven = {0: [0.0, 5.0, 6.0, 7.0] + [8.0] * 4, 1: [3.0, 4.0, 4.2, 4.3] + [9.0] * 4}
+    assert allocate(pairs, {0: layer(8), 1: layer(8)}, uneven) == {0: 2, 1: 2}
     grouped = {0: layer(8, n_group=2), 1: layer(8, n_group=2)}
     rows = {0: [0.0, 1.0, 2.0, 3.0, 50.0, 51.0, 52.0, 53.0], 1: [9.0] * 8}
     assert allocate(settings("global", 0.25), grouped, rows) == {0: 0, 1: 4}  # (0 + 50) / 2 is above 9
@@ -98,6 +100,10 @@ def test_u_shape_spares_the_ends() -> None:
     scores = {index: [0.0] * 128 for index in layers}
     # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept: 79.3, 56.4, 48.7.
     assert allocate(settings("u_shaped", 0.5, beta=0.2), layers, scores) == {0: 49, 1: 71, 2: 79, 3: 72, 4: 49}
+    # max(.1, .1 (1 + z / 2)): .16 at the ends, .1 between.
+    assert allocate(
+        settings("u_shaped", 0.9, beta=0.5), {i: layer(100) for i in layers}, {i: [0.0] * 100 for i in layers}
+    ) == {0: 87, 1: 92, 2: 92, 3: 92, 4: 87}
     assert allocate(settings("u_shaped", 0.5, beta=0.0), layers, scores) == dict.fromkeys(layers, 64)
     assert allocate(settings("u_shaped", 0.5), {0: layers[0], 3: layers[0]}, {0: [0.0] * 128, 3: [0.0] * 128}) == {
         0: 64,
