@@ -50,8 +50,14 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
 def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) -> Description:
     """config.json for `form`, and the code needed to load it; all fields that need no change stay as they are.
 
-    UserError when config.json is that of another model, or when transformers has no class to build on.
+    UserError when config.json is that of another model or of one whose layers differ already, or when transformers has
+    no class to build on.
     """
+    if "per_layer_config" in config:
+        raise UserError(
+            f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
+            "per_layer_config in config.json): export from the original model"
+        )
     edited: dict[str, Any] = json.loads(json.dumps(config))
     text = text_part(edited)
     _check_counts(text, plan)

@@ -22,8 +22,9 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     """`config` with experts of `width` channels, if a stock model can have them, or None.
 
     It cannot where the same field sizes something else, such as shared experts: then another parameter of the model
-    changes its shape with it.
+    changes its shape with it. UserError when transformers does not know the model type.
     """
+    _native_type(config)
     field = _width_field(config)
     edited = {**config, field: width}
     before, after = _shapes(config), _shapes(edited)
@@ -37,12 +38,7 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     one raises an error. Under another name it would build all layers alike. Ragged experts get a model type of their
     own instead, because nothing in a stock class would look at their widths.
     """
-    kind = config.get("model_type", "")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(
-            f"model_type={kind}: layers of different shape can be exported for causal language models that "
-            "transformers knows itself only, evaluate the plan with a mask"
-        )
+    kind = _native_type(config)
     family = CONFIG_MAPPING[kind]
     known = next(field for field in COUNT_FIELDS if field in config)
     count, width = family.attribute_map.get(known, known), _width_field(config)
@@ -62,6 +58,17 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
         config[RAGGED_FIELD] = {str(index): list(layer.widths) for index, layer in form.layers.items() if layer.ragged}
     text = code(base=base, config=family.__name__, model_type=kind, count=count, width=width, ragged=form.ragged)
     return config, "ragged" if form.ragged else "per_layer", {f"{name}.py": text}
+
+
+def _native_type(config: dict[str, Any]) -> str:
+    """The model type, if transformers itself has a causal language model of it."""
+    kind = config.get("model_type", "")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"model_type={kind}: layers and experts of another shape can be exported for causal language models that "
+            "transformers knows itself only, evaluate the plan with a mask"
+        )
+    return str(kind)
 
 
 def _per_layer(config: dict[str, Any], form: Form, count: str, width: str) -> dict[str, dict[str, int]]:

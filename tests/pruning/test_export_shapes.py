@@ -84,7 +84,10 @@ def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> N
     assert config_of(out) == {**config_of(tmp_path / "model"), **extra}
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", out))
     assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
-    assert torch.equal(logits(load(out)), logits(zeroed(model, plan)))
+    masked, reference = load(out), zeroed(model, plan)
+    found, expected = masked.state_dict(), reference.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)  # channels stay where they were
+    assert torch.equal(logits(masked), logits(reference))
     torch.testing.assert_close(logits(load(out)), logits(prune(model, plan)), rtol=0, atol=1e-5)
 
 
@@ -186,8 +189,13 @@ def test_one_width_for_all_is_stock_where_the_family_can_say_it(name: str, stock
     assert torch.equal(logits(load(out, trust_remote_code=not stock)), logits(prune(model, plan)))
 
 
-@pytest.mark.parametrize("widths", [[8, 16, 24], None])
-@pytest.mark.parametrize("name", ["granitemoe", "minimax", "phimoe", "dots1", "afmoe", "lfm2_moe", "jamba"])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        *((name, None) for name in ("granitemoe", "minimax", "phimoe", "dots1", "afmoe", "lfm2_moe", "jamba")),
+        *((name, [8, 16, 24]) for name in ("granitemoe", "afmoe", "jamba")),
+    ],
+)
 def test_other_families_can_be_uneven_too(name: str, widths: list[int] | None, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", shard="60KB")
     plan = channel_plan(model, widths, drop=2)
@@ -284,8 +292,16 @@ def test_families_transformers_does_not_know_stay_uniform(tmp_path: Path) -> Non
     config = {**config_of(tmp_path / "model"), "model_type": "homemade"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     plan = Plan({0: tuple(range(8)), 1: tuple(range(8)), 2: tuple(range(5))}, dict.fromkeys(range(3), 16))
-    with pytest.raises(UserError, match="model_type=homemade: layers of different shape"):
-        export(tmp_path / "model", plan, tmp_path / "out")
+    for uneven in (plan, channel_plan(tiny.build("olmoe"), [12, 12, 12])):
+        with pytest.raises(UserError, match="model_type=homemade: layers and experts of another shape"):
+            export(tmp_path / "model", uneven, tmp_path / "out")
+
+
+def test_uneven_checkpoints_are_not_pruned_again(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    first = export(tmp_path / "model", channel_plan(model, [8, 16, 24]), tmp_path / "first")
+    with pytest.raises(UserError, match=r"layers differ already .* export from the original model"):
+        export(first, tiny.plan(model, 0.5), tmp_path / "second")
 
 
 def test_plan_of_another_width(tmp_path: Path) -> None:
