@@ -106,7 +106,7 @@ def test_what_is_refused() -> None:
         ({}, "align.block=None: expected a whole number"),
         ({"block": 0}, "align.block=0: expected a whole number"),
         ({"block": 8, "min_channels": -1}, "min_channels=-1: expected 0 or more"),
-        ({"block": 8, "order": "headrom"}, "did you mean headroom"),
+        ({"block": 8, "order": "headrooms"}, "did you mean headroom"),
     ],
 )
 def test_mistakes_in_the_setting(value: Any, message: str) -> None:
