@@ -7,7 +7,7 @@ from pathlib import Path
 
 import moe_lab.pruning
 
-HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs only torch and transformers 5.17.
+HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.17.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
@@ -71,7 +71,7 @@ def code(*, base: str, config: str, model_type: str, count: str, width: str, rag
             "    register_checkpoint_conversion_mapping,",
             ")",
         ]
-    found = list(dict.fromkeys(line for lines in imports for line in lines))
+    found = sorted({line for lines in imports for line in lines}, key=lambda line: (line.startswith("from"), line))
     tail = (RAGGED if ragged else PER_LAYER).format(
         base=base, config=config, model_type=model_type, count=count, width=width
     )
