@@ -145,6 +145,7 @@ def test_model_is_restored_after_an_error() -> None:
 def test_experts_that_run_past_the_mask_are_noticed() -> None:
     model = tiny.build("olmoe")
     with mask(model, channel_plan(model)):
+        logits(model)
         model.set_experts_implementation("eager")
         with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp\.experts did not run the masked experts"):
             logits(model)

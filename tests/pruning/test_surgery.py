@@ -139,6 +139,20 @@ def test_widths_that_kernels_cannot_align_are_packed() -> None:
     assert torch.isfinite(pruned(input_ids=tiny.tokens()).logits).all()
 
 
+def test_layers_that_keep_all_channels_stay_as_they_are_whatever_their_width() -> None:
+    model = tiny.build("olmoe", intermediate_size=13)
+    pruned = prune(model, channel_plan(model, width=13))
+    assert [layer.width for layer in moe_layers(pruned)] == [13, 13, 13]
+
+
+def test_a_layer_of_null_experts_gives_nothing() -> None:
+    model = tiny.build("olmoe")
+    pruned = prune(model, channel_plan(model, width=0, drop=0.0))
+    experts = pruned.model.layers[1].mlp.experts
+    assert isinstance(experts, RaggedExperts) and experts.widths == (0,) * 16
+    assert not experts(torch.ones(2, 32), torch.tensor([[0, 3], [5, 1]]), torch.ones(2, 2)).any()
+
+
 def test_ragged_models_share_and_keep_the_weights_of_the_original() -> None:
     model = tiny.build("deepseek_v3")
     before = {key: value.clone() for key, value in model.state_dict().items()}
