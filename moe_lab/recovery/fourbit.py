@@ -52,11 +52,12 @@ class FourBitMatrices(nn.Module):
         self.nested_ends = list(accumulate(len(state.state2.absmax) for _, state in states))
         starts = accumulate((len(matrix) for matrix in matrices[:-1]), initial=0)
         self.numbers = {start: e for e, start in enumerate(starts) if len(matrices[e])}
+        filled = torch.tensor([matrix.numel() > 0 for matrix in matrices], device=matrices[0].device)
         for name, tensor in (
             ("packed", torch.cat([packed.reshape(-1) for packed, _ in states])),
             ("scales", torch.cat([state.absmax for _, state in states])),
             ("nested", torch.cat([state.state2.absmax for _, state in states])),
-            ("means", torch.stack([state.offset for _, state in states])),
+            ("means", torch.stack([state.offset for _, state in states]).where(filled, 0.0)),
         ):
             self.register_buffer(name, tensor)
 
@@ -71,6 +72,7 @@ class FourBitMatrices(nn.Module):
         first, last = (self.ends[number - 1] if number else 0), self.ends[number]
         nested = slice(self.nested_ends[number - 1] if number else 0, self.nested_ends[number])
         functional = bitsandbytes_functional()
+        # As rows of one block each: bitsandbytes 0.50 turns rows that end inside a block back wrongly on the CPU.
         code, code_of_scales = _codes(self.packed.device)
         of_scales = functional.QuantState(
             absmax=self.nested[nested], code=code_of_scales, blocksize=NESTED, dtype=torch.float32
@@ -118,10 +120,7 @@ def _codes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """(packed, state of bitsandbytes) of one matrix, handed over as rows of one block each.
-
-    So cut, no row ends inside a block: the CPU kernel of bitsandbytes 0.50 turns such rows back wrongly.
-    """
+    """(packed, state of bitsandbytes) of one matrix, as rows of one block each, the last filled up with zeros."""
     if matrix.dtype not in DTYPES:
         name = str(matrix.dtype).removeprefix("torch.")
         raise UserError(f"model.dtype={name} has no NF4: expected float32, bfloat16 or float16")

@@ -31,7 +31,7 @@ TUNED: dict[str, Any] = {"instructions": "alpaca"}
         ({**TUNED, "clip": 0}, "recovery.clip=0"),
         ({**TUNED, "rows_per_step": 0}, "recovery.rows_per_step=0"),
         ({**TUNED, "save_every": 0}, "recovery.save_every=0"),
-        ({**TUNED, "schedule": "linaer"}, "did you mean linear"),
+        ({**TUNED, "schedule": "lin"}, "did you mean linear"),
         ({**TUNED, "warmup": 1.0}, "recovery.warmup=1.0 is no share"),
         ({**TUNED, "dropout": -0.1}, "recovery.dropout=-0.1 is no share"),
     ],
