@@ -100,17 +100,14 @@ def _judges(
 ) -> tuple[Candidates | DraftingCandidates, Screen | None]:
     """What evaluates schedules, and what ranks proposals before, if anything does."""
     fitness, seed = chosen.fitness, chosen.evolution.seed
-    judge: Candidates | DraftingCandidates
     if fitness.fitness == "spec_dec":
-        judge = DraftingCandidates(model, plans, rows, fitness, seed=seed, ends=ends)
-    else:
-        cut = quartered(rows, batch_size) if fitness.filter == "halving" else rows
-        judge = Candidates(model, plans, cut, fitness, seed=seed, elites=chosen.evolution.elites)
-        if fitness.filter == "halving":
-            return judge, halving(judge)
+        return DraftingCandidates(model, plans, rows, fitness, seed=seed, ends=ends), None
+    cut = quartered(rows, batch_size) if fitness.filter == "halving" else rows
+    judge = Candidates(model, plans, cut, fitness, seed=seed, elites=chosen.evolution.elites)
+    if fitness.filter == "halving":
+        return judge, halving(judge)
     if fitness.filter == "reconstruction":
-        removals = chosen.removals()
-        return judge, reconstruction(model, plans, rows, removals, tokens=fitness.filter_tokens, cost=judge.cost)
+        return judge, reconstruction(judge, rows, chosen.removals(), tokens=fitness.filter_tokens)
     return judge, None
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from moe_lab.errors import UserError
 from moe_lab.search.candidates import Candidates
 from moe_lab.search.local_losses import local_losses
 from moe_lab.search.prefix import Schedule
-from moe_lab.search.schedules import Cost, Plans
 
 Screen = Callable[[Sequence[Schedule]], list[float]]
 """Schedules -> a value each, higher is better; comparable with each other only."""
@@ -24,31 +22,41 @@ RUNGS = (4, 2)
 
 
 def reconstruction(
-    model: Any,
-    plans: Plans,
-    rows: Sequence[AnswerBatch],
-    removals: Sequence[Sequence[int]],
-    *,
-    tokens: int,
-    cost: Cost,
+    candidates: Candidates, rows: Sequence[AnswerBatch], removals: Sequence[Sequence[int]], *, tokens: int
 ) -> Screen:
-    """Minus the sum over layers of what their outputs lose (local_losses.py), on the first rows with `tokens` tokens.
+    """Minus the sum over layers of what their outputs lose (local_losses.py), each layer's loss in units of fitness.
 
-    `removals`: for each layer, the numbers of experts a schedule may remove, 0 first. All of them are looked at once,
-    here; `cost` is told.
+    A loss of a tenth of a layer's output matters more in one layer than in another (on the shipped model the plain sum
+    ranks no better than chance). So each layer alone is pruned as far as it may be and evaluated: the fitness this
+    costs is divided by its loss there. Losses are of the first rows with `tokens` tokens; `removals`: for each layer,
+    the numbers of experts a schedule may remove, ascending, 0 first. All is computed here, once; `candidates.cost`
+    is told.
     """
+    plans, cost = candidates.plans, candidates.cost
     read = _first_rows(rows, tokens)
-    table, pairs = local_losses(model, plans, read, removals)
-    one_forward = sum(int(valid.sum()) for _, valid, _ in rows) * sum(layer.top_k for layer in plans.layers)
-    whole = sum(len(ids) for ids, _, _ in rows)
-    cost.screening += pairs / one_forward + sum(len(ids) for ids, _ in read) / whole
+    table, pairs = local_losses(candidates.model, plans, read, removals)
+    routed = sum(int(valid.sum()) for _, valid, _ in rows) * sum(layer.top_k for layer in plans.layers)
+    cost.screening += pairs / routed + sum(len(ids) for ids, _ in read) / sum(len(ids) for ids, _, _ in rows)
+    weights = _worth(candidates, [choices[-1] for choices in removals], table)
 
     def screen(schedules: Sequence[Schedule]) -> list[float]:
         return [
-            -math.fsum(losses[lost] for losses, lost in zip(table, schedule, strict=True)) for schedule in schedules
+            -math.fsum(weight * losses[lost] for weight, losses, lost in zip(weights, table, schedule, strict=True))
+            for schedule in schedules
         ]
 
     return screen
+
+
+def _worth(candidates: Candidates, most: Sequence[int], table: Sequence[Mapping[int, float]]) -> list[float]:
+    """For each layer, the fitness lost by its losing `most` experts, for each unit of local loss."""
+    nothing = (0,) * len(most)
+    alone = [tuple(lost if k == layer else 0 for k, lost in enumerate(most)) for layer in range(len(most))]
+    best, *values = candidates.preview([nothing, *alone], range(len(candidates.batches)))
+    return [
+        max(best - value, 0.0) / losses[lost] if losses[lost] else 0.0
+        for value, losses, lost in zip(values, table, most, strict=True)
+    ]
 
 
 def halving(candidates: Candidates) -> Screen:

@@ -57,9 +57,9 @@ class FitnessSettings:
                 f"allocation.parameters.shift=false has no meaning for fitness={self.fitness}: expected one of "
                 f"{', '.join(UNSHIFTED)}"
             )
-        if self.fitness == "spec_dec" and self.filter == "halving":
+        if self.fitness == "spec_dec" and self.filter != "none":
             raise UserError(
-                "allocation.parameters.filter=halving does not go with fitness=spec_dec: use reconstruction"
+                f"allocation.parameters.filter={self.filter} does not go with fitness=spec_dec: expected filter=none"
             )
 
 

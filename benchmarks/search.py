@@ -1,0 +1,243 @@
+"""What searching an allocation costs: `python -m benchmarks.search`.
+
+1. Exact: children of the paper's mutation (P = 32, m = 4, at most 3 transfers of at most 4 experts) on a random model
+   of 16 layers and 64 experts. Layers run per child, and CPU seconds per child, against the plain way: the masked model
+   on the whole search set with logits at all positions. Bar: 0.75 of the layers.
+2. Filtered: on the shipped model, searches with filter=reconstruction against exact ones, ten seeds. Bars: 0.5 of the
+   cost, and a best fitness not worse in 8 seeds. All schedules are evaluated once beforehand, so that a search is
+   played back in a moment; its cost is counted in layers run, by the code that decides which layers run.
+
+Exit code 1 when a bar fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_lab import criteria
+from moe_lab.allocation.evolution import Problem, Settings, evolve
+from moe_lab.allocation.evolution_space import space_of
+from moe_lab.calibration.answers import AnswerBatch, answer_batches
+from moe_lab.calibration.batches import batches
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.models.load import load_model
+from moe_lab.pruning.mask import mask
+from moe_lab.search.candidates import Candidates
+from moe_lab.search.fitness import log_probabilities, row_sums
+from moe_lab.search.prefix import Relatives, Schedule, States
+from moe_lab.search.schedules import Plans
+from moe_lab.search.screening import Screen, reconstruction
+from moe_lab.search.settings import FitnessSettings
+from moe_lab.statistics.gather import gather
+
+BAR_CHILD, BAR_FILTER, BAR_SEEDS = 0.75, 0.5, 8
+SEEDS = 10
+
+
+def main() -> int:
+    """Measure, print, compare with the bars."""
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    failed = False
+    if "exact" in arguments.parts:
+        failed |= _exact(arguments)
+    if "filter" in arguments.parts:
+        failed |= _filter(arguments)
+    return int(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["exact", "filter"], choices=["exact", "filter"])
+    parser.add_argument("--generations", type=int, default=8, help="generations of the exact part")
+    parser.add_argument("--rows", type=int, default=64, help="rows of the search set on the shipped model")
+    parser.add_argument("--ratio", type=float, default=0.5, help="experts to remove from the shipped model")
+    parser.add_argument("--searched", type=int, nargs="+", default=[50, 20], help="generations of the exact searches")
+    return parser.parse_args()
+
+
+def _exact(arguments: argparse.Namespace) -> bool:
+    model = _model()
+    rows = _random_rows()
+    scores = {layer: torch.rand(64, generator=torch.Generator().manual_seed(layer)).tolist() for layer in range(16)}
+    plans = Plans(model, scores)
+    candidates = Candidates(model, plans, rows, FitnessSettings(), seed=0)
+    spent: list[tuple[int, float, float]] = []
+
+    def evaluate(schedules: Sequence[Schedule]) -> list[float]:
+        start, before = time.process_time(), candidates.cost.forwards
+        values = candidates.evaluate(schedules)
+        spent.append((len(schedules), candidates.cost.forwards - before, time.process_time() - start))
+        return values
+
+    problem = Problem((64,) * 16, (8,) * 16, (1,) * 16, 16 * 32)
+    evolve(problem, Settings(generations=arguments.generations), evaluate, checkpoint=None, fingerprint={})
+    children, forwards, seconds = map(sum, zip(*spent[1:], strict=True))
+    plain = statistics.median(_plain_seconds(candidates, rows) for _ in range(3))
+    print(f"exact: {children} children of {len(spent) - 1} generations, 16 layers of 64 experts, 50 % removed")
+    print(f"  CPU seconds of a child / the plain way: {seconds / children / plain:.2f}")
+    return _report("layers run for a child / all layers", forwards / children, "<=", BAR_CHILD)
+
+
+def _model() -> Any:
+    """A random model of OLMoE's shape but narrow; its routers are widened so that experts differ."""
+    config = AutoConfig.for_model(
+        "olmoe",
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=64,
+        num_experts_per_tok=8,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(weight, std=128**-0.5)
+        elif "experts" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return model.eval().requires_grad_(False)
+
+
+def _random_rows() -> list[AnswerBatch]:
+    """Four batches of four rows, the second half of each an answer."""
+    ids = torch.randint(2, 1024, (16, 64), generator=torch.Generator().manual_seed(0))
+    answers = torch.arange(64).expand(16, 64) >= 32
+    parts = (part.split(4) for part in (ids, torch.ones_like(answers), answers))
+    return [(one, valid, marks) for one, valid, marks in zip(*parts, strict=True)]
+
+
+def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float:
+    """CPU seconds of one candidate without any shortcut; the full model's log-probabilities are there for both."""
+    start = time.process_time()
+    plan = candidates.plans.plan((32,) * 16)
+    with mask(candidates.model, plan), torch.inference_mode():
+        for number, (ids, _, _) in enumerate(rows):
+            logits = candidates.model(input_ids=ids, use_cache=False).logits
+            at = candidates.batches[number].at
+            chosen = logits[:, : at.where.shape[1]][at.where]
+            row_sums("esap", log_probabilities(chosen), chosen, at)
+    return time.process_time() - start
+
+
+def _filter(arguments: argparse.Namespace) -> bool:
+    plans, rows, model = _shipped(arguments.rows)
+    count = len(plans.layers)
+    budget = sum(int(layer.n_experts * arguments.ratio) for layer in plans.layers)
+    problem = Problem((32,) * count, (4,) * count, (1,) * count, budget)
+    space = space_of(problem, Settings().granularity)
+    schedules = [space.nth(number) for number in range(space.size)]
+    candidates = Candidates(model, plans, rows, FitnessSettings(memory_budget=2**27), seed=0)
+    removals = [sorted({schedule[k] for schedule in schedules} | {0}) for k in range(count)]
+    screen = reconstruction(candidates, rows, removals, tokens=FitnessSettings().filter_tokens)
+    screening = candidates.cost.screening
+    values = candidates.evaluate(schedules)
+    fitness = dict(zip(schedules, values, strict=True))
+    print(f"filter: pocket olmoe, {budget} of {32 * count} experts removed, {arguments.rows} rows")
+    uniform = fitness[(budget // count,) * count]
+    print(f"  fitness of the best of {space.size} schedules {max(values):.6f}, of the uniform one {uniform:.6f}")
+    failed = False
+    for generations in arguments.searched:
+        failed |= _compare(problem, fitness, screen, screening, generations)
+    return failed
+
+
+def _compare(
+    problem: Problem, fitness: Mapping[Schedule, float], screen: Screen, screening: float, generations: int
+) -> bool:
+    """Ten seeds of the exact search, of the filtered one, and of one as small as that without its filter."""
+    settings = Settings(generations=generations)
+    fewer = replace(settings, population=12, generations=generations // 3)
+    exact = [_played(problem, replace(settings, seed=seed), fitness, None) for seed in range(SEEDS)]
+    tried = [_played(problem, replace(fewer, seed=seed, proposals=8), fitness, screen) for seed in range(SEEDS)]
+    blind = [_played(problem, replace(fewer, seed=seed), fitness, None) for seed in range(SEEDS)]
+    print(f"  exact: P=32, {generations} generations; filtered: P=12, {fewer.generations} generations, proposals=8")
+    for name, searches in (("exact", exact), ("filtered", tried), ("as small, no filter", blind)):
+        found = sorted(best for best, _, _ in searches)
+        cost = statistics.mean(cost for _, cost, _ in searches)
+        print(f"  {name}: {cost:.0f} full forwards, best fitness {found[0]:.6f} to {found[-1]:.6f}")
+    child = statistics.mean(cost / number for _, cost, number in exact)
+    print(f"  layers run for a candidate of the exact search / all layers (4): {child:.2f}")
+    print(f"  as small, no filter: not worse in {_not_worse(blind, exact)} of {SEEDS} seeds")
+    ratio = statistics.mean((cost + screening) / full for (_, cost, _), (_, full, _) in zip(tried, exact, strict=True))
+    failed = _report(
+        f"cost of the filtered search, {screening:.1f} forwards for its filter included, / the exact one",
+        ratio,
+        "<=",
+        BAR_FILTER,
+    )
+    good = _not_worse(tried, exact)
+    return _report(f"seeds out of {SEEDS} in which its best is not worse", good, ">=", BAR_SEEDS) or failed
+
+
+def _not_worse(some: Sequence[tuple[float, float, int]], others: Sequence[tuple[float, float, int]]) -> int:
+    """Seeds in which the first searches' best is at least the others'."""
+    return sum(found >= best for (found, _, _), (best, _, _) in zip(some, others, strict=True))
+
+
+def _shipped(rows: int) -> tuple[Plans, list[AnswerBatch], Any]:
+    """The shipped model, its experts ranked by REAP on the math calibration set, and the math search set."""
+    model, tokenizer = load_model(ModelConfig(name="pocket_olmoe", path="pocket:olmoe", threads=1))
+    text = CalibrationConfig(
+        "math", "pocket:calibration/math.jsonl", packing="chunk", length=512, tokens=32768, gap="eos", seed=42
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        read = batches(text, tokenizer).rows
+        found = gather(model, read, out=Path(folder), fingerprint={}, groups=len(read))
+    experts = {layer: 32 for layer in found.layers}
+    scores = criteria.score("reap", found.layers, experts=experts, gate="model")
+    tasks = CalibrationConfig(
+        "search", "pocket:search/math.jsonl", packing="none", length=112, tokens=112 * rows, batch_size=32, seed=42
+    )
+    return Plans(model, {layer: list(row) for layer, row in scores.items()}), answer_batches(tasks, tokenizer), model
+
+
+def _played(
+    problem: Problem, settings: Settings, fitness: Mapping[Schedule, float], screen: Screen | None
+) -> tuple[float, float, int]:
+    """Best fitness, full forwards and schedules evaluated of a search whose every value is known."""
+    relatives, known = Relatives(1, 1), {}
+    layers = len(problem.n_experts)
+    run = 0
+
+    def visit(schedule: Schedule, states: States) -> None:
+        nonlocal run
+        start = max((k for k in range(layers) if schedule[:k] in states), default=0)
+        run += layers - start
+        states.update({schedule[:k]: torch.empty(0) for k in range(start, layers)})
+
+    def evaluate(schedules: Sequence[Schedule]) -> list[float]:
+        relatives.walk(0, schedules, visit)
+        known.update({schedule: fitness[schedule] for schedule in schedules})
+        relatives.choose(sorted(known, key=known.__getitem__, reverse=True)[: settings.elites])
+        return [fitness[schedule] for schedule in schedules]
+
+    outcome = evolve(problem, settings, evaluate, screen=screen, checkpoint=None, fingerprint={})
+    return outcome.fitness, run / layers, outcome.counts["evaluated"]
+
+
+def _report(what: str, value: float, relation: str, bar: float) -> bool:
+    """Print one number with its bar; True when the bar fails."""
+    good = value <= bar if relation == "<=" else value >= bar
+    print(f"  {what}: {value:.2f}, bar {relation} {bar:g}: {'ok' if good else 'FAILED'}", flush=True)
+    return not good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

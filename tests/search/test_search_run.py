@@ -1,0 +1,188 @@
+"""The search step: finds what enumeration finds, survives being killed, refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import tiny
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from moe_lab.allocation.evolution_space import space_of
+from moe_lab.calibration.answers import answer_batches
+from moe_lab.config import CalibrationConfig
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.plan import Plan
+from moe_lab.search.candidates import Candidates
+from moe_lab.search.run import search
+from moe_lab.search.schedules import Plans
+from moe_lab.search.settings import FitnessSettings, search_settings
+
+SMALL = {"population": 14, "elites": 3, "generations": 6}
+
+
+class World:
+    """A tiny model with its facts, scores, tokenizer and a search set of twelve tasks."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.model = tiny.build(name)
+        self.folder = folder
+        layers = moe_layers(self.model)
+        generator = torch.Generator().manual_seed(1)
+        self.scores = {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers}
+        names = ("n_experts", "top_k", "n_group", "topk_group")
+        about = {str(layer.index): {name: getattr(layer, name) for name in names} for layer in layers}
+        self.facts = {"layers": about}  # as facts.json has it
+        words = {"<pad>": 0, **{f"w{number}": number for number in range(1, tiny.VOCABULARY)}}
+        tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", model_max_length=128)
+        tasks = torch.randint(3, tiny.VOCABULARY, (12, 10), generator=generator).tolist()
+        file = folder / "tasks.jsonl"
+        lines = [
+            {"instruction": " ".join(f"w{n}" for n in row[:5]), "output": " ".join(f"w{n}" for n in row[5:])}
+            for row in tasks
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.text = CalibrationConfig(
+            "tasks", str(file), packing="none", length=10, tokens=120, batch_size=4, order="first"
+        )
+
+    def settings(self, ratio: float = 0.5, **parameters: Any) -> dict[str, Any]:
+        return {"name": "evolutionary", "ratio": ratio, "multiple_of": 1, "parameters": {**SMALL, **parameters}}
+
+    def run(self, out: str, text: CalibrationConfig | None = None, progress: Any = None, **parameters: Any) -> Path:
+        folder = self.folder / out
+        folder.mkdir(exist_ok=True)
+        search(
+            self.model,
+            self.tokenizer,
+            facts=self.facts,
+            scores=self.scores,
+            settings=self.settings(**parameters),
+            text=text or self.text,
+            out=folder,
+            partial=self.folder / f"{out}.partial",
+            fingerprint={"model": "tiny"},
+            seed=5,
+            progress=progress,
+        )
+        return folder
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World("olmoe", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped"])
+def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
+    world = World(name, tmp_path)
+    folder = world.run("found", generations=20)
+    chosen = search_settings(world.settings(), world.facts, 5)
+    space = space_of(chosen.problem, chosen.evolution.granularity)
+    schedules = [space.nth(number) for number in range(space.size)]
+    plans = Plans(world.model, world.scores)
+    rows = answer_batches(world.text, world.tokenizer)
+    values = Candidates(world.model, plans, rows, FitnessSettings(), seed=5).evaluate(schedules)
+    report = json.loads((folder / "search.json").read_text())
+    assert report["best"]["fitness"] == pytest.approx(max(values), abs=1e-9)
+    assert tuple(report["best"]["schedule"]) == schedules[values.index(max(values))]
+    assert Plan.load(folder / "plan.json") == plans.plan(tuple(report["best"]["schedule"]))
+    assert report["best"]["fitness"] >= report["uniform"]["fitness"]
+
+
+def test_the_history_holds_every_schedule(world: World) -> None:
+    folder = world.run("found", filter="reconstruction", population=6, generations=3, proposals=5)
+    rows = parquet.read_table(folder / "history.parquet").to_pylist()
+    report = json.loads((folder / "search.json").read_text())
+    assert len(rows) == report["counts"]["made"] == 6 + 2 * 5 * 3
+    assert sum(row["evaluated"] for row in rows) == report["counts"]["evaluated"] == report["cost"]["candidates"]
+    skipped = [row for row in rows if row["fitness"] is None]
+    assert len(skipped) == report["counts"]["skipped"] > 0 and all(row["screened"] is not None for row in skipped)
+    assert all(sum(row["schedule"]) == report["budget"] == 24 for row in rows)
+    assert report["cost"]["screening"] > 0 and report["cost"]["per_candidate"] < 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"filter": "halving", "proposals": 2}, {"filter": "reconstruction", "proposals": 2}]
+)
+def test_a_killed_search_ends_as_if_it_had_not_been(options: dict[str, Any], world: World) -> None:
+    def kill(done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    whole = world.run("whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        world.run("killed", progress=kill, **options)
+    assert not (world.folder / "killed" / "plan.json").exists()
+    resumed = world.run("killed", **options)
+    for file in ("plan.json", "history.parquet"):
+        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+    costs = [json.loads((folder / "search.json").read_text())["cost"]["candidates"] for folder in (whole, resumed)]
+    assert costs[1] < costs[0]
+
+
+def test_a_search_with_other_settings_does_not_go_on(world: World) -> None:
+    world.run("found")
+    (world.folder / "found" / "plan.json").unlink()
+    for change, named in (({"fitness": "kl"}, "fitness.fitness"), ({"elites": 2}, "settings.elites")):
+        with pytest.raises(UserError, match=named):
+            world.run("found", **change)
+    with pytest.raises(UserError, match="search_set"):
+        world.run("found", text=replace(world.text, tokens=80))
+    world.run("found", memory_budget=0)
+
+
+def test_a_batch_size_is_no_setting(world: World) -> None:
+    one, other = (
+        world.run(f"size{size}", replace(world.text, batch_size=size), filter="halving", proposals=2) for size in (2, 5)
+    )
+    best = [json.loads((folder / "search.json").read_text())["best"] for folder in (one, other)]
+    assert best[0]["schedule"] == best[1]["schedule"]
+    assert best[0]["fitness"] == pytest.approx(best[1]["fitness"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"fitness": "easp"}, r"allocation\.parameters\.fitness=easp is unknown: did you mean esap"),
+        ({"averaging": "mean"}, r"allocation\.parameters\.averaging=mean is unknown"),
+        ({"generation": 3}, r"allocation\.parameters=generation is unknown: did you mean generations"),
+        ({"filter": "halving"}, r"filter=halving has nothing to choose from with proposals=1"),
+        ({"proposals": 2}, r"proposals=2 needs a filter"),
+        ({"fitness": "nll", "shift": False}, r"shift=false has no meaning for fitness=nll"),
+        ({"fitness": "spec_dec", "filter": "reconstruction", "proposals": 2}, r"does not go with fitness=spec_dec"),
+        ({"memory_budget": -1}, r"memory_budget=-1: expected a whole number of at least 0"),
+        ({"ratio": 0.9}, r"ratio=0\.9"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence(parameters: dict[str, Any], sentence: str, world: World) -> None:
+    with pytest.raises(UserError, match=sentence):
+        world.run("refused", **parameters)
+
+
+def test_a_search_set_without_answers_is_refused(world: World) -> None:
+    file = world.folder / "plain.jsonl"
+    file.write_text(json.dumps({"text": "w3 w4 w5"}) + "\n")
+    with pytest.raises(UserError, match=r"plain\.jsonl holds no answers: expected the fields"):
+        world.run("refused", replace(world.text, path=str(file)))
+
+
+def test_settings_are_checked_without_torch(world: World) -> None:
+    code = (
+        "import sys, json; from moe_lab.search.settings import search_settings;"
+        f"search_settings({world.settings()!r}, {world.facts!r}, 1); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
