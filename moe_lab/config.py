@@ -72,6 +72,8 @@ class CalibrationConfig:
     """What stands between packed documents: none, eos, or zero (token id 0, as the REAP and EvoESAP code)."""
     special_tokens: bool = True
     """Let the tokenizer add its special tokens; never after a chat template, which has its own."""
+    checkpointing: bool = False
+    """Compute activations again in backward passes instead of keeping them: slower, and fits large models."""
 
 
 @dataclass
@@ -259,7 +261,7 @@ class Config:
     dry_run: bool = False
     """Print the graph of steps and stop."""
     export: str | None = None
-    """Also write each pruned model as a checkpoint: natural (its own shape), masked or padded (a stock shape)."""
+    """Also write each pruned model as a checkpoint: natural (what is kept), masked, padded or padded_stock."""
     flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False

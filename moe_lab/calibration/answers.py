@@ -22,14 +22,13 @@ from moe_lab.calibration.documents import (
 )
 from moe_lab.calibration.packing import PACKINGS
 from moe_lab.calibration.settings import check, row_count
-from moe_lab.calibration.sources import read
+from moe_lab.calibration.sources import read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 
 AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of answers."""
 
-EXPECTED = "instruction and output, question and answer, prompt and completion, or messages of an assistant"
 GAP = -1
 """Stands for the filler token among the places of tokens."""
 
@@ -45,9 +44,7 @@ def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool 
     check(settings)
     check_context(settings, tokenizer)
     _check_fast(tokenizer)
-    documents = read(settings)
-    if not any(_has_answer(document) for document in documents):
-        raise UserError(f"calibration.path={settings.path} holds no answers: expected the fields {EXPECTED}")
+    documents = read_answered(settings)
     tokens = _Tokens(tokenizer, settings.special_tokens, header)
     gap = filler(settings, tokenizer)
     places = PACKINGS[settings.packing](
@@ -107,14 +104,6 @@ def marked(document: Document, tokenizer: Any, special_tokens: bool, header: boo
         any(max(first, start) < min(last, end) for start, end in spans) for first, last in encoded["offset_mapping"]
     ]
     return encoded["input_ids"], answers
-
-
-def _has_answer(document: Document) -> bool:
-    if isinstance(document, Pair | Completion):
-        return bool((document.output if isinstance(document, Pair) else document.completion).strip())
-    return isinstance(document, Chat) and any(
-        said["role"] == "assistant" and said["content"].strip() for said in document.messages
-    )
 
 
 def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:

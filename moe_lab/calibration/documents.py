@@ -120,6 +120,15 @@ def is_empty(document: Document) -> bool:
     return not (document.instruction + document.output).strip()
 
 
+def has_answer(document: Document) -> bool:
+    """Whether somebody answers in it: an output, a completion, or what an assistant says."""
+    if isinstance(document, Pair | Completion):
+        return bool((document.output if isinstance(document, Pair) else document.completion).strip())
+    return isinstance(document, Chat) and any(
+        said["role"] == "assistant" and said["content"].strip() for said in document.messages
+    )
+
+
 def rendering(document: Document, tokenizer: Any) -> str:
     """How `tokenize` will turn this document into text, in words for the report."""
     if isinstance(document, Text | Completion):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration import hub
-from moe_lab.calibration.documents import Document, Text, document, is_empty
+from moe_lab.calibration.documents import Document, Text, document, has_answer, is_empty
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import resolve
@@ -25,6 +25,7 @@ TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
 FOREIGN = (*PICKLES, ".arrow", ".parquet", ".csv", ".tsv", ".zip", ".zst", ".gz")
+ANSWERED = "instruction and output, question and answer, prompt and completion, or messages of an assistant"
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -40,6 +41,20 @@ def read(settings: CalibrationConfig) -> list[Document]:
     if not kept:
         raise UserError(f"calibration.path={settings.path} holds no document: expected text to calibrate on")
     return kept
+
+
+def read_answered(settings: CalibrationConfig) -> list[Document]:
+    """As `read`. UserError, too, when no document has an answer."""
+    documents = read(settings)
+    if not any(has_answer(document) for document in documents):
+        raise UserError(f"calibration.path={settings.path} holds no answers: expected the fields {ANSWERED}")
+    return documents
+
+
+def check_answers(settings: CalibrationConfig) -> None:
+    """UserError when the source is a file of this machine and no document in it has an answer."""
+    if not hub.is_file(settings.path) and locate(settings.path) is not None:
+        read_answered(settings)
 
 
 def locate(path: str) -> Path | None:

@@ -97,16 +97,6 @@ class Plan:
                 )
             check_groups(layer, kept, self.n_experts[layer], groups)
 
-    def uniform_count(self) -> int:
-        """The number of experts every layer keeps; UserError when layers differ."""
-        counts = sorted({len(kept) for kept in self.experts.values()})
-        if len(counts) > 1:
-            raise UserError(
-                f"plan keeps {counts[0]} to {counts[-1]} experts a layer, but a stock checkpoint has one number for "
-                "all: evaluate it with a mask, or use allocation=uniform"
-            )
-        return counts[0]
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, beside the target first and then renamed."""
         target = Path(path)

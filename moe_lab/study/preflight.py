@@ -7,14 +7,20 @@ from functools import partial
 
 from moe_lab import allocation, criteria, tracking
 from moe_lab.calibration import settings as calibrations
+from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import said
+from moe_lab.errors import said, unknown
 from moe_lab.evaluation import suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
+from moe_lab.pruning.export_form import SHAPES
 from moe_lab.recovery import settings as recoveries
 from moe_lab.search.settings import search_settings
+from moe_lab.search.subsets import check_removals
 from moe_lab.study.maker import reads_text
+
+ANSWERED = ("search", "instructions")
+"""Texts that are of no use without answers."""
 
 
 def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
@@ -27,6 +33,8 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
+    if config.export not in (None, *SHAPES):
+        yield str(unknown("export", config.export, SHAPES))
     yield from said(partial(tracking.check, config.tracker))
     yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
     for cell in _each(cells, "model"):
@@ -38,8 +46,10 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))
-    for text in {id(text): text for cell in cells for text in cell.texts.values()}.values():
+    for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
+        if role in ANSWERED:
+            yield from said(partial(sources.check_answers, text))
     yield from _check_allocations(cells)
 
 
@@ -66,8 +76,12 @@ def _try_ratio(cell: Cell) -> None:
         layer = {**shape, "n_group": 1, "topk_group": 1}
         settings = {**plain(cell.allocation), "ratio": cell.ratio}
         allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
-        if allocation.get(cell.allocation.name).step == "search":
+        step = allocation.get(cell.allocation.name).step
+        if step == "search":
             search_settings(settings, {"layers": {0: layer}}, cell.seed)
+        if step == "reconstruction":
+            limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
+            check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
 
 
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:

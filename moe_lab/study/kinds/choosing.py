@@ -56,22 +56,15 @@ def family(job: Job) -> None:
 
 def plan(job: Job) -> None:
     """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
-    channels = job.input("scores", CHANNEL_SCORES).exists()
-    made = _listed(job) or (_channel_plan(job) if channels else _expert_plan(job))
-    made.save(job.output("plan.json"))
-
-
-def _listed(job: Job) -> Any:
-    """The plan that allocation=list names, checked as if it had been made here; None for any other allocation."""
     from moe_lab.allocation import listed
     from moe_lab.pruning.plan import Plan
 
+    made = _channel_plan(job) if job.input("scores", CHANNEL_SCORES).exists() else _expert_plan(job)
     path = job.runtime["path"]
-    if path is None or not listed.is_plan(listed.read(path)):
-        return None
-    made = Plan.load(path)
-    made.check(**routers(facts(job)["layers"]))
-    return made
+    if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
+        made = Plan.load(path)
+        made.check(**routers(facts(job)["layers"]))
+    made.save(job.output("plan.json"))
 
 
 def _expert_plan(job: Job) -> Any:
@@ -135,6 +128,7 @@ def search(job: Job) -> None:
 
 def reconstruction(job: Job) -> None:
     """The plan that reproduces the layers' outputs best, of all there are."""
+    from moe_lab.allocation import routed_ratio
     from moe_lab.pruning.plan import Plan
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
@@ -144,7 +138,7 @@ def reconstruction(job: Job) -> None:
         network,
         rows(job, tokenizer, "text"),
         facts=model,
-        ratio=settings["ratio"],
+        ratio=routed_ratio(settings["ratio"], settings["ratio_basis"], model),
         multiple_of=settings["multiple_of"],
         fingerprint=job.settings,
         out=Path(job.partial),

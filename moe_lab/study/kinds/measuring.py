@@ -38,7 +38,14 @@ def gradients(job: Job) -> None:
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
-    sums = gather_gradients(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP)
+    sums = gather_gradients(
+        network,
+        text,
+        out=Path(job.partial),
+        fingerprint=job.settings,
+        groups=GROUP,
+        checkpointing=job.runtime["calibration"]["checkpointing"],
+    )
     sums.save(job.output(STATISTICS))
 
 
