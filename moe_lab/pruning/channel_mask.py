@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.pruning.layer import Mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.dispatch import ExpertsFunction, replaced
-from moe_lab.statistics.experts import intermediate, output, sort_by_expert
 
 
 @contextmanager

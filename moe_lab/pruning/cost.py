@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError, unknown
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.families import DISK_SHARED
+from moe_lab.models.parts import linears
 from moe_lab.pruning.flops import channel_parameters, flops_per_token, kept_widths
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.gather import Batch
@@ -22,8 +22,6 @@ SCALE_BLOCK = 256
 """Scales, of 8 bit each, that share one scale of 32 bit."""
 QUANTISED = ("experts", "shared_experts", "attention")
 """What can be stored in 4 bits."""
-ATTENTION = ("attn", "attention")
-"""What the names of attention modules contain."""
 
 
 def cost(
@@ -128,18 +126,9 @@ def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, m
             for width in widths[list(kept)].tolist():
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)
-    for name, module in model.named_modules():
-        # a map to one number is the gate of a shared expert and stays as it is
-        if isinstance(module, nn.Linear) and module.out_features > 1 and _part(name) in set(modules) - {"experts"}:
+    for part in sorted(set(modules) - {"experts"}):
+        for _, module in linears(model, part):
             yield module.weight.numel()
-
-
-def _part(name: str) -> str | None:
-    """Whether the path of a linear map is that of shared experts or of attention."""
-    words = name.split(".")
-    if any(f"{word}." in DISK_SHARED for word in words):
-        return "shared_experts"
-    return "attention" if any(mark in word for word in words for mark in ATTENTION) else None
 
 
 def _check(bits: int, modules: Sequence[str]) -> None:

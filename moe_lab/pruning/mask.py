@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     check_fit(plan, layers)
     with ExitStack() as undo:
         for layer in layers:
-            _slice_router(layer, plan.experts[layer.index], undo)
+            _keep(layer, plan.experts[layer.index], undo)
         if plan.channels:
             undo.enter_context(channel_masks(model, layers, plan))
         yield
@@ -60,18 +60,33 @@ def mask_logits(model: nn.Module, drop: Mapping[int, torch.Tensor]) -> Iterator[
         yield
 
 
-def _slice_router(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
+def slice_router(layer: MoELayer, kept: Sequence[int], undo: ExitStack) -> dict[int, torch.Tensor]:
+    """Leave the router of `layer` the rows, biases and counts of the experts `kept` (ascending ids) alone, until `undo`
+    is closed; the ids it gives are then places in `kept`.
+
+    Gives id of each of its tensors -> the slice that stands for it, because some blocks hand their router its biases.
+    UserError when the router's weights are not in memory.
+    """
     if any(part.tensor.is_meta for part in layer.routing):
         raise UserError(f"the router of {layer.name} is offloaded: load the model without offloading to mask it")
-    ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
+    ids = torch.tensor(kept)
+    sliced = {}
     for part in layer.routing:
-        undo.callback(replace_tensor, part.module, part.name, part.tensor)
-        replace_tensor(part.module, part.name, rows(part.tensor, part.axis, ids))
+        whole = part.tensor
+        undo.callback(replace_tensor, part.module, part.name, whole)
+        sliced[id(whole)] = rows(whole, part.axis, ids)
+        replace_tensor(part.module, part.name, sliced[id(whole)])
     for module in layer.router.modules():
         for name in count_attributes(module, layer.n_experts):
             undo.callback(setattr, module, name, layer.n_experts)
             setattr(module, name, len(kept))
-    for handle in _map_ids(layer, ids):
+    return sliced
+
+
+def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
+    """Slice the router of `layer`; its experts go on being called with their original ids."""
+    slice_router(layer, kept, undo)
+    for handle in _map_ids(layer, torch.tensor(kept, device=layer.routing[0].tensor.device)):
         undo.callback(handle.remove)
 
 

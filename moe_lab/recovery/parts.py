@@ -1,19 +1,16 @@
-"""The parts of a loaded model that recovery tells apart, and the bytes each of them holds."""
+"""The routed experts of a loaded model, stacked or ragged, and the bytes each part of it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from moe_lab.models.discover import is_experts
-from moe_lab.models.families import DISK_SHARED, ROUTERS
+from moe_lab.models.families import ROUTERS
+from moe_lab.models.parts import part_of
 from moe_lab.pruning.ragged import RaggedExperts
-
-ATTENTION = ("attn", "attention")
-"""What the names of attention modules contain."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +42,6 @@ def experts_of(model: nn.Module) -> list[Experts]:
             router = next(child for child in (getattr(block, word, None) for word in ROUTERS) if child is not None)
             found.append(Experts(name, next(int(part) for part in name.split(".") if part.isdigit()), module, router))
     return found
-
-
-def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of the linear maps of a part: shared_experts or attention.
-
-    A map to one number is the gate of a shared expert: it counts as a router.
-    """
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
-            yield name, module
-
-
-def part_of(name: str) -> str:
-    """The part a module or tensor of a model belongs to by its path: experts, shared_experts, attention or rest."""
-    path = name.split(".")
-    if not any(word.isdigit() for word in path):
-        return "rest"
-    if "experts" in path:
-        return "experts"
-    if any(f"{word}." in DISK_SHARED for word in path):
-        return "shared_experts"
-    return "attention" if any(mark in word for word in path for mark in ATTENTION) else "rest"
 
 
 def storage(model: nn.Module) -> dict[str, int]:

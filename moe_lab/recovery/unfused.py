@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_lab.models.experts import sort_by_expert
 from moe_lab.pruning.ragged import RaggedExperts
-from moe_lab.statistics.experts import sort_by_expert
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]
 """Name (gate, up or down), weight (out, in), bias (out,) or None: views of the tensors of an experts module."""

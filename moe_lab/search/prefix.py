@@ -80,8 +80,8 @@ def _remember(layer: nn.Module, beginning: Schedule, states: States, undo: ExitS
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         if not isinstance(output, torch.Tensor):
             raise UserError(
-                f"allocation=evolutionary: {type(module).__name__} gives {type(output).__name__} instead of hidden "
-                "states, so its layers cannot be run one by one: this model is not supported"
+                f"{type(module).__name__} gives {type(output).__name__} instead of hidden states, so its layers cannot "
+                "be run one by one, as searches and ablation do: this model is not supported"
             )
 
     undo.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.pruning.surgery import count_attributes, replace_tensor, rows
+from moe_lab.models.experts import intermediate, output
+from moe_lab.pruning.mask import slice_router
 from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
 from moe_lab.statistics.accumulate import wide
-from moe_lab.statistics.experts import intermediate, output
 from moe_lab.statistics.gather import Batch, read_all
 from moe_lab.statistics.observe import Tap
 from moe_lab.statistics.sums import Layers
@@ -162,22 +162,12 @@ def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs:
     experts, as in a pruned model, and the layer is restored.
     """
     with ExitStack() as undo:
-        sliced = {}
-        for part in layer.routing:
-            whole = part.tensor
-            ids = torch.tensor(kept, device=whole.device)
-            undo.callback(replace_tensor, part.module, part.name, whole)
-            sliced[id(whole)] = rows(whole, part.axis, ids)
-            replace_tensor(part.module, part.name, sliced[id(whole)])
-        for module in layer.router.modules():
-            for name in count_attributes(module, layer.n_experts):
-                undo.callback(setattr, module, name, layer.n_experts)
-                setattr(module, name, len(kept))
+        sliced = slice_router(layer, kept, undo)
         # some blocks hand their router its biases; forward, so that nobody observes this call
         given = [sliced.get(id(value), value) for value in args]
         named = {name: sliced.get(id(value), value) for name, value in kwargs.items()}
         _, weights, chosen = layer.router.forward(*given, **named)
-    return _spread(ids.to(chosen.device)[chosen], weights, layer.n_experts)
+    return _spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
 
 
 def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:

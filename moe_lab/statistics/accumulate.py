@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_lab.statistics.experts import Rows, parts
+from moe_lab.models.experts import Rows, parts
 
 EPSILON = 1e-6
 """Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code of MoE-Slimming."""

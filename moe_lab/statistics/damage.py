@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.accumulate import wide
-from moe_lab.statistics.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.gather import Batch, read_all
 from moe_lab.statistics.observe import Observer, Tap
 from moe_lab.statistics.rerouting import Rerouting

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.accumulate import Call
-from moe_lab.statistics.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.observe import Observer, Tap
 
 

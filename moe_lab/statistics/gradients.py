@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
+from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.accumulate import Channels, wide
 from moe_lab.statistics.backward import SCALE, differentiable, forward_and_backward
-from moe_lab.statistics.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.forward import inside_backward
 from moe_lab.statistics.gather import Batch, read_all
 from moe_lab.statistics.observe import Tap

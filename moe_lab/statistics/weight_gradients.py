@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.accumulate import wide
 from moe_lab.statistics.backward import SCALE, differentiable, forward_and_backward
-from moe_lab.statistics.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.gather import Batch, description
 from moe_lab.statistics.observe import Observer, Tap
 from moe_lab.statistics.sums import Statistics, check_finite

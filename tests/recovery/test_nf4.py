@@ -11,6 +11,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.parts import linears
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.plan import Plan, make_channel_plan
 from moe_lab.pruning.ragged import RaggedExperts
@@ -18,7 +19,7 @@ from moe_lab.recovery import settings
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.fourbit import FourBitLinear, FourBitMatrices
 from moe_lab.recovery.nf4 import quantize
-from moe_lab.recovery.parts import experts_of, linears, storage
+from moe_lab.recovery.parts import experts_of, storage
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

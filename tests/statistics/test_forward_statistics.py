@@ -9,9 +9,9 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.experts import sort_by_expert
 from moe_lab.statistics import dispatch
 from moe_lab.statistics.accumulate import Call
-from moe_lab.statistics.experts import sort_by_expert
 from moe_lab.statistics.forward import ForwardTap, inside_backward, is_softmax
 from moe_lab.statistics.observe import Observer
 
