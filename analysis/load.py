@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,20 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from analysis import artefacts
 from analysis.frames import groups, records
 from analysis.reader import SCHEMA, Gap, Reader
 from analysis.remarks import remarks
 from moe_lab.errors import UserError, unknown
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
-AXES = ("model", "criterion", "calibration", "ratio", "allocation", "gate", "seed")
-"""What a cell is made of; `none` and 0 for the unpruned model."""
+AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
+"""What a cell is made of; `none` and 0 for the unpruned model.
 
-ARTEFACTS = ("model", "statistics", "scores", "plan", "export")
+granularity: what the criterion scores, expert or channel. allocation and recovery: the words of the study's record.
+"""
+
+ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost")
 """Steps of a cell besides its evaluations; their columns end in `_folder`."""
 
 
@@ -51,10 +56,35 @@ class Study:
     """Model -> layers, experts and parameters."""
     origins: pd.DataFrame
     """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions of libraries."""
-    gaps: Sequence[Gap]
-    """What is missing."""
+    reader: Reader
+    """Reads the frames below when they are first asked for."""
     notes: Sequence[str] = field(default=())
     """What a reader should know, though nothing is missing."""
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """What is missing, as far as it was read."""
+        return list(self.reader.gaps.values())
+
+    @cached_property
+    def costs(self) -> pd.DataFrame:
+        """cell, bits, parameters, parameters_kept, routed_kept, storage_bytes, ...: see `artefacts.costs`."""
+        return artefacts.costs(self.cells, self.reader)
+
+    @cached_property
+    def kept(self) -> pd.DataFrame:
+        """cell, layer, expert, share of its channels, null: see `artefacts.kept`."""
+        return artefacts.kept(self.cells, self.reader)
+
+    @cached_property
+    def history(self) -> pd.DataFrame:
+        """cell, generation, schedule, origin, fitness, ...: see `artefacts.history`."""
+        return artefacts.history(self.cells, self.reader)
+
+    @cached_property
+    def searches(self) -> pd.DataFrame:
+        """cell, layers, best, best_fitness, uniform_fitness, seconds, ...: see `artefacts.searches`."""
+        return artefacts.searches(self.cells, self.reader)
 
 
 def studies(store: Path) -> list[str]:
@@ -93,7 +123,7 @@ def load(store: Path, name: str) -> Study:
         calibrations=calibrations,
         models=models,
         origins=origins,
-        gaps=list(reader.gaps.values()),
+        reader=reader,
         notes=remarks(results, origins),
     )
 
@@ -158,8 +188,11 @@ def _evaluations(
     origins: dict[str, dict[str, Any]] = {}
     for cell, words in _labels(cells).items():
         entry = document["cells"][cell]
+        errors = entry.get("errors") or {}
+        if "cost" in errors:
+            reader.step(None, f"cost of {words}", errors["cost"])
         for task, name in entry.get("evaluate", {}).items():
-            folder = reader.step(name, f"{task} of {words}", (entry.get("errors") or {}).get(task))
+            folder = reader.step(name, f"{task} of {words}", errors.get(task))
             result = reader.json(folder, "result.json") if folder else None
             if folder is None or result is None:
                 continue

@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from analysis.frames import records
 from analysis.load import Study
 
 BYTES = 2
 """Of one parameter in bfloat16."""
 
 
-def removed_parameters(layers: Mapping[str, Mapping[str, int]], removed: Mapping[str, int]) -> int:
-    """Parameters that go with the removed experts: their matrices and their rows of the router.
+def removed_parameters(
+    layers: Mapping[str, Mapping[str, int]], removed: Mapping[str, float], dropped: Mapping[str, int]
+) -> int:
+    """Parameters that go with what a plan removes: matrices of experts or channels, and rows of the router.
 
-    layers: layer -> {expert_parameters, router_parameters_per_expert}; removed: layer -> number of removed experts. The
-    papers leave the router rows out, which is less than 0.01 GiB for their models.
+    layers: layer -> {expert_parameters, router_parameters_per_expert}; removed: layer -> experts removed, parts of one
+    counted by their channels; dropped: layer -> experts that are not routed to any more. The papers leave the router
+    rows out, which is less than 0.01 GiB for their models.
     """
-    return sum(
-        count * (layers[layer]["expert_parameters"] + layers[layer].get("router_parameters_per_expert", 0))
-        for layer, count in removed.items()
-    )
+    matrices = sum(count * layers[layer]["expert_parameters"] for layer, count in removed.items())
+    rows = sum(count * layers[layer].get("router_parameters_per_expert", 0) for layer, count in dropped.items())
+    return round(matrices + rows)
 
 
 def loading_memory(study: Study) -> pd.DataFrame:
-    """One row per model and ratio: parameters and bytes before and after. Empty without facts about the models."""
+    """One row per model, ratio, granularity and allocation: parameters and bytes before and after. Empty without facts
+    about the models. Criteria that remove different numbers under one allocation have a row each."""
     rows = []
-    pruned = study.cells[study.cells["plan_folder"].notna()].drop_duplicates(["model", "ratio", "allocation"])
-    for cell in records(pruned):
-        facts = study.models.get(cell["model"])
-        removed = _removed(study.store / cell["plan_folder"] / "plan.json")
-        if facts is None or removed is None:
+    for cell, plan in study.kept.groupby("cell", sort=False):
+        axes = study.cells.loc[int(str(cell))]
+        facts = study.models.get(axes["model"])
+        if facts is None:
             continue
+        by_layer = plan.assign(gone=1 - plan["share"], dropped=(plan["share"] == 0) & ~plan["null"]).groupby("layer")
+        removed = {str(layer): float(gone) for layer, gone in by_layer["gone"].sum().items()}
+        dropped = {str(layer): int(count) for layer, count in by_layer["dropped"].sum().items()}
         before = int(facts["parameters"])
-        after = before - removed_parameters(facts["layers"], removed)
-        rows.append(
-            {
-                "model": cell["model"],
-                "ratio": cell["ratio"],
-                "allocation": cell["allocation"],
-                "parameters": before,
-                "parameters_after": after,
-                "bytes": before * BYTES,
-                "bytes_after": after * BYTES,
-                "saved": 1 - after / before,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def _removed(path: Path) -> dict[str, int] | None:
-    """Layer -> number of experts a plan removes; None when the plan cannot be read."""
-    try:
-        plan: dict[str, Any] = json.loads(path.read_bytes())
-        return {layer: int(plan["n_experts"][layer]) - len(kept) for layer, kept in plan["experts"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        after = before - removed_parameters(facts["layers"], removed, dropped)
+        named = {name: axes[name] for name in ("model", "ratio", "granularity", "allocation")}
+        found = {"parameters": before, "parameters_after": after, "bytes": before * BYTES, "bytes_after": after * BYTES}
+        rows.append({**named, **found, "saved": 1 - after / before})
+    return pd.DataFrame(rows).drop_duplicates(ignore_index=True) if rows else pd.DataFrame()

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import synthetic_plans
+from synthetic_plans import EXPERTS, LAYERS
+from synthetic_plans import rng as _rng
 
 CRITERIA = (
     "frequency", "seer", "ean", "reap", "mone", "mone_freq", "man", "msan",
     "gate_ean", "gate_energy", "exact_damage", "aimer", "magnitude", "random",
 )  # fmt: skip
-DATA_FREE = ("aimer", "magnitude", "random")
+DATA_FREE = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
 TASKS = {
     "humaneval": ("humaneval", "humaneval_plus"),
@@ -36,22 +40,22 @@ SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k":
 STRENGTH = {
     "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78,
     "msan": 0.66, "gate_ean": 0.40, "gate_energy": 0.38, "exact_damage": 0.58, "aimer": 0.44, "magnitude": 0.32,
-    "random": 0.10,
+    "random": 0.10, "heapr": 0.85, "camera": 0.80, "channel_weight": 0.60, "channel_activation": 0.75,
+    "channel_random": 0.30,
 }  # fmt: skip
-LAYERS, EXPERTS = 4, 32
+GAIN = {"uniform": 0.0, "evolutionary": 0.25, "global": 0.15}
+"""What an allocation adds to the strength of a criterion; others add a tenth."""
 
 
-def _rng(*words: object) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32("/".join(map(str, words)).encode()))
-
-
-def _quality(criterion: str, calibration: str, ratio: float, task: str) -> float:
+def _quality(cell: dict[str, Any], task: str) -> float:
+    criterion, calibration, ratio = cell["criterion"], cell["calibration"], cell["ratio"]
     if criterion == "none":
         return 0.97
     own = calibration.removeprefix("pocket_")
     skill = SKILLS.get(task, "general")
     match = 0.18 if own == skill else (-0.1 if own != "none" and skill != "general" else 0.0)
-    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - STRENGTH[criterion] - match), 0.0, 0.97))
+    strength = STRENGTH[criterion] + match + GAIN.get(cell["allocation"], 0.1) - 0.1 * (cell["recovery"] == "nf4")
+    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength), 0.0, 0.97))
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -63,12 +67,18 @@ def _folder(kind: str, label: str) -> str:
     return f"{kind}/{label}-{zlib.crc32(label.encode()):08x}0000"
 
 
+def _words(cell: dict[str, Any]) -> tuple[str, ...]:
+    """What names a cell's folders: its allocation and recovery only where they are unusual."""
+    unusual = [cell[axis] for axis in ("allocation", "recovery") if cell[axis] not in ("none", "uniform")]
+    return (cell["model"], cell["calibration"], cell["criterion"], *unusual)
+
+
 def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
-    words = (cell["model"], cell["calibration"], cell["criterion"], cell["ratio"], task)
+    words = (*_words(cell), cell["ratio"], task)
     folder = _folder("evaluate", "-".join(map(str, words)))
     difficulty = _rng("items", task).uniform(0, 1, items)
     luck = _rng(*words).normal(0, 0.06, items)
-    solved = _quality(cell["criterion"], cell["calibration"], cell["ratio"], task) + luck > difficulty
+    solved = _quality(cell, task) + luck > difficulty
     frames, results = [], []
     for number, name in enumerate(TASKS[task]):
         outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(float)
@@ -116,12 +126,15 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
 
 def _facts(root: Path, model: str) -> str:
     folder = _folder("model", model)
-    sizes = {"n_experts": EXPERTS, "top_k": 4, "n_group": 1, "hidden": 128, "width": 64}
-    sizes |= {"expert_parameters": 3 * 128 * 64, "router_parameters_per_expert": 128}
+    sizes = {"n_experts": EXPERTS, "top_k": 4, "n_group": 1, "topk_group": 1, "hidden": 128, "width": 64}
+    sizes |= {
+        "expert_parameters": synthetic_plans.EXPERT_PARAMETERS,
+        "router_parameters_per_expert": synthetic_plans.ROUTER_PARAMETERS,
+    }
     facts = {
         "model": model,
         "model_type": "olmoe",
-        "parameters": 3_700_000,
+        "parameters": synthetic_plans.PARAMETERS,
         "layers": {str(i): sizes for i in range(LAYERS)},
     }
     write_json(root / folder / "facts.json", facts)
@@ -186,24 +199,36 @@ def _damage(root: Path, model: str, calibration: str) -> str:
     return folder
 
 
+def _plan(root: Path, axes: dict[str, Any]) -> str:
+    kind = "search" if axes["allocation"] == synthetic_plans.SEARCHED else "plan"
+    folder = _folder(kind, f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    write_json(root / folder / "plan.json", synthetic_plans.plan(axes))
+    if kind == "search":
+        pd.DataFrame(synthetic_plans.history(axes)).to_parquet(root / folder / "history.parquet", index=False)
+        write_json(root / folder / "search.json", synthetic_plans.search(axes))
+    return folder
+
+
+def _cost(root: Path, axes: dict[str, Any]) -> str:
+    folder = _folder("cost", f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    write_json(root / folder / "cost.json", synthetic_plans.cost(axes))
+    return folder
+
+
 def _cell(root: Path, axes: dict[str, Any], tasks: Sequence[str], items: int) -> dict[str, Any]:
     pruned, reads = axes["criterion"] != "none", axes["calibration"] != "none"
+    axes = {**axes, "granularity": synthetic_plans.granularity(axes["criterion"])}
     label = f"{axes['model']}-{axes['calibration']}-{axes['criterion']}"
-    plan = _folder("plan", f"{label}-{axes['ratio']:g}")
-    if pruned:
-        keep = list(range(EXPERTS - int(EXPERTS * axes["ratio"])))
-        experts = {str(layer): keep for layer in range(LAYERS)}
-        write_json(
-            root / plan / "plan.json", {"experts": experts, "n_experts": {str(i): EXPERTS for i in range(LAYERS)}}
-        )
     return {
         "cell": axes,
         "model": _facts(root, axes["model"]),
+        "finetune": None,
         "export": None,
         "errors": {},
-        "plan": plan if pruned else None,
+        "plan": _plan(root, axes) if pruned else None,
         "scores": _folder("scores", label) if pruned else None,
         "statistics": _statistics(root, axes["model"], axes["calibration"]) if reads else None,
+        "cost": _cost(root, axes),
         "evaluate": {task: _evaluate(root, axes, task, items) for task in tasks},
     }
 
@@ -216,6 +241,8 @@ def write_store(
     criteria: Sequence[str] = CRITERIA,
     calibrations: Sequence[str] = CALIBRATIONS,
     ratios: Sequence[float] = (0.25, 0.5),
+    allocations: Sequence[str] = ("uniform",),
+    recoveries: Sequence[str] = ("none",),
     tasks: Sequence[str] = tuple(TASKS),
     items: int = 80,
     overlap: bool = True,
@@ -223,14 +250,17 @@ def write_store(
     """A store with one study; returns its root."""
     cells = []
     for model in models:
-        unpruned = {"model": model, "criterion": "none", "calibration": "none", "ratio": 0.0, "allocation": "none"}
-        cells.append(_cell(root, {**unpruned, "gate": "none", "seed": 0}, tasks, items))
-        for ratio in ratios:
-            for criterion in criteria:
-                for calibration in ("none",) if criterion in DATA_FREE else calibrations:
-                    axes = {"model": model, "criterion": criterion, "calibration": calibration, "ratio": ratio}
-                    axes |= {"allocation": "uniform", "gate": "model", "seed": 42}
-                    cells.append(_cell(root, axes, tasks, items))
+        unpruned = {"model": model, "criterion": "none", "calibration": "none", "ratio": 0.0}
+        unpruned |= {"allocation": "none", "recovery": "none", "gate": "none", "seed": 0}
+        cells.append(_cell(root, unpruned, tasks, items))
+        for ratio, criterion, allocation, recovery in product(ratios, criteria, allocations, recoveries):
+            searched = allocation == synthetic_plans.SEARCHED
+            if searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
+                continue
+            for calibration in ("none",) if criterion in DATA_FREE and not searched else calibrations:
+                axes = {"model": model, "criterion": criterion, "calibration": calibration, "ratio": ratio}
+                axes |= {"allocation": allocation, "recovery": recovery, "gate": "model", "seed": 42}
+                cells.append(_cell(root, axes, tasks, items))
     pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
     families = {f"{calibration}@{model}": _family(root, model, calibration) for model, calibration in pairs}
     damages = {f"{calibration}@{model}": _damage(root, model, calibration) for model, calibration in pairs}

@@ -105,7 +105,8 @@ def test_loading_memory_of_published_models(
 ) -> None:
     """000 Table 3: OLMoE 12.89 to 6.89; the half of Qwen3's experts is 27.00 GiB."""
     sizes = {str(i): {"expert_parameters": 3 * hidden * width} for i in range(layers)}
-    removed = memory.removed_parameters(sizes, {str(i): experts // 2 for i in range(layers)})
+    half = {str(i): experts // 2 for i in range(layers)}
+    removed = memory.removed_parameters(sizes, half, half)
     assert parameters * memory.BYTES / 2**30 == pytest.approx(before, abs=0.01)
     assert (parameters - removed) * memory.BYTES / 2**30 == pytest.approx(after, abs=0.01)
 

@@ -1,0 +1,171 @@
+"""What pruned models cost and keep, and how their allocations were searched for, as tidy frames from a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.reader import Reader
+
+COSTS = (
+    "parameters",
+    "parameters_unpruned",
+    "parameters_kept",
+    "routed_kept",
+    "storage_bytes",
+    "loading_bytes",
+    "flops_per_token",
+    "flops_per_token_unpruned",
+    "flops_ratio",
+)
+"""Numbers of cost.json: counts of parameters; shares of all parameters and of those of routed experts that are kept;
+bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs of a token, and their share of the unpruned
+model's."""
+
+HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
+"""Columns of history.parquet."""
+
+SEARCHES = (
+    "layers",
+    "budget",
+    "fitness",
+    "population",
+    "generations",
+    "best",
+    "best_fitness",
+    "uniform",
+    "uniform_fitness",
+    "candidates",
+    "forwards",
+    "full",
+    "screening",
+    "per_candidate",
+    "seconds",
+)
+"""What `searches` says of a search besides its cell."""
+
+
+def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """One row per cell whose cost was counted: cell, bits and COSTS."""
+    columns = ["cell", "bits", *COSTS]
+    documents = _documents(cells, "cost_folder", "cost.json", reader)
+    rows = [{"cell": cell, **{name: found.get(name) for name in columns[1:]}} for cell, found in documents.items()]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.astype(dict.fromkeys(columns[1:], float))
+
+
+def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What plans leave: cell, layer, expert, share of the expert's channels (0..1), null.
+
+    All experts the layer had are listed: a dropped one has 0, and so has a null expert, which keeps no channel and is
+    still routed to; `null` tells it from a dropped one. Whole experts have 1. The unpruned model has no rows.
+    """
+    columns = ("layer", "expert", "share", "null")
+    frames = {}
+    for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
+        try:
+            frames[cell] = _shares(document)
+        except (KeyError, TypeError, ValueError):
+            reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
+    return _by_cell(frames, columns)
+
+
+def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Every schedule that searches made: cell and HISTORY. Schedules are arrays of experts removed, in the order of
+    `layers` in `searches`; `fitness` is NaN for one that was never evaluated, higher is better."""
+    frames = {}
+    for cell, name in _searched(cells).items():
+        folder = reader.folder(name)
+        table = reader.table(folder, "history.parquet", HISTORY) if folder else None
+        if table is not None:
+            frames[cell] = table.to_pandas()
+    return _by_cell(frames, HISTORY)
+
+
+def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """One row per cell whose allocation was searched for: cell and SEARCHES.
+
+    layers            decoder layers, tuple; `best` and `uniform` are removed experts in their order, tuples
+    budget            experts removed in all
+    fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
+    candidates        schedules that were evaluated; `forwards` what that cost in full forwards over the search set,
+                      `screening` what ranking proposals cost on top, `full` what all would have cost without reuse
+    per_candidate     forwards for one candidate
+    seconds           of the whole search in one process
+    """
+    rows = []
+    for cell, name in _searched(cells).items():
+        folder = reader.folder(name)
+        document = reader.json(folder, "search.json") if folder else None
+        if document is not None:
+            rows.append({"cell": cell, **_search(document)})
+    return pd.DataFrame(rows, columns=["cell", *SEARCHES])
+
+
+def _search(document: Mapping[str, Any]) -> dict[str, Any]:
+    settings, cost = document.get("settings") or {}, document.get("cost") or {}
+    best, uniform = document.get("best") or {}, document.get("uniform") or {}
+    evolution = settings.get("evolution") or {}
+    return {
+        "layers": tuple(document.get("layers") or ()),
+        "budget": document.get("budget"),
+        "fitness": (settings.get("fitness") or {}).get("fitness"),
+        "population": evolution.get("population"),
+        "generations": evolution.get("generations"),
+        "best": tuple(best.get("schedule") or ()),
+        "best_fitness": best.get("fitness"),
+        "uniform": tuple(uniform.get("schedule") or ()),
+        "uniform_fitness": uniform.get("fitness", np.nan),
+        **{
+            name: cost.get(name, np.nan)
+            for name in ("candidates", "forwards", "full", "screening", "per_candidate", "seconds")
+        },
+    }
+
+
+def _searched(cells: pd.DataFrame) -> dict[int, str]:
+    """Cell -> the folder of its search."""
+    names = cells["plan_folder"].dropna()
+    folders = {int(cell): str(name) for cell, name in names.items()}
+    return {cell: name for cell, name in folders.items() if name.startswith("search/")}
+
+
+def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> dict[int, dict[str, Any]]:
+    """Cell -> the JSON document in one of its folders; cells that share a folder share the document."""
+    by_folder: dict[str, dict[str, Any] | None] = {}
+    found = {}
+    for cell, name in cells[column].dropna().items():
+        if name not in by_folder:
+            folder = reader.folder(name)
+            by_folder[name] = reader.json(folder, file) if folder else None
+        document = by_folder[name]
+        if document is not None:
+            found[int(str(cell))] = document
+    return found
+
+
+def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
+    """layer, expert, share, null of one plan."""
+    frames = []
+    for layer, about in plan["layers"].items():
+        share = np.zeros(about["experts"])
+        kept_experts = np.asarray(about["keep"], int)
+        share[kept_experts] = 1.0
+        if "channels" in about:
+            share[kept_experts] = [int(mask, 16).bit_count() for mask in about["channels"]]
+            share /= about["width"]
+        null = np.zeros(len(share), bool)
+        null[kept_experts] = share[kept_experts] == 0
+        frames.append(
+            pd.DataFrame({"layer": int(layer), "expert": np.arange(len(share)), "share": share, "null": null})
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _by_cell(frames: Mapping[int, pd.DataFrame], columns: tuple[str, ...]) -> pd.DataFrame:
+    if not frames:
+        return pd.DataFrame(columns=["cell", *columns])
+    return pd.concat([frame.assign(cell=cell) for cell, frame in frames.items()], ignore_index=True)[["cell", *columns]]

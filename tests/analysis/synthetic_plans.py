@@ -1,0 +1,141 @@
+"""Made-up plans, costs and searches of a synthetic store, in the layout of the real steps."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+LAYERS, EXPERTS, WIDTH, TOP_K = 4, 32, 64, 4
+EXPERT_PARAMETERS, ROUTER_PARAMETERS = 3 * 128 * 64, 128
+PARAMETERS = 3_700_000
+CHANNEL_CRITERIA = ("heapr", "camera", "channel_weight", "channel_activation", "channel_random")
+SEARCHED = "evolutionary"
+GENERATIONS, POPULATION = 6, 8
+
+
+def rng(*words: object) -> np.random.Generator:
+    """Random numbers that depend on the words alone."""
+    return np.random.default_rng(zlib.crc32("/".join(map(str, words)).encode()))
+
+
+def granularity(criterion: str) -> str:
+    """What a criterion scores."""
+    return "none" if criterion == "none" else "channel" if criterion in CHANNEL_CRITERIA else "expert"
+
+
+def removed(axes: dict[str, Any]) -> list[int]:
+    """Experts removed per layer: the same everywhere, or drawn around it with the same sum."""
+    each = int(EXPERTS * axes["ratio"])
+    if axes["allocation"] == "uniform":
+        return [each] * LAYERS
+    drawn = rng("removed", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"])
+    shift = int(drawn.integers(1, 5))
+    return [each - shift, each + shift, each + 1, each - 1]
+
+
+def channel_masks(axes: dict[str, Any]) -> np.ndarray:
+    """Kept channels (layers, experts, width); expert 3 of layer 0 is a null expert unless the allocation is uniform."""
+    drawn = rng("channels", axes["criterion"], axes["calibration"], axes["ratio"], axes["allocation"])
+    scores = drawn.uniform(size=(LAYERS, EXPERTS, WIDTH))
+    if axes["allocation"] != "uniform":
+        scores += drawn.uniform(0, 0.5, (LAYERS, EXPERTS, 1))
+        scores[0, 3] = -1
+    return scores > np.quantile(scores, axes["ratio"]) if axes["ratio"] else np.ones(scores.shape, bool)
+
+
+def plan(axes: dict[str, Any]) -> dict[str, Any]:
+    """The content of plan.json."""
+    if granularity(axes["criterion"]) == "channel":
+        packed = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
+        layers = {
+            str(layer): {
+                "experts": EXPERTS,
+                "keep": list(range(EXPERTS)),
+                "width": WIDTH,
+                "channels": [row.tobytes().hex() for row in packed[layer]],
+            }
+            for layer in range(LAYERS)
+        }
+    else:
+        layers = {
+            str(layer): {"experts": EXPERTS, "keep": list(range(count, EXPERTS))}
+            for layer, count in enumerate(removed(axes))
+        }
+    return {"schema": 1, "digest": "made up", "layers": layers, "provenance": {}}
+
+
+def cost(axes: dict[str, Any]) -> dict[str, Any]:
+    """The content of cost.json."""
+    if granularity(axes["criterion"]) == "channel":
+        gone = int((~channel_masks(axes)).sum()) * EXPERT_PARAMETERS // WIDTH
+        active = 1 - axes["ratio"] / 2
+    else:
+        count = 0 if axes["criterion"] == "none" else sum(removed(axes))
+        gone, active = count * (EXPERT_PARAMETERS + ROUTER_PARAMETERS), 1.0
+    parameters = PARAMETERS - gone
+    bits = 4 if "nf4" in axes["recovery"] else 16
+    return {
+        "bits": bits,
+        "parameters": parameters,
+        "parameters_unpruned": PARAMETERS,
+        "parameters_kept": parameters / PARAMETERS,
+        "routed_kept": 1 - gone / (LAYERS * EXPERTS * EXPERT_PARAMETERS),
+        "storage_bytes": parameters * bits // 8,
+        "loading_bytes": 2 * parameters,
+        "flops_per_token": 2_600_000 * active,
+        "flops_per_token_unpruned": 2_600_000,
+        "flops_ratio": active,
+    }
+
+
+def history(axes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of history.parquet: fitness rises with the generations."""
+    drawn = rng("history", axes["criterion"], axes["calibration"], axes["ratio"])
+    each = int(EXPERTS * axes["ratio"])
+    rows = []
+    for generation in range(GENERATIONS):
+        for member in range(POPULATION):
+            first = generation == 0 and member == 0
+            shift = 0 if first else int(drawn.integers(1, 5))
+            fitness = 0.5 if first else 0.5 + 0.05 * generation + float(drawn.uniform(-0.03, 0.03))
+            rows.append(
+                {
+                    "generation": generation,
+                    "schedule": [each - shift, each + shift, each, each],
+                    "origin": "uniform" if first else "mutation",
+                    "parent": None if generation == 0 else [each] * LAYERS,
+                    "screened": None,
+                    "evaluated": member < 6,
+                    "fitness": fitness if member < 6 else None,
+                    "elite": member < 2,
+                }
+            )
+    return rows
+
+
+def search(axes: dict[str, Any]) -> dict[str, Any]:
+    """The content of search.json."""
+    each = int(EXPERTS * axes["ratio"])
+    best = max(row["fitness"] for row in history(axes) if row["evaluated"])
+    return {
+        "schema": 1,
+        "layers": list(range(LAYERS)),
+        "budget": each * LAYERS,
+        "settings": {
+            "evolution": {"population": POPULATION, "generations": GENERATIONS},
+            "fitness": {"fitness": "esap"},
+        },
+        "best": {"schedule": removed(axes), "fitness": best},
+        "uniform": {"schedule": [each] * LAYERS, "fitness": 0.5},
+        "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 0, "skipped": 12},
+        "cost": {
+            "candidates": 36,
+            "forwards": 24.5,
+            "full": 36.0,
+            "screening": 0.0,
+            "per_candidate": 24.5 / 36,
+            "seconds": 12.5,
+        },
+    }
