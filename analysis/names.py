@@ -21,8 +21,36 @@ CRITERIA = {
     "aimer": "AIMER",
     "magnitude": "Magnitude",
     "random": "Random",
+    "heapr": "HEAPr",
+    "camera": "CAMERA",
+    "channel_activation": "Channel activation",
+    "channel_weight": "Channel weight",
+    "channel_weight_activation": "Channel weight × activation",
+    "channel_gradient": "Channel gradient",
+    "channel_activation_gradient": "Channel activation × gradient",
+    "snip": "SNIP",
+    "channel_random": "Random channels",
 }
 """Registry name -> spelling of the papers, in the order of every table."""
+
+ALLOCATIONS = {
+    "uniform": "uniform",
+    "layerwise": "layerwise",
+    "global": "global",
+    "u_shaped": "U-shaped",
+    "loss_based": "loss-based",
+    "coverage": "coverage",
+    "reconstruction": "reconstruction",
+    "list": "list",
+    "evolutionary": "evolutionary",
+}
+"""Allocation of a study's record -> spelling, in the order of every table; others stand as they are."""
+
+RECOVERIES = {"none": "", "nf4": "NF4", "dora": "DoRA", "pocket_dora": "DoRA", "dora_nf4": "DoRA, NF4"}
+"""Recovery of a study's record -> spelling."""
+
+_BETWEEN = "\x1f"
+"""Between the parts of a method's key."""
 
 BASELINES = ("frequency", "seer", "ean", "reap", "mone")
 """The five criteria of the published winner map (000 Fig. 2)."""
@@ -83,6 +111,43 @@ def criterion(name: str) -> str:
         return CRITERIA.get(name, name)
     values = dict(part.split("=", 1) for part in member[1].split(",") if "=" in part)
     return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
+
+
+def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
+    """A method as one word: the criterion's name alone, or with the allocation and recovery that tell it from others.
+
+    Methods are what competes. Keys are spelled for people by `method`.
+    """
+    return _BETWEEN.join((criterion_name, allocation, recovery)).rstrip(_BETWEEN)
+
+
+def parts(method_key: str) -> tuple[str, str, str]:
+    """Criterion, allocation and recovery of a method's key; "" where they say nothing."""
+    criterion_name, allocation, recovery = (method_key + 2 * _BETWEEN).split(_BETWEEN)[:3]
+    return criterion_name, allocation, recovery
+
+
+def method(method_key: str) -> str:
+    """A method in the papers' words: REAP; REAP, evolutionary; Channel activation, coverage, NF4."""
+    criterion_name, allocation, recovery = parts(method_key)
+    words = (criterion(criterion_name), allocated(allocation), RECOVERIES.get(recovery, recovery))
+    return ", ".join(word for word in words if word)
+
+
+def allocated(allocation: str) -> str:
+    """An allocation in a word or a few."""
+    return ALLOCATIONS.get(allocation, allocation)
+
+
+def methods_in_order(keys: Iterable[str]) -> list[str]:
+    """Methods by criterion, allocation and recovery, each in its usual order; what is unusual comes last."""
+    groups = [list(CRITERIA), ["", *ALLOCATIONS], ["", *RECOVERIES]]
+
+    def place(method_key: str) -> list[tuple[int, str]]:
+        named = zip(parts(method_key), groups, strict=True)
+        return [(group.index(word) if word in group else len(group), word) for word, group in named]
+
+    return sorted(set(keys), key=place)
 
 
 def benchmark(name: str) -> str:

@@ -39,6 +39,15 @@ CRITERIA = {
     "aimer": "#8a8a2b",
     "magnitude": "#7a7a7a",
     "random": "#a9a9a9",
+    "heapr": "#d1495b",
+    "camera": "#00798c",
+    "channel_weight": "#8d6b94",
+    "channel_activation": "#1f5fa8",
+    "channel_weight_activation": "#5aa9e6",
+    "channel_gradient": "#c98a1b",
+    "channel_activation_gradient": "#6a994e",
+    "snip": "#9c6644",
+    "channel_random": "#a0a7ab",
 }
 """Colours of criteria (after Paul Tol's schemes); every figure also names them, or gives them a marker."""
 OTHER = "#5b8c9c"
