@@ -1,0 +1,152 @@
+"""The methods beyond whole experts and equal layers, from the command line on the shipped model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from moe_lab.pruning.plan import Plan
+
+SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
+SHORT_SEARCH = [
+    "allocation=pocket_evolutionary",
+    "allocation.parameters.population=4",
+    "+allocation.parameters.elites=2",
+    "allocation.parameters.generations=2",
+]
+CHANNELS = [
+    "grid.criterion=[channel_activation]",
+    "grid.allocation=[coverage]",
+    "more=[{allocation: [coverage_aligned]}, {criterion: [heapr], allocation: [global]}, {criterion: [snip]}]",
+]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(),
+        reason="no shipped model",
+    ),
+]
+
+
+def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_lab", *SMALL, *words, f"store={store}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
+
+
+def cells(store: Path, *words: str) -> list[dict[str, Any]]:
+    """The pruned cells of a study that must succeed."""
+    done = moe_lab(store, *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((store / "studies" / "study.json").read_text())["cells"]
+    return [cell for cell in found if cell["plan"]]
+
+
+def content(store: Path, folder: str, file: str) -> Any:
+    return json.loads((store / folder / file).read_text())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("methods") / "store"
+
+
+def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Path) -> None:
+    found = cells(store, *CHANNELS, "ratio=0.5")
+    assert len(found) == 4 and {cell["cell"]["granularity"] for cell in found} == {"channel"}
+    for cell in found:
+        plan = Plan.load(store / cell["plan"] / "plan.json")
+        kept = sum(int(mask.sum()) for mask in plan.channels.values())
+        cost = content(store, cell["cost"], "cost.json")
+        assert cost["routed_kept"] == pytest.approx(kept / (4 * 32 * 64))
+        if cell["cell"]["allocation"] == "coverage, aligned":
+            assert {width % 8 for layer in plan.experts for width in plan.widths(layer)} == {0}
+        else:
+            assert kept == 4 * 32 * 64 // 2
+        assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
+
+
+def test_a_further_grid_shares_the_passes_of_the_first(store: Path) -> None:
+    folders = {kind: list((store / kind).glob("*/provenance.json")) for kind in ("statistics", "gradients")}
+    assert {kind: len(found) for kind, found in folders.items()} == {"statistics": 1, "gradients": 1}
+
+
+def test_a_search_leaves_its_plan_and_its_history(store: Path) -> None:
+    (cell,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
+    plan = Plan.load(store / cell["plan"] / "plan.json")
+    assert sum(len(kept) for kept in plan.experts.values()) == 4 * 24
+    assert (store / cell["plan"] / "history.parquet").exists()
+    assert content(store, cell["plan"], "search.json")
+    assert cell["cell"]["allocation"] == "evolutionary"
+
+
+def test_a_plan_in_a_file_is_that_very_plan(store: Path) -> None:
+    (searched,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
+    file = store / searched["plan"] / "plan.json"
+    (cell,) = cells(store, "criterion=random", "ratio=0.25", "allocation=list", f"allocation.path={file}")
+    assert Plan.load(store / cell["plan"] / "plan.json") == Plan.load(file)
+    refused = moe_lab(store, "criterion=random", "ratio=0.5", "allocation=list", f"allocation.path={file}")
+    assert refused.returncode == 2 and "set ratio=0.25" in refused.stderr + refused.stdout
+
+
+def test_all_choices_are_tried_where_they_are_few(store: Path) -> None:
+    (cell,) = cells(store, "criterion=random", "ratio=0.04", "allocation=reconstruction")
+    plan = Plan.load(store / cell["plan"] / "plan.json")
+    assert {len(kept) for kept in plan.experts.values()} == {31}
+
+
+def test_four_bits_are_evaluated_beside_sixteen(store: Path) -> None:
+    found = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "grid.recovery=[none,nf4]")
+    by_bits = {cell["cell"]["recovery"]: content(store, cell["cost"], "cost.json") for cell in found}
+    assert set(by_bits) == {"none", "nf4"}
+    assert by_bits["nf4"]["storage_bytes"] < by_bits["none"]["storage_bytes"] / 2
+    assert by_bits["nf4"]["parameters"] == by_bits["none"]["parameters"]
+    assert len({cell["evaluate"]["pocket_boolq"] for cell in found}) == 2
+
+
+def test_a_fine_tuned_model_is_evaluated_like_any_other(store: Path) -> None:
+    words = ["criterion=heapr", "allocation=global", "ratio=0.5", "recovery=pocket_dora", "recovery.epochs=0.1"]
+    (cell,) = cells(store, *words)
+    report = content(store, cell["finetune"], "finetune.json")
+    assert report["steps"] >= 1 and numpy.isfinite(report["loss"]).all()
+    assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
+
+
+def test_an_uneven_model_is_exported_and_loads_with_its_own_code(store: Path) -> None:
+    (cell,) = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "export=natural")
+    folder = store / cell["export"] / "checkpoint"
+    code = (
+        "import sys, torch; sys.modules['moe_lab'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+        "print(bool(model(torch.arange(8)[None]).logits.isfinite().all()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("True"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["criterion=heapr", "allocation=pocket_evolutionary"], "allocates experts, but the criterion scores channels"),
+        (["criterion=man", "allocation=layerwise"], "allocates channels, but the criterion scores experts"),
+        (["allocation=pocket_evolutionary", "allocation.search=pocket_math"], "holds no answers"),
+        (["allocation=reconstruction"], "is the largest feasible ratio"),
+        (["criterion=heapr", "allocation=coverage", "+allocation.parameters.align.block=7"], "8 is the nearest block"),
+        (["recovery=nf5"], "did you mean nf4"),
+        (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
+        (["export=naturel"], "did you mean natural"),
+        (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
+        (["flops_text=pocket_exerpt"], "did you mean pocket_excerpt"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(tmp_path: Path, words: list[str], sentence: str) -> None:
+    done = moe_lab(tmp_path / "store", *words)
+    assert done.returncode == 2
+    assert sentence in " ".join((done.stderr + done.stdout).split())
+    assert not (tmp_path / "store").exists()
