@@ -1,0 +1,194 @@
+"""The figures about channels: accuracy and FLOPs against the ratio (HEAPr, Fig. 2), and where budgets keep channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from analysis import methods, names, style
+from analysis.channel_tables import plain
+from analysis.chosen import group_targets
+from analysis.comparison import Comparison
+from analysis.frames import groups
+from analysis.load import Study
+from analysis.style import Figure
+
+FEWEST = 3
+"""Ratios a method needs to be drawn as a line over ratios."""
+MAPS = 6
+"""Allocations whose experts are drawn one by one."""
+
+
+def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Label -> cells of one method, by ratio: the methods that were run at at least three ratios."""
+    chosen = [found for _, found in groups(cells, methods.METHOD) if found["ratio"].nunique() >= FEWEST]
+    if not chosen:
+        return {}
+    labels = methods.labels(pd.concat(chosen))
+    return {str(labels[found.index[0]]): found.sort_values("ratio") for found in chosen}
+
+
+def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """HEAPr's Fig. 2: Avg with intervals, and FLOPs saved, against the share removed. None below three ratios."""
+    lines = ratio_lines(plain(comparison))
+    cells = [int(str(cell)) for found in lines.values() for cell in found.index]
+    target = group_targets(comparison, cells).get("Avg") if cells else None
+    if not target:
+        return None
+    saved = 1 - study.costs.set_index("cell")["flops_ratio"].astype(float)
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.7)
+        left, right = drawing.subplots(1, 2)
+        _unpruned(left, comparison, target)
+        score, (low, high) = comparison.score(target), comparison.interval(target)
+        handles = []
+        for at, (label, found) in enumerate(lines.items()):
+            look: Any = {"color": style.colour(found["criterion"].iloc[0]), "marker": style.MARKERS[at % 11]}
+            x = found["ratio"].to_numpy(float) * 100 + 0.6 * (at - (len(lines) - 1) / 2)
+            y, rows = score[found.index].to_numpy(float), found.index
+            left.vlines(x, low[rows], high[rows], color=look["color"], linewidth=1.4, alpha=0.6)
+            left.plot(x, y, markersize=4, linewidth=1.2, **look)
+            right.plot(found["ratio"] * 100, saved.reindex(rows) * 100, markersize=4, linewidth=1.2, **look)
+            handles.append(Line2D([], [], label=label, markersize=4, **look))
+        left.set(ylabel="Avg (mean of the displayed columns)", ylim=(0, None))
+        right.set(ylabel="FLOPs saved per token (%)", ylim=(0, None))
+        for axes in (left, right):
+            axes.set(xlabel="routed parameters removed (%)")
+            axes.grid(axis="y")
+        dashes = Line2D([], [], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9, label="Unpruned")
+        drawing.legend(handles=[*handles, dashes], loc="outside lower center", ncols=min(5, len(handles) + 1))
+    caption = (
+        "Left: Avg with 95 % intervals (items resampled), points of one ratio set side by side; dashed: the unpruned "
+        "model. Right: FLOPs of a token saved, with the routing that the pruned model has; whole experts save only "
+        "rows of routers, since as many experts as before answer each token."
+    )
+    return Figure(name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing)
+
+
+def _unpruned(axes: Axes, comparison: Comparison, target: tuple[str, ...]) -> None:
+    full = comparison.unpruned
+    if full is None:
+        return
+    low, high = comparison.interval(target)
+    axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
+    axes.axhline(comparison.score(target)[full], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9)
+
+
+def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
+    """(allocations, layers): share of its channels that each layer keeps, experts weighing alike.
+
+    Allocations with the same shares, to a thousandth, are one row whose label names them all. `kept`: cell, layer,
+    expert, share; of `cells`, those with a plan are counted.
+    """
+    found = kept[kept["cell"].isin(cells.index)]
+    shares = found.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
+    shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
+    same: dict[tuple[float, ...], list[int]] = {}
+    for cell, row in shares.round(3).iterrows():
+        same.setdefault(tuple(row), []).append(int(str(cell)))
+    labels = {members[0]: "\n".join(dict.fromkeys(cells.loc[members, "allocation"])) for members in same.values()}
+    return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
+
+
+def layer_figure(comparison: Comparison, kept: pd.DataFrame, *, name: str) -> Figure | None:
+    """Share of the channels that each layer keeps, a line per allocation. None without channel plans that differ."""
+    blocks = _budget_blocks(comparison)
+    if not blocks:
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE, 3.0 * len(blocks))
+        for axes, (ratio, cells) in zip(np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True):
+            shares = layer_shares(cells, kept)
+            for at, (label, row) in enumerate(shares.iterrows()):
+                shade = _SHADES[at % len(_SHADES)]
+                axes.plot(
+                    range(len(row)), row * 100, marker=style.MARKERS[at % 11], markersize=4.5, linewidth=1.2,
+                    color=shade, linestyle=_DASHES[at // len(_SHADES) % len(_DASHES)], label=label,
+                )  # fmt: skip
+            axes.set_xticks(range(shares.shape[1]), [f"layer {layer}" for layer in shares.columns])
+            axes.set(ylabel="channels kept (%)")
+            axes.set_title(f"{comparison.model}, {names.ratio(ratio)} pruned")
+            axes.grid(axis="y")
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
+    caption = "Share of its channels that each layer keeps. Allocations that keep the same shares are one line."
+    return Figure(name, "Which layers keep their channels", caption, drawing)
+
+
+_SHADES = ("#15181e", "#2277bb", "#ee7733", "#117733", "#aa4499", "#b39a25", "#cc6677", "#44aa99")
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
+
+
+def expert_figure(comparison: Comparison, kept: pd.DataFrame, *, name: str) -> Figure | None:
+    """Share of its channels that each expert keeps under each allocation, sorted in its layer; none is crossed."""
+    blocks = [(ratio, cell, word) for ratio, cells in _budget_blocks(comparison) for cell, word in _uneven(cells, kept)]
+    if not blocks:
+        return None
+    with style.look():
+        layers = kept["layer"].nunique()
+        down = -(-len(blocks) // 2)
+        drawing = style.drawing(style.PAGE, down * (0.2 * min(layers, 24) + 0.45) + 0.7)
+        several = len({ratio for ratio, _, _ in blocks}) > 1
+        for at, (ratio, cell, word) in enumerate(blocks):
+            axes = drawing.add_subplot(down, 2, at + 1)
+            _expert_axes(axes, kept[kept["cell"] == cell], names_layers=at % 2 == 0)
+            axes.set_title(f"{word}, {names.ratio(ratio)} pruned" if several else word)
+        handles = [Patch(facecolor="none", edgecolor="#bb3311", hatch="xxxx", label="no channel")]
+        handles += [Patch(facecolor=_shade(level), label=names.share(level)) for level in (0.25, 0.5, 0.75, 1)]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=5, title="channels kept", title_fontsize=7)
+    caption = (
+        "Each square is an expert, its shade the share of its channels that is kept; experts of a layer go from the "
+        "least to the most kept. Crossed ones keep none. Allocations that keep the same share of every expert of a "
+        "layer are left out."
+    )
+    return Figure(name, f"Which experts keep their channels: {comparison.model}", caption, drawing)
+
+
+def _budget_blocks(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
+    """Ratio and cells of one channel criterion under several allocations, coverage among them, one cell each."""
+    cells = plain(comparison)
+    cells = cells[cells["granularity"] == "channel"]
+    found = []
+    for key, group in groups(cells, ["ratio", "criterion"]) if len(cells) else ():
+        words = group.drop_duplicates("allocation")
+        if len(words) > 1 and any(methods.allocation(word)[0] == "coverage" for word in words["allocation"]):
+            found.append((float(key["ratio"]), words))
+    return found
+
+
+def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
+    """The first allocations under which experts of a layer keep different shares."""
+    found = kept[kept["cell"].isin(cells.index)]
+    spread = found.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
+    uneven = [int(str(cell)) for cell in cells.index if spread.get(cell, 0) > 1e-9]
+    return [(cell, str(cells.loc[cell, "allocation"])) for cell in uneven[:MAPS]]
+
+
+def _shade(share: Any) -> Any:
+    """The colour of a share, or of an array of them."""
+    return colormaps[style.SEQUENTIAL](0.08 + 0.87 * share)
+
+
+def _expert_axes(axes: Axes, kept: pd.DataFrame, *, names_layers: bool) -> None:
+    layers: Sequence[int] = sorted(kept["layer"].unique())
+    for y, layer in enumerate(layers):
+        share = np.sort(kept.loc[kept["layer"] == layer, "share"].to_numpy(float))
+        image = _shade(share)[None]
+        none = int((share == 0).sum())
+        image[0, :none, 3] = 0
+        axes.imshow(image, extent=(0, len(share), y + 0.94, y + 0.06), aspect="auto", interpolation="nearest")
+        if none:
+            box = (0, y + 0.06), none, 0.88
+            axes.add_patch(Rectangle(*box, facecolor="none", edgecolor="#bb3311", hatch="xxxx", linewidth=0))
+    axes.set(xlim=(0, kept.groupby("layer").size().max()), ylim=(len(layers), 0))
+    shown = list(layers)[:: max(1, -(-len(layers) // 12))]
+    labels = [f"layer {layer}" for layer in shown] if names_layers else []
+    axes.set_yticks([layers.index(layer) + 0.5 for layer in shown] if names_layers else [], labels, fontsize=6.5)
+    axes.set_xticks([])
+    style.bare(axes)

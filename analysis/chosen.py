@@ -1,0 +1,83 @@
+"""Numbers of chosen cells: scores with intervals, and paired differences to the cell each is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis import names, uncertainty
+from analysis.comparison import Comparison, Target
+from analysis.load import Study
+
+MULTIPLE_CHOICE = names.COLUMNS["MC Avg"]
+"""The benchmarks HEAPr's tables list one by one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers of cells, indexed by cell, with the ends of their 95 % intervals where they have any."""
+
+    frame: pd.DataFrame
+    low: pd.DataFrame
+    high: pd.DataFrame
+
+    def beside(self, other: pd.DataFrame) -> Numbers:
+        """With further columns that have no intervals."""
+        return Numbers(pd.concat([self.frame, other], axis=1), self.low, self.high)
+
+
+def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
+    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
+
+    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns.
+    """
+    found = comparison.columns.loc[list(cells)].notna().any()
+    displayed = tuple(str(name) for name in found.index[found])
+    groups: dict[str, Target] = {
+        "MC Avg": ("MC Avg",),
+        "Code": names.CODE_COLUMNS,
+        "Math": names.MATH_COLUMNS,
+        "WildBench": ("WildBench",),
+    }
+    targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
+    return {**targets, "Avg": displayed} if displayed else targets
+
+
+def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict[str, Target]:
+    """Those of `benchmarks` that were run, spelled for people."""
+    return {names.benchmark(name): (name,) for name in benchmarks if name in comparison.benchmarks}
+
+
+def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
+    """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks a benchmark."""
+    rows = list(cells)
+    ends = {name: comparison.interval(target) for name, target in targets.items()}
+    return Numbers(
+        pd.DataFrame({name: comparison.score(target)[rows] for name, target in targets.items()}, index=rows),
+        pd.DataFrame({name: low[rows] for name, (low, _) in ends.items()}, index=rows),
+        pd.DataFrame({name: high[rows] for name, (_, high) in ends.items()}, index=rows),
+    )
+
+
+def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
+    """Cell -> its score minus that of the cell it is measured against, paired over items.
+
+    Columns: difference, low, high (95 %), p, p_holm (corrected over all pairs given). NaN where outcomes lack.
+    """
+    score = comparison.score(target)
+    rows = []
+    for cell, other in against.items():
+        low, high = comparison.lead(target, cell, other)
+        p = float(comparison.p_values(target, cell, [other])[0])
+        rows.append((score[cell] - score[other], low, high, p))
+    found = pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
+    found["p_holm"] = uncertainty.holm(found["p"].to_numpy(float)) if len(found) else np.nan
+    return found
+
+
+def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
+    """One number of cost.json for each of `cells`, NaN where the cost was not counted."""
+    return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))

@@ -1,0 +1,214 @@
+"""What the papers claim, asked of a study: a paired difference, its interval, and a verdict.
+
+Searched allocations beat uniform ones (EvoESAP); channels beat experts at equal routed parameters (HEAPr); scores that
+do not count tokens depend less on the calibration set (Unified Expert Pruning). A claim is asked only of a study whose
+cells can answer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from analysis import overlap, uncertainty
+from analysis.chosen import group_targets
+from analysis.comparison import Comparison
+from analysis.frames import groups, records
+
+SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
+"""The three claims, by what is claimed to be better."""
+BY_CHANCE = "channels by chance"
+"""The second claim without any criterion: random channels against random experts."""
+CHANCE = ("random", "channel_random")
+ALL = "all"
+"""In place of a ratio: the mean over all ratios."""
+CLAIMED_AT = 0.5
+"""The ratio at which EvoESAP's claim is strongest, and for which it is asked here."""
+EQUAL = 0.035
+"""Shares of routed parameters kept that differ by less are equal: whole experts cannot match channels closer."""
+PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
+"""In what a searched cell and its uniform partner agree, besides the ratio."""
+
+COLUMNS = ("claim", "model", "ratio", "pairs", "difference", "low", "high", "p", "p_holm", "verdict", "headline")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of cells (better by the claim, other) at one ratio."""
+
+    ratio: float
+    cells: tuple[tuple[int, int], ...]
+
+
+def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
+    """One row per claim, model and ratio, and one over all ratios; columns COLUMNS. Empty when nothing can be asked.
+
+    costs: cell, routed_kept; family: scores of the S family, as in a study. `difference` is of Avg, for the third claim
+    of the share of experts that all calibration sets agree on; p is corrected by Holm's method over all rows;
+    `headline` marks the row that answers the claim. verdict: holds, does not hold, undecided (the interval contains 0).
+    """
+    rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
+    found = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
+    found["p_holm"] = uncertainty.holm(found["p"].to_numpy(float)) if len(found) else np.nan
+    found["verdict"] = [verdict(row["low"], row["high"]) for row in records(found)]
+    return found
+
+
+def verdict(low: float, high: float) -> str:
+    """What an interval says of the claim that a difference is above 0."""
+    if np.isnan(low) or np.isnan(high):
+        return "not tested"
+    return "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+
+
+def _searched(comparison: Comparison) -> list[dict[str, object]]:
+    """Searched against uniform, the same criterion on the same calibration set."""
+    cells = comparison.cells
+    searched = cells[cells["allocation"].str.startswith("evolutionary")]
+    uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
+    both = searched.reset_index().merge(uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform"))
+    pairs = [
+        Pairs(key["ratio"], tuple(zip(found["cell"], found["cell_uniform"], strict=True)))
+        for key, found in groups(both.sort_values("ratio", kind="stable"), ["ratio"])
+    ]
+    answering = min((abs(pair.ratio - CLAIMED_AT), -pair.ratio, pair.ratio) for pair in pairs)[2] if pairs else None
+    return [
+        {**_row(comparison, SEARCHED, [pair]), "ratio": pair.ratio, "headline": pair.ratio == answering}
+        for pair in pairs
+    ]
+
+
+def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
+    """Channels against whole experts: by criteria, then by chance, which shows what the granularity does alone."""
+    kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
+    cells = comparison.cells.assign(kept=kept)
+    cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)].sort_values("ratio", kind="stable")
+    chance = cells["criterion"].isin(CHANCE)
+    return [
+        *_granularities(comparison, CHANNELS, cells[~chance]),
+        *_granularities(comparison, BY_CHANCE, cells[chance]),
+    ]
+
+
+def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
+    """Every channel method against every method of whole experts that keeps as many routed parameters."""
+    pairs = []
+    for key, found in groups(cells, ["ratio"]) if len(cells) else ():
+        channels, experts = (found.loc[found["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
+        equal = tuple(
+            (int(str(one)), int(str(other)))
+            for one, mine in channels.items()
+            for other, theirs in experts.items()
+            if abs(mine - theirs) < EQUAL
+        )
+        if equal:
+            pairs.append(Pairs(key["ratio"], equal))
+    rows = [{**_row(comparison, claim, [pair]), "ratio": pair.ratio, "headline": False} for pair in pairs]
+    return [*rows, {**_row(comparison, claim, pairs), "ratio": ALL, "headline": True}] if pairs else []
+
+
+def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[str, object]:
+    """The mean difference of Avg over pairs, ratios weighing alike; the same drawn items for all cells.
+
+    Pairs of which a result is missing are left out, and not counted.
+    """
+    cells = sorted({cell for pairs in ratios for pair in pairs.cells for cell in pair})
+    target = group_targets(comparison, cells).get("Avg", ())
+    row: dict[str, object] = {"claim": claim, "model": comparison.model, "pairs": 0, "difference": np.nan}
+    row |= {"low": np.nan, "high": np.nan, "p": np.nan}
+    if not target:
+        return row
+    score = comparison.score(target)
+    complete = [[pair for pair in pairs.cells if score[list(pair)].notna().all()] for pairs in ratios]
+    complete = [pairs for pairs in complete if pairs]
+    weights = np.zeros(len(comparison.cells))
+    for found in complete:
+        for better, other in found:
+            weights[comparison.rows([better, other])] += np.array([1, -1]) / len(found) / len(complete)
+    used = weights != 0
+    draws = comparison.draws(target)
+    if not used.any():
+        return row
+    row |= {"pairs": sum(map(len, complete)), "difference": float(score.to_numpy(float)[used] @ weights[used])}
+    if draws is None:
+        return row
+    spread = draws[:, used] @ weights[used]
+    low, high = uncertainty.percentiles(spread)
+    return {**row, "low": float(low), "high": float(high), "p": share_beyond(spread)}
+
+
+def share_beyond(draws: np.ndarray) -> float:
+    """Two-sided bootstrap p-value: twice the smaller share of replicates on either side of 0, never exactly 0."""
+    smaller = min((draws <= 0).sum(), (draws >= 0).sum())
+    return float(min(1.0, 2 * (smaller + 1) / (len(draws) + 1)))
+
+
+def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
+    """Overlap over calibration sets of S(1, alpha, beta) minus S(0, alpha, beta), layer by layer."""
+    rows: list[dict[str, object]] = []
+    for key, scores in groups(family, ["model"]) if len(family) else ():
+        if scores["calibration"].nunique() < 2:
+            continue
+        by_ratio = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}
+        mean = np.mean(list(by_ratio.values()), axis=0)
+        for ratio, found in (*by_ratio.items(), (ALL, mean)):
+            low, high = layer_interval(found)
+            rows.append(
+                {
+                    "claim": INVARIANT,
+                    **key,
+                    "ratio": ratio,
+                    "pairs": len(_PARTNERS),
+                    "headline": ratio == ALL,
+                    "difference": float(found.mean()),
+                    "low": low,
+                    "high": high,
+                    "p": _t_test(found),
+                }
+            )
+    return rows
+
+
+_PARTNERS = [(alpha, beta) for alpha in (0, 1, 2) for beta in (0, 1, 2) if (1, alpha, beta) != overlap.DEGENERATE]
+
+
+def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
+    """(layers,): share of the lowest experts that all calibration sets have in common, b = 1 minus b = 0, the mean over
+    (alpha, beta)."""
+    found = []
+    for _, layer in groups(family.sort_values(["layer", "expert"], kind="stable"), ["layer"]):
+        shares = {}
+        for variant, scores in groups(layer, overlap.VARIANT):
+            wide = scores.pivot(index="calibration", columns="expert", values="score").to_numpy(float)
+            shares[tuple(variant.values())] = overlap.agreement(overlap.bottom(wide, ratio)[:, None, :])["triple"]
+        pairs = [
+            shares[(1, *rest)] - shares[(0, *rest)] for rest in _PARTNERS if {(1, *rest), (0, *rest)} <= set(shares)
+        ]
+        found.append(np.mean(pairs) if pairs else np.nan)
+    return np.asarray(found, float)
+
+
+def layer_interval(differences: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean over layers: the percentile bootstrap, expanded for few layers (Hesterberg 2015).
+
+    Percentiles of resampled layers are too narrow for small numbers of them; their level is that of Student's t times
+    sqrt(n / (n - 1)). With four layers this is from the least to the most of the layers.
+    """
+    count = len(differences)
+    if count < 2 or np.isnan(differences).any():
+        return np.nan, np.nan
+    reach = stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
+    draws = np.random.default_rng(0).choice(differences, (uncertainty.REPLICATES, count)).mean(axis=1)
+    low, high = uncertainty.percentiles(draws, confidence=float(2 * stats.norm.cdf(reach) - 1))
+    return float(low), float(high)
+
+
+def _t_test(differences: np.ndarray) -> float:
+    """p-value of a t-test over layers; NaN for a single layer or where all differ by exactly as much."""
+    if len(differences) < 2 or np.isnan(differences).any() or np.ptp(differences) == 0:
+        return np.nan
+    return float(stats.ttest_1samp(differences, 0).pvalue)
