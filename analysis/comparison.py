@@ -20,18 +20,22 @@ _NORMAL = 1.96
 
 @dataclass(frozen=True)
 class Panel:
-    """The criteria that compete with each other: one model, ratio, allocation, gate, seed and calibration set.
+    """The methods that compete with each other: one model, ratio, gate, seed and calibration set.
 
-    Criteria that read no data compete in every panel. `cells` maps criterion -> cell.
+    Methods that read no data compete in every panel. `cells` maps a method's key -> cell, in their usual order.
     """
 
     model: str
     ratio: float
-    allocation: str
     gate: str
     seed: int
     calibration: str
     cells: dict[str, int]
+
+    @property
+    def settings(self) -> tuple[float, str, int]:
+        """What panels of different calibration sets may share."""
+        return self.ratio, self.gate, self.seed
 
     def columns(self, comparison: Comparison) -> Target:
         """Displayed columns that at least one of these cells was evaluated on."""
@@ -68,7 +72,9 @@ class Comparison:
         return int(found[0]) if len(found) else None
 
     def score(self, target: Target) -> pd.Series:
-        """Score of every cell: the mean of the target's columns, NaN where one is a gap."""
+        """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
+        if not target:
+            return pd.Series(np.nan, self.cells.index)
         columns = [self.columns[name] if name in self.parts else self.benchmarks[name] for name in target]
         return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
 
@@ -129,7 +135,7 @@ class Comparison:
         """Bootstrap replicates (replicates, cells) of the target's score; None when a benchmark has no outcomes."""
         found = [self._column_draws.get(name) for name in target]
         known = [draws for draws in found if draws is not None]
-        return np.mean(known, axis=0) if len(known) == len(target) else None
+        return np.mean(known, axis=0) if known and len(known) == len(target) else None
 
     def rows(self, cells: Sequence[int]) -> np.ndarray:
         """Positions of `cells` in matrices."""
@@ -236,12 +242,12 @@ def _binary(outcomes: np.ndarray) -> bool:
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
-    settings = ["ratio", "allocation", "gate", "seed"]
+    settings = ["ratio", "gate", "seed"]
     for _, cells in pruned.groupby(settings, sort=True):
-        ratio, allocation, gate, seed = cells[settings].iloc[0]
+        ratio, gate, seed = cells[settings].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
             competing = cells[cells["calibration"].isin([calibration, "none"])]
-            by_name = dict(zip(competing["criterion"].astype(str), competing.index.astype(int), strict=True))
-            order = names.in_order(by_name, names.CRITERIA)
-            yield Panel(model, ratio, allocation, gate, seed, calibration, {name: by_name[name] for name in order})
+            by_key = dict(zip(competing["method"].astype(str), competing.index.astype(int), strict=True))
+            order = names.methods_in_order(by_key)
+            yield Panel(model, ratio, gate, seed, calibration, {key: by_key[key] for key in order})

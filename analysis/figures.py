@@ -73,7 +73,7 @@ def _winner_axes(axes: Axes, found: pd.DataFrame) -> None:
 def _fitted(winners: Sequence[str], score: float) -> tuple[str, float]:
     """The text of a cell and the size at which it fits: at most three names, the rest counted."""
     if len(winners) > 1 and score != 0:
-        shown = [names.criterion(name) for name in winners[:3]]
+        shown = [names.method(name) for name in winners[:3]]
         more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
         return (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (
             f" =\n{shown[2]}{more}" if shown[2:] else ""
@@ -85,13 +85,13 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
     """Avg of every criterion with its 95 % interval beside the unpruned model: a row of panels per ratio."""
     panels = comparison.panels
     sets = names.calibrations_in_order(panel.calibration for panel in panels)
-    groups = list(dict.fromkeys(_group(panel) for panel in panels))
+    groups = list(dict.fromkeys(panel.settings for panel in panels))
     with style.look():
         criteria = max(len(panel.cells) for panel in panels)
         drawing = style.drawing(style.PAGE, len(groups) * (max(0.17 * criteria, 0.9) + 0.75))
         grid = drawing.subplots(len(groups), len(sets), sharex=True, squeeze=False)
         for row, group in enumerate(groups):
-            members = [panel for panel in panels if _group(panel) == group]
+            members = [panel for panel in panels if panel.settings == group]
             order = _order(comparison, members)
             for axes in grid[row]:
                 axes.set_visible(False)
@@ -110,10 +110,6 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
         "band are the unpruned model. Criteria are sorted by their mean over the panels of a row."
     )
     return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
-
-
-def _group(panel: Panel) -> tuple[float, str, str, int]:
-    return panel.ratio, panel.allocation, panel.gate, panel.seed
 
 
 def _order(comparison: Comparison, panels: Sequence[Panel]) -> list[str]:
@@ -146,7 +142,7 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
         shade = style.colour(criterion)
         axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
         axes.plot(scores[cell], y, marker="o", markersize=4, color=shade)
-    axes.set_yticks(range(len(order)), [names.criterion(name) for name in order], fontsize=7)
+    axes.set_yticks(range(len(order)), [names.method(name) for name in order], fontsize=7)
     axes.set_ylim(-0.7, len(order) - 0.3)
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
@@ -158,16 +154,16 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     if not panels:
         return None
     sets = names.calibrations_in_order(panel.calibration for panel in panels)
-    groups = list(dict.fromkeys(_group(panel) for panel in panels))
+    groups = list(dict.fromkeys(panel.settings for panel in panels))
     with style.look():
         drawing = style.drawing(style.PAGE, 2.0 * len(groups) + 0.4)
         drawn: list[str] = []
         for panel in panels:
-            at = groups.index(_group(panel)) * len(sets) + sets.index(panel.calibration) + 1
+            at = groups.index(panel.settings) * len(sets) + sets.index(panel.calibration) + 1
             axes = drawing.add_subplot(len(groups), len(sets), at, projection="polar")
             assert isinstance(axes, PolarAxes)
             drawn += _radar_axes(axes, comparison, panel)
-        handles = [_line("none"), *(_line(name) for name in names.in_order(drawn, names.CRITERIA))]
+        handles = [_line("none"), *(_line(name) for name in names.methods_in_order(drawn))]
         drawing.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=7)
     caption = (
         "Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; "
@@ -176,16 +172,30 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
-def _line(criterion: str) -> Line2D:
+def _line(method: str) -> Line2D:
+    """A method's line: its criterion's colour and marker; one with an allocation or recovery of its own is hollow."""
+    criterion, *more = names.parts(method)
     if criterion == "none":
-        return Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.criterion("none"))
+        return Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method(method))
     marker = (
         style.MARKERS[list(names.CRITERIA).index(criterion) % len(style.MARKERS)]
         if criterion in names.CRITERIA
         else "o"
     )
-    shade = style.colour(criterion)
-    return Line2D([], [], color=shade, marker=marker, markersize=3.5, linewidth=1.3, label=names.criterion(criterion))
+    shade = style.colour(method)
+    fill = style.SURFACE if any(more) else shade
+    line = (0, (5, 1.2)) if any(more) else "-"
+    return Line2D(
+        [],
+        [],
+        color=shade,
+        marker=marker,
+        markersize=3.5,
+        markerfacecolor=fill,
+        linestyle=line,
+        linewidth=1.3,
+        label=names.method(method),
+    )
 
 
 def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel) -> list[str]:

@@ -60,14 +60,14 @@ def _who_won(key: Mapping[str, Any], found: pd.DataFrame) -> str:
     if counts.empty or not counts["wins"].iloc[0]:
         return f"{where}, no criterion won a column alone."
     most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
-    leader = names.criterion(str(counts.index[0]))
+    leader = names.method(str(counts.index[0]))
     if sure == most:
         certainty = "all of these wins are beyond noise" if most > 1 else "the win is beyond noise"
     elif sure == 0:
         certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
     else:
         certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
-    others = [f"{names.criterion(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
+    others = [f"{names.method(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
     ties = int((found["winners"].map(len) > 1).sum())
     rest = [f"others: {', '.join(others)}"] if others else []
     rest += [count(ties, "column is tied", "columns are tied")] if ties else []
@@ -77,9 +77,9 @@ def _who_won(key: Mapping[str, Any], found: pd.DataFrame) -> str:
 
 def best_plan(comparison: Comparison) -> list[str]:
     """A sentence per ratio: the plan with the best Avg, its distance to the unpruned model and to other criteria."""
-    groups: dict[tuple[float, str, str, int], list[Panel]] = {}
+    groups: dict[tuple[float, str, int], list[Panel]] = {}
     for panel in comparison.panels:
-        groups.setdefault((panel.ratio, panel.allocation, panel.gate, panel.seed), []).append(panel)
+        groups.setdefault(panel.settings, []).append(panel)
     return [sentence for panels in groups.values() if (sentence := _best_plan(comparison, panels))]
 
 
@@ -101,7 +101,7 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
     )
     sentence = (
         f"With {names.ratio(panel.ratio)} of the experts of {comparison.model} removed, the best average is "
-        f"{averages.iloc[0]:.3f}, by {names.criterion(name)}{data}"
+        f"{averages.iloc[0]:.3f}, by {names.method(name)}{data}"
     )
     full = comparison.unpruned
     if full is not None and not np.isnan(scores[full]):
@@ -123,7 +123,7 @@ def _runner_up(
     second = rivals[0]
     p = float(comparison.p_values(target, first, [second])[0])
     name, panel = by_cell[second]
-    rival = names.criterion(name)
+    rival = names.method(name)
     if comparison.cells["calibration"][second] != "none":
         rival += f" with {names.calibration(panel.calibration).lower()} calibration"
     lead = averages[first] - averages[second]

@@ -9,16 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import pyarrow as pa
 
-from analysis import artefacts
-from analysis.frames import groups, records
+from analysis import artefacts, names
+from analysis.evaluations import evaluations, labels
+from analysis.frames import records
 from analysis.reader import SCHEMA, Gap, Reader
 from analysis.remarks import remarks
 from moe_lab.errors import UserError, unknown
-from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """What a cell is made of; `none` and 0 for the unpruned model.
@@ -39,7 +37,8 @@ class Study:
     document: Mapping[str, Any]
     """The study as the run wrote it, provenance included."""
     cells: pd.DataFrame
-    """Index cell; columns AXES and `<artefact>_folder` for each of ARTEFACTS, None where there is none."""
+    """Index cell; columns AXES, method (a key of `names`, with the allocation and recovery only where they differ in
+    this study) and `<artefact>_folder` for each of ARTEFACTS, None where there is none."""
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, stderr, n, expected, folder."""
     samples: pd.DataFrame
@@ -104,12 +103,11 @@ def load(store: Path, name: str) -> Study:
     document = _document(store, name)
     reader = Reader(store)
     cells = _cells(document, reader)
-    results, samples, origins = _evaluations(document, cells, reader)
+    results, samples, origins = evaluations(document, cells, reader)
     coverage, calibrations = _coverage(cells, reader)
     models = _models(cells, reader)
     families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader)
     damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader)
-    results = _without_duplicates(_without_nan(results, reader), reader)
     return Study(
         name=name,
         store=store,
@@ -128,9 +126,6 @@ def load(store: Path, name: str) -> Study:
     )
 
 
-_SAMPLES = ("benchmark", "item", "outcome")
-_RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
-_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox")
 _FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 _DAMAGE = ("layer", "expert", "score")
 
@@ -163,80 +158,32 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     ]
     cells = pd.DataFrame(rows, columns=[*AXES, *(f"{kind}_folder" for kind in ARTEFACTS)])
     cells.index.name = "cell"
+    cells["method"] = _methods(cells)
     twice = cells.duplicated(list(AXES))
-    for words in _labels(cells[twice]).values():
+    for words in labels(cells[twice]).values():
         reader.gap("listed twice, counted once", words)
     return cells[~twice]
 
 
-def _labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cells in words: their axes that matter."""
-    return {
-        int(str(cell)): f"{row['model']} unpruned"
-        if row["criterion"] == "none"
-        else f"{row['model']} {row['criterion']} {row['calibration']} {row['ratio']:g}"
-        for cell, row in zip(cells.index, records(cells), strict=True)
-    }
+def _methods(cells: pd.DataFrame) -> list[str]:
+    """The key of each cell's method: allocation and recovery are part of it where the study has several of them.
+
+    Experts removed uniformly are what the word for a criterion alone means; channels have no such usual allocation.
+    """
+    pruned = cells[cells["criterion"] != "none"]
+    places, repairs = (pruned[axis].nunique() > 1 for axis in ("allocation", "recovery"))
+    return [
+        names.key(
+            row["criterion"],
+            row["allocation"] if places and _tells(row) else "",
+            row["recovery"] if repairs and row["recovery"] != "none" else "",
+        )
+        for row in records(cells)
+    ]
 
 
-def _evaluations(
-    document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Results, samples and origins of every evaluation that can be read."""
-    rows: list[dict[str, Any]] = []
-    tables: list[pa.Table] = []
-    origins: dict[str, dict[str, Any]] = {}
-    for cell, words in _labels(cells).items():
-        entry = document["cells"][cell]
-        errors = entry.get("errors") or {}
-        if "cost" in errors:
-            reader.step(None, f"cost of {words}", errors["cost"])
-        for task, name in entry.get("evaluate", {}).items():
-            folder = reader.step(name, f"{task} of {words}", errors.get(task))
-            result = reader.json(folder, "result.json") if folder else None
-            if folder is None or result is None:
-                continue
-            if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
-                reader.gap("written by a newer moe_lab: upgrade to read it", name)
-                continue
-            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in result.get("results", [])]
-            if name not in origins:
-                origins[name] = _origin(name, result, reader.json(folder, "provenance.json") or {})
-            table = reader.table(folder, "samples.parquet", _SAMPLES)
-            if table is not None:
-                tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
-    empty = pd.DataFrame(columns=["cell", *_SAMPLES])
-    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
-    results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
-    numbers = ["score", "stderr", "n", "expected"]
-    results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
-    _compare_reports(results, cells, reader)
-    return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
-
-
-def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
-    versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
-    code = provenance.get("code") or {}
-    return {
-        "folder": folder,
-        "seconds": provenance.get("seconds"),
-        **{key: provenance.get(key) for key in ("host", "machine", "python")},
-        "moe_lab": code.get("version"),
-        "commit": f"{code['commit']}{' (edited)' if code.get('edits') else ''}" if code.get("commit") else None,
-        "sandbox": (result.get("protocol") or {}).get("sandbox"),
-        "versions": {str(library): str(version) for library, version in versions.items() if version},
-    }
-
-
-def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:
-    """A gap for every benchmark that a task reports for other cells but not for this one."""
-    labels = _labels(cells)
-    for key, found in groups(results, ["task"]):
-        reported = found.groupby("cell")["benchmark"].agg(set)
-        every = set(found["benchmark"])
-        for cell, benchmarks in reported.items():
-            for benchmark in sorted(every - benchmarks):
-                reader.gap(f"{benchmark} is not among the results of {key['task']}", labels[int(str(cell))])
+def _tells(row: Mapping[str, Any]) -> bool:
+    return row["criterion"] != "none" and (row["allocation"] != "uniform" or row["granularity"] == "channel")
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
@@ -282,17 +229,3 @@ def _per_calibration(
 
 def _stack(frames: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*columns, "model", "calibration"])
-
-
-def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    bad = ~results["score"].astype(float).between(-np.inf, np.inf, inclusive="neither")
-    for row in records(results[bad]):
-        reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
-    return results[~bad]
-
-
-def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    twice = results.duplicated(["cell", "benchmark"])
-    for row in records(results[twice]):
-        reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
-    return results[~twice].reset_index(drop=True)

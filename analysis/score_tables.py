@@ -70,7 +70,7 @@ def _rank_block(
     rank_low, rank_high, first = _resampled(comparison, target, list(cells.values()))
     low["Avg Rank"], high["Avg Rank"], frame["First"] = rank_low, rank_high, first
     labels = [
-        (comparison.model, names.ratio(panel.ratio), names.calibration(panel.calibration), names.criterion(name))
+        (comparison.model, names.ratio(panel.ratio), names.calibration(panel.calibration), names.method(name))
         for name in shown
     ]
     text = pd.DataFrame(labels, columns=_PANEL, index=frame.index)
@@ -140,12 +140,12 @@ def task_specific_table(
     )
 
 
-def _by_domain(comparison: Comparison) -> dict[tuple[float, str, str, int], dict[str, Panel]]:
-    found: dict[tuple[float, str, str, int], dict[str, Panel]] = {}
+def _by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
+    found: dict[tuple[float, str, int], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
         if domain:
-            found.setdefault((panel.ratio, panel.allocation, panel.gate, panel.seed), {}).setdefault(domain, panel)
+            found.setdefault(panel.settings, {}).setdefault(domain, panel)
     return found
 
 
@@ -174,7 +174,7 @@ def _task_block(
     frame = gather(lambda column: comparison.columns[column])
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
-    frame["Criterion"] = [names.criterion(name) for name in ([] if full is None else ["none"]) + shown]
+    frame["Criterion"] = [names.method(name) for name in ([] if full is None else ["none"]) + shown]
     pruned = frame.iloc[len(frame) - len(shown) :]
     frame["Avg Rank"] = ranks.average_rank(pruned[list(sources)])
     return frame, low, high
@@ -190,7 +190,7 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
                 "Model": comparison.model,
                 "Pruned": cells["ratio"].map(names.ratio),
                 "Calibration": cells["calibration"].map(names.calibration),
-                "Criterion": cells["criterion"].map(names.criterion),
+                "Criterion": cells["method"].map(names.method),
             }
         )
         frames.append(pd.concat([text, comparison.benchmarks.loc[cells.index]], axis=1))
@@ -216,13 +216,11 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
 
 
 def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells by ratio, calibration set and criterion, the last two in their usual order."""
+    """Cells by ratio, calibration set and method, the last two in their usual order."""
     sets = names.calibrations_in_order(cells["calibration"])
-    criteria = names.in_order(cells["criterion"], names.CRITERIA)
-    places = cells.assign(
-        calibration=cells["calibration"].map(sets.index), criterion=cells["criterion"].map(criteria.index)
-    )
-    return cells.loc[places.sort_values(["ratio", "calibration", "criterion"], kind="stable").index]
+    methods = names.methods_in_order(cells["method"])
+    places = cells.assign(calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index))
+    return cells.loc[places.sort_values(["ratio", "calibration", "method"], kind="stable").index]
 
 
 def _metrics(study: Study) -> str:

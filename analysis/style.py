@@ -15,6 +15,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
+from analysis import names
+
 PAGE = 6.9
 """Width of a paper's text in inches."""
 DPI = 200
@@ -68,9 +70,9 @@ class Figure:
     drawing: Drawing
 
 
-def colour(criterion: str) -> str:
-    """The colour of a criterion in every figure."""
-    return CRITERIA.get(criterion, OTHER)
+def colour(method: str) -> str:
+    """The colour of a method in every figure: its criterion's."""
+    return CRITERIA.get(names.parts(method)[0], OTHER)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
         "Calibration": found["calibration"].map(names.calibration),
         "Column": found["column"].map(names.benchmark),
         "Winner": [label(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
-        "Runner-up": found["runner_up"].map(names.criterion),
+        "Runner-up": found["runner_up"].map(names.method),
         "Verdict": [verdict(row) for row in records(found)],
     }
     numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
@@ -205,7 +205,7 @@ def artefact_table(study: Study, *, name: str = "artefacts") -> Table:
         "Model": study.cells["model"],
         "Pruned": study.cells["ratio"].map(names.ratio),
         "Calibration": study.cells["calibration"].map(names.calibration),
-        "Criterion": study.cells["criterion"].map(names.criterion),
+        "Criterion": study.cells["method"].map(names.method),
         "Plan": study.cells["plan_folder"].fillna(""),
         "Scores": study.cells["scores_folder"].fillna(""),
         "Statistics": study.cells["statistics_folder"].fillna(""),

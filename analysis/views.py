@@ -47,12 +47,10 @@ def _win(win: Mapping[str, Any]) -> dict[str, str]:
     winners = win["winners"]
     alone = len(winners) == 1
     kind = ("sure" if win["beyond_noise"] else "unsure") if alone else "tie" if winners else "gap"
-    detail = (
-        f"{names.listing(names.criterion(name) for name in winners)}: {win['score']:.3f}" if winners else "no result"
-    )
+    detail = f"{names.listing(names.method(name) for name in winners)}: {win['score']:.3f}" if winners else "no result"
     if alone and win["runner_up"]:
         detail += (
-            f", ahead of {names.criterion(win['runner_up'])} by {win['lead']:.3f} (95 % interval {win['lead_low']:.3f} "
+            f", ahead of {names.method(win['runner_up'])} by {win['lead']:.3f} (95 % interval {win['lead_low']:.3f} "
             f"to {win['lead_high']:.3f}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
         )
     many = len(winners) > 3

@@ -1,7 +1,7 @@
-"""The winner map (000 Fig. 2): which criterion is best in each displayed column under each calibration set.
+"""The winner map (000 Fig. 2): which method is best in each displayed column under each calibration set.
 
-A win is over all other criteria: its p-value is the largest of the paired tests against them, and Holm's correction
-covers all columns of one model and ratio. Criteria whose scores print alike (three decimals) share the place, and
+A win is over all other methods: its p-value is the largest of the paired tests against them, and Holm's correction
+covers all columns of one model and ratio. Methods whose scores print alike (three decimals) share the place, and
 nobody wins.
 """
 
@@ -20,7 +20,7 @@ from analysis.ranks import PRINTED_DECIMALS
 LEVEL = 0.05
 """A win is beyond noise below this Holm-corrected p-value."""
 
-SETTINGS = ["model", "ratio", "allocation", "gate", "seed"]
+SETTINGS = ["model", "ratio", "gate", "seed"]
 """What one map is about: columns and calibration sets are its two sides."""
 
 
@@ -32,9 +32,9 @@ def winner_map(
 ) -> pd.DataFrame:
     """One row per model, ratio, calibration set and column.
 
-    criteria: who competes, by default all; columns: displayed columns by default, benchmarks are possible too.
-    Returned columns: SETTINGS, calibration, column, winners (tuple, several when tied), score, runner_up,
-    runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
+    criteria: whose plain methods compete, by default all methods do; columns: displayed columns by default, benchmarks
+    are possible too. Returned columns: SETTINGS, calibration, column, winners (tuple of methods' keys, several when
+    tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -53,7 +53,7 @@ def winner_map(
 
 
 def wins(found: pd.DataFrame) -> pd.DataFrame:
-    """Per criterion: wins, wins beyond noise and shared first places, most wins first."""
+    """Per method: wins, wins beyond noise and shared first places, most wins first."""
     alone = found[found["winners"].map(len) == 1]
     single = alone["winners"].map(lambda winners: winners[0])
     shared = found.loc[found["winners"].map(len) > 1, "winners"].explode()
@@ -100,4 +100,4 @@ def label(winners: Sequence[str], score: float) -> str:
         return "gap"
     if len(winners) > 1 and score == 0:
         return "all 0"
-    return " = ".join(names.criterion(name) for name in winners)
+    return " = ".join(names.method(name) for name in winners)

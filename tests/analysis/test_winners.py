@@ -16,7 +16,7 @@ def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
     """Cells of one panel from criterion -> benchmark -> outcomes; a benchmark that a criterion lacks is a gap."""
     benchmarks = list(dict.fromkeys(name for by_name in outcomes.values() for name in by_name))
     axes = {"model": "m", "calibration": "general", "ratio": 0.25, "allocation": "uniform", "gate": "model", "seed": 42}
-    cells = pd.DataFrame([{**axes, "criterion": criterion} for criterion in outcomes])
+    cells = pd.DataFrame([{**axes, "criterion": criterion, "method": criterion} for criterion in outcomes])
     gap = np.full(ITEMS, np.nan)
     stacked = {
         name: np.stack([by_name.get(name, gap) for by_name in outcomes.values()]).astype(float) for name in benchmarks
