@@ -44,7 +44,7 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
     for comparison in comparisons:
         cells = plain(comparison)
         pairs = zip(cells["criterion"], cells["allocation"], strict=True)
-        for key, found in _groups(cells[[pair in methods.NAMED for pair in pairs]], COMPETING):
+        for key, found in _groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
             base = _only(found[found["criterion"] == "camera"])
             if base is not None and len(found) > 1:
                 blocks.append(Block(comparison, names.ratio(key["ratio"]), _in_order(methods.labels(found)), base))
@@ -65,7 +65,9 @@ def allocator_table(study: Study, comparisons: Sequence[Comparison], *, name: st
         chosen = cells[[SMOOTHING not in methods.allocation(word)[1] for word in cells["allocation"]]]
         if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
             base = _only(chosen[chosen["allocation"] == "uniform"])
-            blocks.append(Block(comparison, names.ratio(key["ratio"]), _words(chosen["allocation"]), base))
+            blocks.append(
+                Block(comparison, names.ratio(key["ratio"]), _words(chosen["allocation"].map(names.allocated)), base)
+            )
     return block_table(
         study,
         blocks,

@@ -1,4 +1,4 @@
-"""How methods are called: a criterion and the allocation it was used under, in the papers' words if they have one."""
+"""Labels of cells by their method, and what the word for an allocation says."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ import pandas as pd
 from analysis import names
 from analysis.frames import records
 
-METHOD = ["criterion", "allocation", "recovery", "calibration", "gate", "seed"]
+METHOD = ["method", "calibration", "gate", "seed"]
 """Cells of one model that agree in these differ only in how much they remove."""
-
-NAMED = {
-    ("heapr", "global"): "HEAPr-G",
-    ("heapr", "layerwise"): "HEAPr-L",
-    ("camera", "layerwise"): "CAMERA-P",
-}
-"""Pairs of criterion and allocation that have a name of their own."""
 
 _CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>.*)\)|, (?P<after>.*))?")
 
@@ -36,31 +29,14 @@ def allocation(word: str) -> tuple[str, dict[str, str]]:
     return found["name"], {key: value for key, _, value in parts}
 
 
-def method(criterion_name: str, word: str, granularity: str) -> str:
-    """A criterion with its allocation: HEAPr-G, REAP, Activation (coverage)."""
-    if (criterion_name, word) in NAMED:
-        return NAMED[criterion_name, word]
-    usual = word in ("none", "uniform") and granularity != "channel"
-    spelled = names.criterion(criterion_name)
-    return spelled if usual else f"{spelled} ({word})"
-
-
 def labels(cells: pd.DataFrame) -> pd.Series:
-    """A label per cell that names its method: more than the criterion only where more differs between `cells`."""
-    varying = [
-        axis
-        for axis in ("calibration", "gate", "seed")
-        if cells.loc[cells["criterion"] != "none", axis].replace("none", None).nunique() > 1
-    ]
-    bits = {"nf4": "4 bits", "none": ""}
-    found = []
-    for row in records(cells):
-        extra = [
-            names.calibration(row["calibration"]) if axis == "calibration" else f"{axis} {row[axis]}"
-            for axis in varying
-            if row["criterion"] != "none" and row[axis] != "none"
-        ]
-        extra += [bits.get(row["recovery"], row["recovery"])]
-        name = method(row["criterion"], row["allocation"], row["granularity"])
-        found.append(", ".join(part for part in (name, *extra) if part))
-    return pd.Series(found, cells.index, dtype=object)
+    """A label per cell: its method, and the calibration set, gate and seed where these differ between pruned cells."""
+    pruned = cells[cells["criterion"] != "none"]
+    varying = [axis for axis in METHOD[1:] if pruned[axis].replace("none", None).nunique() > 1]
+    return pd.Series([_label(row, varying) for row in records(cells)], cells.index, dtype=object)
+
+
+def _label(row: dict[str, object], varying: list[str]) -> str:
+    spelled = {"calibration": names.calibration(str(row["calibration"])), "seed": f"seed {row['seed']}"}
+    extra = [spelled.get(axis, str(row[axis])) for axis in varying if row[axis] != "none"]
+    return ", ".join([names.method(str(row["method"])), *(extra if row["criterion"] != "none" else [])])

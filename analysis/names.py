@@ -49,6 +49,9 @@ ALLOCATIONS = {
 RECOVERIES = {"none": "", "nf4": "NF4", "dora": "DoRA", "pocket_dora": "DoRA", "dora_nf4": "DoRA, NF4"}
 """Recovery of a study's record -> spelling."""
 
+METHODS = {("heapr", "global"): "HEAPr-G", ("heapr", "layerwise"): "HEAPr-L", ("camera", "layerwise"): "CAMERA-P"}
+"""Criterion and allocation -> the name they have together."""
+
 _BETWEEN = "\x1f"
 """Between the parts of a method's key."""
 
@@ -128,10 +131,11 @@ def parts(method_key: str) -> tuple[str, str, str]:
 
 
 def method(method_key: str) -> str:
-    """A method in the papers' words: REAP; REAP, evolutionary; Channel activation, coverage, NF4."""
+    """A method in the papers' words: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage, NF4."""
     criterion_name, allocation, recovery = parts(method_key)
-    words = (criterion(criterion_name), allocated(allocation), RECOVERIES.get(recovery, recovery))
-    return ", ".join(word for word in words if word)
+    known = METHODS.get((criterion_name, allocation))
+    chosen = (known,) if known else (criterion(criterion_name), allocated(allocation))
+    return ", ".join(word for word in (*chosen, RECOVERIES.get(recovery, recovery)) if word)
 
 
 def allocated(allocation: str) -> str:
