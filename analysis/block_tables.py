@@ -13,8 +13,19 @@ from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.tables import SCORE, Table, setting
 
-COSTS = {"Kept": ("routed_kept", "{:.1%}"), "FLOPs saved": ("flops_ratio", "{:.1%}")}
-"""Column -> its number in cost.json and its format; what is saved is 1 - ratio."""
+
+@dataclass(frozen=True)
+class Cost:
+    """A column of costs: offset + scale x a number of cost.json, and how it is shown."""
+
+    source: str
+    form: str
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+KEPT = {"Kept": Cost("routed_kept", "{:.1%}")}
+COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
 TEXT = ("Model", "Pruned")
 DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
@@ -33,22 +44,29 @@ class Block:
 
 
 def block_table(
-    study: Study, blocks: Sequence[Block], *, benchmarks: Sequence[str] = (), name: str, title: str, caption: str
+    study: Study,
+    blocks: Sequence[Block],
+    *,
+    name: str,
+    title: str,
+    caption: str,
+    benchmarks: Sequence[str] = (),
+    costs: Mapping[str, Cost] = COSTS,
 ) -> Table:
     """One row per cell of each block: `benchmarks` one by one, the group averages, Avg, its difference to the base with
-    a Holm-corrected p-value (where a block has a base), the share of routed parameters kept and of FLOPs saved.
+    a Holm-corrected p-value (where a block has a base), and the columns of `costs`.
 
     The unpruned model comes first in every block. Intervals stand beside scores and differences.
     """
-    parts = [_rows(study, block, benchmarks) for block in blocks] or [(_EMPTY, _EMPTY, _EMPTY)]
+    parts = [_rows(study, block, benchmarks, costs) for block in blocks] or [(_EMPTY, _EMPTY, _EMPTY)]
     frame, low, high = (pd.concat(found, ignore_index=True) for found in zip(*parts, strict=True))
-    last = [column for column in ("Avg", DIFFERENCE, P, *COSTS) if column in frame]
+    last = [column for column in ("Avg", DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
     ranked = {column: "max" for column in (*shown, "Avg") if column in frame}
     formats = {
         **dict.fromkeys((*shown, "Avg", DIFFERENCE), SCORE),
         P: "{:.4f}",
-        **{key: form for key, (_, form) in COSTS.items()},
+        **{column: about.form for column, about in costs.items()},
     }
     return Table(
         name=name,
@@ -56,14 +74,16 @@ def block_table(
         caption=f"{caption} {setting(study)}",
         frame=frame[[*TEXT, "Criterion", *shown, *last]],
         formats={column: formats[column] for column in (*shown, *last)},
-        best={**ranked, "FLOPs saved": "max"} if "FLOPs saved" in frame else ranked,
+        best=ranked,
         blocks=TEXT,
         low=low,
         high=high,
     )
 
 
-def _rows(study: Study, block: Block, benchmarks: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def _rows(
+    study: Study, block: Block, benchmarks: Sequence[str], costs: Mapping[str, Cost]
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     comparison, full = block.comparison, block.comparison.unpruned
     labels = {**({full: UNPRUNED} if full is not None else {}), **block.labels}
     pruned = list(block.labels)
@@ -79,6 +99,8 @@ def _rows(study: Study, block: Block, benchmarks: Sequence[str]) -> tuple[pd.Dat
         frame = frame.assign(**{DIFFERENCE: found["difference"], P: found["p_holm"]})
         low, high = low.assign(**{DIFFERENCE: found["low"]}), high.assign(**{DIFFERENCE: found["high"]})
     if len(study.costs):
-        kept, saved = (cost(study, list(labels), COSTS[column][0]) for column in COSTS)
-        frame = frame.assign(**dict(zip(COSTS, (kept, 1 - saved), strict=True)))
+        values = {
+            name: about.offset + about.scale * cost(study, list(labels), about.source) for name, about in costs.items()
+        }
+        frame = frame.assign(**values)
     return frame, low, high

@@ -24,10 +24,6 @@ class Numbers:
     low: pd.DataFrame
     high: pd.DataFrame
 
-    def beside(self, other: pd.DataFrame) -> Numbers:
-        """With further columns that have no intervals."""
-        return Numbers(pd.concat([self.frame, other], axis=1), self.low, self.high)
-
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
     """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
@@ -76,6 +72,40 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
     found = pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
     found["p_holm"] = uncertainty.holm(found["p"].to_numpy(float)) if len(found) else np.nan
     return found
+
+
+def pooled_difference(
+    comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
+) -> dict[str, float]:
+    """The mean over pairs (cell, other) of their difference in score, groups weighing alike, paired over items.
+
+    Returns pairs (how many), difference, low, high (95 %, the same drawn items for all cells), p. A pair of which a
+    result is missing is left out and not counted; NaN where none is left, or outcomes lack.
+    """
+    empty = {"pairs": 0, **dict.fromkeys(("difference", "low", "high", "p"), np.nan)}
+    score = comparison.score(target)
+    complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
+    complete = [pairs for pairs in complete if pairs]
+    if not complete:
+        return empty
+    weights = np.zeros(len(score))
+    for pairs in complete:
+        for cell, other in pairs:
+            weights[comparison.rows([cell, other])] += np.array([1, -1]) / len(pairs) / len(complete)
+    used = np.flatnonzero(weights)
+    found = {**empty, "pairs": sum(map(len, complete)), "difference": float(score.iloc[used] @ weights[used])}
+    draws = comparison.draws(target)
+    if draws is None:
+        return found
+    spread = draws[:, used] @ weights[used]
+    low, high = uncertainty.percentiles(spread)
+    return {**found, "low": float(low), "high": float(high), "p": share_beyond(spread)}
+
+
+def share_beyond(draws: np.ndarray) -> float:
+    """Two-sided bootstrap p-value: twice the smaller share of replicates on either side of 0, never exactly 0."""
+    smaller = min((draws <= 0).sum(), (draws >= 0).sum())
+    return float(min(1.0, 2 * (smaller + 1) / (len(draws) + 1)))
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:

@@ -38,7 +38,9 @@ def _sentence(row: Mapping[str, Any]) -> str:
     said = f"“{STATEMENTS[row['claim']]}” ({PAPERS[row['claim']]}) {verdict}."
     if row["verdict"] == "not tested":
         return said
-    interval = f"{_signed(row['difference'])} (95 % interval {_signed(row['low'])} to {_signed(row['high'])})"
+    interval = (
+        f"{names.signed(row['difference'])} (95 % interval {names.signed(row['low'])} to {names.signed(row['high'])})"
+    )
     return f"{said} {_measured(row)} is {interval}."
 
 
@@ -53,10 +55,6 @@ def _measured(row: Mapping[str, Any]) -> str:
         )
     sides = "searched minus uniform" if row["claim"] == SEARCHED else "channels minus experts"
     return f"The average of {row['model']}, {sides}, {where}, mean of {pairs} of plans,"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
 
 
 def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> Table:

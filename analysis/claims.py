@@ -15,7 +15,7 @@ import pandas as pd
 from scipy import stats
 
 from analysis import overlap, uncertainty
-from analysis.chosen import group_targets
+from analysis.chosen import group_targets, pooled_difference
 from analysis.comparison import Comparison
 from analysis.frames import groups, records
 
@@ -112,39 +112,10 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
 
 
 def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[str, object]:
-    """The mean difference of Avg over pairs, ratios weighing alike; the same drawn items for all cells.
-
-    Pairs of which a result is missing are left out, and not counted.
-    """
     cells = sorted({cell for pairs in ratios for pair in pairs.cells for cell in pair})
     target = group_targets(comparison, cells).get("Avg", ())
-    row: dict[str, object] = {"claim": claim, "model": comparison.model, "pairs": 0, "difference": np.nan}
-    row |= {"low": np.nan, "high": np.nan, "p": np.nan}
-    if not target:
-        return row
-    score = comparison.score(target)
-    complete = [[pair for pair in pairs.cells if score[list(pair)].notna().all()] for pairs in ratios]
-    complete = [pairs for pairs in complete if pairs]
-    weights = np.zeros(len(comparison.cells))
-    for found in complete:
-        for better, other in found:
-            weights[comparison.rows([better, other])] += np.array([1, -1]) / len(found) / len(complete)
-    used = weights != 0
-    draws = comparison.draws(target)
-    if not used.any():
-        return row
-    row |= {"pairs": sum(map(len, complete)), "difference": float(score.to_numpy(float)[used] @ weights[used])}
-    if draws is None:
-        return row
-    spread = draws[:, used] @ weights[used]
-    low, high = uncertainty.percentiles(spread)
-    return {**row, "low": float(low), "high": float(high), "p": share_beyond(spread)}
-
-
-def share_beyond(draws: np.ndarray) -> float:
-    """Two-sided bootstrap p-value: twice the smaller share of replicates on either side of 0, never exactly 0."""
-    smaller = min((draws <= 0).sum(), (draws >= 0).sum())
-    return float(min(1.0, 2 * (smaller + 1) / (len(draws) + 1)))
+    found = pooled_difference(comparison, target, [pairs.cells for pairs in ratios])
+    return {"claim": claim, "model": comparison.model, **found}
 
 
 def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:

@@ -24,10 +24,6 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{word} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
-
-
 def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
@@ -107,9 +103,7 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
     if full is not None and not np.isnan(scores[full]):
         low, high = comparison.lead(target, cell, full)
         sentence += f": {names.share(averages.iloc[0] / scores[full])} of the unpruned model's {scores[full]:.3f}"
-        sentence += (
-            f" (difference {_signed(averages.iloc[0] - scores[full])}, 95 % interval {_signed(low)} to {_signed(high)})"
-        )
+        sentence += f" (difference {names.signed(averages.iloc[0] - scores[full])}, 95 % interval {names.signed(low)} to {names.signed(high)})"
     return sentence + "." + _runner_up(comparison, by_cell, averages, target)
 
 

@@ -187,6 +187,11 @@ def ratio(value: float) -> str:
     return f"{value * 100:g} %"
 
 
+def signed(value: float) -> str:
+    """A difference with its sign and three decimals: −0.012."""
+    return f"{value:+.3f}".replace("-", "−")
+
+
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
     """`values` without repetition, those of `order` first and in that order, the rest by alphabet."""
     rank = {name: position for position, name in enumerate(order)}
