@@ -91,8 +91,9 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     layers            decoder layers, tuple; `best` and `uniform` are removed experts in their order, tuples
     budget            experts removed in all
     fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
-    candidates        schedules that were evaluated; `forwards` what that cost in full forwards over the search set,
-                      `screening` what ranking proposals cost on top, `full` what all would have cost without reuse
+    candidates        schedules that were evaluated
+    forwards          what that cost, in full forwards of the search set; without reuse it would be `candidates`
+    full, screening   the same for the unpruned model, and for ranking proposals that were not evaluated
     per_candidate     forwards for one candidate
     seconds           of the whole search in one process
     """

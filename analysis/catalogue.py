@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import expert_figures, figures, names, overlap, render, score_tables, style, tables
+from analysis import (
+    expert_figures,
+    figures,
+    names,
+    overlap,
+    pareto,
+    pareto_figures,
+    render,
+    score_tables,
+    style,
+    tables,
+)
 from analysis.comparison import Comparison, compare
 from analysis.load import Study
 from analysis.style import Figure
@@ -124,6 +135,18 @@ def _benchmarks(material: Material) -> list[Output]:
     return [score_tables.benchmark_table(material.study, material.comparisons, name="unified.table5")]
 
 
+def _pareto(material: Material) -> list[Output]:
+    if material.study.costs.empty or not material.comparisons:
+        return []
+    found = [(each, pareto.against_cost(material.study, each)) for each in material.comparisons]
+    drawn = [
+        pareto_figures.pareto_figure(cells, model=comparison.model, name=_of_model(material, "pareto", comparison))
+        for comparison, cells in found
+        if cells.loc[cells["method"] != "none", "avg"].notna().any()
+    ]
+    return [*drawn, pareto.pareto_table(material.study, material.comparisons)]
+
+
 def _averages(material: Material) -> list[Output]:
     return [
         figures.averages_figure(comparison, name=_of_model(material, "averages", comparison))
@@ -167,6 +190,7 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "winners": _full_map,
     "unified.fig2": _baseline_map,
     "averages": _averages,
+    "pareto": _pareto,
     "ranks": _ranks,
     "radar": _radar,
     "unified.table1": _published_ranks,

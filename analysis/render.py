@@ -39,8 +39,8 @@ def shown(value: object, form: str) -> str:
 
 def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
     """Whether a dash is no gap: the unpruned model has no rank among criteria, a tie has no p-value."""
-    unranked = row.get("Criterion") == UNPRUNED and column in ("Avg Rank", "First")
-    return unranked or (table.name.endswith(("winners", "fig2")) and column != "Score")
+    unranked = row.get(KEY) == UNPRUNED and column in ("Avg Rank", "First")
+    return unranked or column in table.optional
 
 
 def footnotes(table: Table) -> list[str]:

@@ -144,6 +144,13 @@ def _sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[
         ),
         Section("kept", "What is kept", "How much is kept, and how sure that is", _KEPT_TEXT, made["averages"]),
         Section(
+            "cost",
+            "Cost",
+            "What accuracy costs: parameters, FLOPs and storage",
+            outputs=made["pareto"],
+            filters={"pareto": "Model|Pruned|Removes"},
+        ),
+        Section(
             "ranks",
             "Ranks",
             "Scores and ranks",

@@ -39,6 +39,8 @@ class Table:
     """Lower ends of 95 % intervals, for the columns that have them."""
     high: pd.DataFrame | None = None
     footnotes: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    """Number columns in which a dash is no gap: there is nothing to be had in some rows."""
 
 
 def setting(study: Study) -> str:
@@ -85,6 +87,7 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
         frame=frame,
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
+        optional=("Lead", "p", "p (Holm)"),
         low=found[["lead_low"]].set_axis(["Lead"], axis=1),
         high=found[["lead_high"]].set_axis(["Lead"], axis=1),
     )

@@ -133,7 +133,7 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
         "cost": {
             "candidates": 36,
             "forwards": 24.5,
-            "full": 36.0,
+            "full": 1.0,
             "screening": 0.0,
             "per_candidate": 24.5 / 36,
             "seconds": 12.5,

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import write_store
+
+from analysis import pareto, style
+from analysis.catalogue import Material
+from analysis.load import load
+from analysis.pareto import against_cost, front, pareto_table
+from analysis.pareto_figures import TELLABLE, pareto_figure
+
+TASKS = ("gsm8k", "math500", "rte", "livecodebench")
+VARIED = {"calibrations": ("pocket_code",), "ratios": (0.25, 0.5), "tasks": TASKS, "items": 30, "overlap": False}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    store = write_store(
+        tmp_path_factory.mktemp("pareto") / "store",
+        criteria=("reap", "random", "heapr"),
+        allocations=("uniform", "global"),
+        recoveries=("none", "nf4"),
+        **VARIED,
+    )
+    return Material(load(store, "made_up"))
+
+
+def naive_front(costs: list[float], scores: list[float]) -> list[bool]:
+    """Entry by entry, from the words of the definition."""
+    found = []
+    for cost, score in zip(costs, scores, strict=True):
+        beaten = np.isnan(score)
+        for other_cost, other_score in zip(costs, scores, strict=True):
+            beaten |= other_cost < cost and other_score >= score
+            beaten |= other_cost <= cost and other_score > score
+        found.append(not beaten)
+    return found
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    assert front([1, 2, 3, 3], [0.1, 0.3, 0.2, 0.3]).tolist() == [True, True, False, False]
+    assert front([1, 1, 2], [0.5, 0.5, 0.5]).tolist() == [True, True, False], "equals stand together"
+    assert front([1, 2], [np.nan, 0.1]).tolist() == [False, True]
+    drawn = np.random.default_rng(0)
+    for _ in range(50):
+        costs, scores = drawn.integers(0, 6, 12).astype(float), drawn.integers(0, 6, 12).astype(float)
+        scores[drawn.random(12) < 0.1] = np.nan
+        assert front(costs, scores).tolist() == naive_front(costs.tolist(), scores.tolist())
+
+
+def test_every_cell_stands_with_its_cost(material: Material) -> None:
+    [comparison] = material.comparisons
+    found = against_cost(material.study, comparison)
+    assert found["cell"].tolist() == material.study.cells.index.tolist()
+    full = found.iloc[0]
+    assert full["storage_share"] == full["parameters_kept"] == 1 and not any(full[f"front_{a}"] for a in pareto.AXES)
+    quantised = found[found["bits"] == 4]
+    assert np.allclose(quantised["storage_share"] * 4, quantised["parameters_kept"], atol=1e-5)
+    expected = comparison.columns.mean(axis=1)
+    assert np.allclose(found.set_index("cell")["avg"], expected)
+    assert ((found["low"] <= found["avg"]) & (found["avg"] <= found["high"])).all()
+
+
+def test_all_methods_meet_in_one_table(material: Material) -> None:
+    table = pareto_table(material.study, material.comparisons)
+    assert len(table.frame) == len(material.study.cells) and table.low is not None
+    for words in ("REAP", "REAP, global", "HEAPr-G", "HEAPr-G, NF4", "HEAPr, uniform", "Random, global, NF4"):
+        assert (table.frame["Criterion"] == words).sum() == 2, words
+    assert set(table.frame["Removes"]) == {"nothing removed", "whole experts", "channels"}
+    assert table.frame["Parameters kept"].is_monotonic_decreasing
+
+
+def test_a_cell_without_scores_is_a_gap_and_on_no_front(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", criteria=("reap",), **VARIED)
+    study = load(store, "made_up")
+    damaged = study.results[~((study.results["cell"] == 2) & (study.results["benchmark"] == "rte"))]
+    object.__setattr__(study, "results", damaged)
+    material = Material(study)
+    found = against_cost(study, material.comparisons[0]).set_index("cell")
+    assert np.isnan(found.loc[2, "avg"]) and not found.loc[2, "front_parameters_kept"]
+    table = pareto_table(study, material.comparisons)
+    assert table.frame["Avg"].isna().sum() == 1
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+@pytest.mark.parametrize("criteria", [("reap",), ("reap", "ean", "seer", "man", "heapr", "camera")])
+def test_the_figure_tells_methods_apart_or_else_families(tmp_path: Path, criteria: tuple[str, ...]) -> None:
+    store = write_store(
+        tmp_path / "store", criteria=criteria, allocations=("uniform", "global"), recoveries=("none", "nf4"), **VARIED
+    )
+    study = load(store, "made_up")
+    [comparison] = Material(study).comparisons
+    found = against_cost(study, comparison)
+    figure = pareto_figure(found, model="m", name="pareto")
+    style.write(figure, tmp_path)
+    texts = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
+    methods = found["method"].nunique() - 1
+    expected = ["REAP", "REAP, NF4", "REAP, global", "REAP, global, NF4"]
+    if methods > TELLABLE:
+        expected = ["whole experts", "whole experts, 4 bits", "channels", "channels, 4 bits"]
+    assert texts == [*expected, "front", "Unpruned"]
+    assert [axes.get_title(loc="left") for axes in figure.drawing.axes] == list(pareto.AXES.values())
