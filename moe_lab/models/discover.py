@@ -45,8 +45,8 @@ class MoELayer:
     n_experts: int
     top_k: int
     hidden: int
-    width: int
-    """Channels per expert."""
+    widths: tuple[int, ...]
+    """Channels of each expert."""
     n_group: int
     """Groups a group-limited router divides its experts into; 1 if it does not."""
     topk_group: int
@@ -54,14 +54,31 @@ class MoELayer:
     routing: tuple[RoutingTensor, ...]
     """Everything pruning has to slice besides the experts' own weights."""
 
+    @property
+    def width(self) -> int:
+        """Channels of every expert, or of the widest one where they differ."""
+        return max(self.widths)
+
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """All layers of `model` with routed experts, in the order of the decoder.
+    """All layers of `model` with routed experts, in the order of the decoder, all of which can be scored and pruned.
 
     Works on the meta device, so that a model can be judged before its weights are read. Raises UserError naming the
     reason when the model has no routed experts, or has experts or routers of a kind that moe_lab does not handle.
     """
-    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    layers = routed_layers(model)
+    for layer in layers:
+        if is_ragged(layer.experts):
+            raise UserError(
+                f"model_type={_kind(model)} can be evaluated, but neither scored nor pruned: {layer.name} is not a "
+                "stack of experts of one width"
+            )
+    return layers
+
+
+def routed_layers(model: nn.Module) -> list[MoELayer]:
+    """The same for a model that is only run: experts of a layer may have unequal widths, packed into two matrices."""
+    kind = _kind(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     names = [name for name, module in model.named_modules() if is_experts(module)]
@@ -80,10 +97,19 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, mark) for mark in ("is_concatenated", "is_transposed", "has_gate"))
 
 
+def is_ragged(module: nn.Module) -> bool:
+    """Whether experts of unequal width are packed into two matrices, as in our exports and in pruned models."""
+    return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
+
+
 def counts_experts(model: nn.Module) -> bool:
     """Whether the configuration of a model speaks of more than one expert."""
     config: Any = getattr(model, "config", None)
     return any(isinstance(count := getattr(config, field, None), int) and count > 1 for field in COUNT_FIELDS)
+
+
+def _kind(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
 def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
@@ -94,13 +120,10 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         return UserError(f"model_type={kind} is not supported: {name} {reason}")
 
     numbers = [part for part in name.split(".") if part.isdigit()]
-    down = getattr(experts, "down_proj", None)
-    if len(numbers) != 1 or not isinstance(down, torch.Tensor) or down.dim() != 3:
-        raise refuse("is not a stack of experts (experts, rows, columns) in a numbered decoder layer")
-    n_experts = down.shape[0]
-    for part, tensor in experts.named_parameters():
-        if tensor.dim() < 2 or tensor.shape[0] != n_experts:
-            raise refuse(f"holds {part} {tuple(tensor.shape)}, which has no first axis of {n_experts} experts")
+    if len(numbers) != 1:
+        raise refuse("is not in a numbered decoder layer")
+    widths, hidden = _shape(experts, refuse)
+    n_experts = len(widths)
     routers = [child for child in (getattr(block, word, None) for word in ROUTERS) if isinstance(child, nn.Module)]
     if len(routers) != 1:
         raise refuse(f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}")
@@ -108,7 +131,6 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     top_k = getattr(router, "top_k", None)
     if not isinstance(top_k, int):
         raise refuse("has a router that does not say how many experts a token gets")
-    width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
     n_group, topk_group = _groups(router)
     routing = _routing_tensors(router, block, n_experts, refuse)
     return MoELayer(
@@ -120,11 +142,26 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         n_experts=n_experts,
         top_k=top_k,
         hidden=hidden,
-        width=width,
+        widths=widths,
         n_group=n_group,
         topk_group=topk_group,
         routing=routing,
     )
+
+
+def _shape(experts: Any, refuse: Any) -> tuple[tuple[int, ...], int]:
+    """Channels of each expert, and the hidden size."""
+    if is_ragged(experts):
+        return tuple(experts.widths), experts.down_packed.shape[1]
+    down = getattr(experts, "down_proj", None)
+    if not isinstance(down, torch.Tensor) or down.dim() != 3:
+        raise refuse("is not a stack of experts (experts, rows, columns)")
+    count = down.shape[0]
+    for part, tensor in experts.named_parameters():
+        if tensor.dim() < 2 or tensor.shape[0] != count:
+            raise refuse(f"holds {part} {tuple(tensor.shape)}, which has no first axis of {count} experts")
+    width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
+    return (width,) * count, hidden
 
 
 def _groups(router: nn.Module) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WID
 from moe_lab.paths import resolve
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
+"""Fields of config.json that say in what layers, or experts of a layer, differ."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
@@ -27,11 +29,12 @@ def check(settings: ModelConfig) -> None:
     """Everything about a model that can be found wrong without torch and without network; raises UserError.
 
     A folder must hold config.json, whole safetensors files that agree with their index (or pickles, if they are
-    allowed), and a family that is not known to be unsupported. A hub id is only looked at as a name.
+    allowed), a family that is not known to be unsupported, and layers of one shape unless its own code may be run. A
+    hub id is only looked at as a name.
     """
     path = resolve(settings.path)
     if Path(path).expanduser().is_dir():
-        _check_folder(Path(path).expanduser(), settings.allow_pickle)
+        _check_folder(Path(path).expanduser(), settings)
     elif not HUB_ID.fullmatch(path):
         raise UserError(
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
@@ -58,7 +61,7 @@ def local_folder(settings: ModelConfig) -> Path:
     path = Path(resolve(settings.path)).expanduser()
     if not path.is_dir():
         path = _download(settings)
-        _check_folder(path, settings.allow_pickle)
+        _check_folder(path, settings)
     return path
 
 
@@ -92,15 +95,21 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-def _check_folder(folder: Path, allow_pickle: bool) -> None:
-    kind = read_json(folder / "config.json").get("model_type")
+def _check_folder(folder: Path, settings: ModelConfig) -> None:
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint")
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
+    if "auto_map" in config and not settings.trust_remote_code and any(field in config for field in UNEVEN_FIELDS):
+        raise UserError(
+            f"{folder} has MoE layers of different shapes, which only its own code can build: set "
+            "model.trust_remote_code=true if you trust the author"
+        )
     if not has_pickles_only(folder):
         open_checkpoint(folder)
-    elif not allow_pickle:
+    elif not settings.allow_pickle:
         raise UserError(
             f"{folder} has only pickled weights (.bin), which run code when loaded: convert them to safetensors, or "
             "set model.allow_pickle=true if you trust the author"

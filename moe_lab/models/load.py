@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.models import cpu_experts
 from moe_lab.models.checkpoint import read_json
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.files import has_pickles_only, local_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,21 +32,24 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     """The model and its tokenizer: eval mode, frozen weights, a pad token, and `settings.threads` CPU threads if that
     is set.
 
-    Experts run eagerly on the CPU and by grouped_mm on CUDA; dtype auto is float32 on the CPU and the stored one on
-    CUDA. Everything that can be is judged before weights are read. Raises UserError, one sentence, for a folder that
-    is incomplete or damaged, pickles that are not allowed, an unsupported architecture, weights that are missing, of
-    the wrong shape, NaN or infinite, an unknown dtype or device.
+    Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that gives the same bits
+    (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Models that an export left with uneven
+    layers are loaded too, if their code may be run. Everything that can be is judged before weights are read. Raises
+    UserError, one sentence, for a folder that is incomplete or damaged, pickles that are not allowed, an unsupported
+    architecture, weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device.
     """
     dtype, device = _dtype(settings), _device(settings)
     folder = local_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with _quiet():
-        moe_layers(skeleton(folder, trust_remote_code=settings.trust_remote_code))
+        routed_layers(skeleton(folder, trust_remote_code=settings.trust_remote_code))
         model = _weights(folder, settings, dtype, device)
         tokenizer = _tokenizer(folder, settings.trust_remote_code)
     model.eval().requires_grad_(False)
     check_finite(model)
+    if device == "cpu":
+        cpu_experts.choose(model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)])
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
@@ -52,13 +58,19 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 def skeleton(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The model of a folder without its weights, on the meta device; UserError for what transformers does not know."""
     config = _configuration(folder, trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except AmbiguousGlobalPerLayerAttributeError:
+        raise UserError(
+            f"model_type={config.model_type} is not supported with layers of different shapes, as {folder} has, "
+            "without code of its own: export the plan it was pruned by"
+        ) from None
 
 
 def check_finite(model: nn.Module) -> None:
     """UserError naming the tensor, and the layer and expert where it can, if a weight is NaN or infinite."""
-    experts = {id(weight): layer for layer in moe_layers(model) for weight in layer.experts.parameters()}
+    experts = {id(weight): layer for layer in routed_layers(model) for weight in layer.experts.parameters()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         # the sum of a tensor with NaN or Inf is never finite; looking closer only then keeps this one pass of reading
         if not tensor.is_floating_point() or tensor.is_meta or bool(tensor.sum(dtype=torch.float32).isfinite()):
@@ -68,8 +80,16 @@ def check_finite(model: nn.Module) -> None:
             continue
         value = float(tensor[bad][0])
         layer = experts.get(id(tensor))
-        where = f" (layer {layer.index}, expert {int(bad.nonzero()[0, 0])})" if layer else ""
+        where = f" (layer {layer.index}, expert {_expert(layer, tensor, int(bad.nonzero()[0, 0]))})" if layer else ""
         raise UserError(f"weights: {name}{where} holds {value} at {int(bad.sum())} places: expected finite numbers")
+
+
+def _expert(layer: MoELayer, tensor: torch.Tensor, row: int) -> int:
+    """The expert to which a row of one of the tensors of `layer` belongs, packed or stacked."""
+    if not is_ragged(layer.experts):
+        return row
+    channel = row * sum(layer.widths) // len(tensor)
+    return next(expert for expert, end in enumerate(accumulate(layer.widths)) if channel < end)
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:

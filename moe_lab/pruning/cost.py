@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.parts import linears
 from moe_lab.pruning.flops import channel_parameters, flops_per_token, kept_widths
 from moe_lab.pruning.plan import Plan
@@ -78,7 +78,7 @@ def size(
 ) -> dict[str, Any]:
     """The entries of `cost` about parameters and bytes; needs no weights, the model may be on the meta device."""
     _check(bits, modules)
-    layers = moe_layers(model)
+    layers = routed_layers(model) if plan is None else moe_layers(model)
     total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
     routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
     routed_kept = sum(_expert_parameters(layer, plan) for layer in layers)
@@ -104,10 +104,12 @@ def nf4_bytes(weights: int) -> int:
 
 def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
     """Parameters of the routed experts of a layer that `plan` keeps."""
-    if plan is not None and plan.channels:
+    parameters = sum(weight.numel() for weight in layer.experts.parameters())
+    if plan is None:
+        return parameters
+    if plan.channels:
         return channel_parameters(layer) * int(kept_widths(layer, plan).sum())
-    kept = layer.n_experts if plan is None else len(plan.experts[layer.index])
-    return sum(weight.numel() for weight in layer.experts.parameters()) // layer.n_experts * kept
+    return parameters // layer.n_experts * len(plan.experts[layer.index])
 
 
 def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -44,7 +44,7 @@ def flops_per_token(model: PreTrainedModel, plan: Plan | None, batches: Sequence
     """
     if not batches:
         raise UserError("cost: no batches to count FLOPs on, expected at least one")
-    layers = moe_layers(model)
+    layers = routed_layers(model)
     fixed: dict[tuple[int, ...], Counter[str]] = {}
     total: Counter[str] = Counter()
     positions = valid_tokens = 0
@@ -67,6 +67,8 @@ def flops_per_token(model: PreTrainedModel, plan: Plan | None, batches: Sequence
 
 def channel_parameters(layer: MoELayer) -> int:
     """Weights of one channel of one expert: its row of down and its columns of gate and up. Biases do not count."""
+    if is_ragged(layer.experts):
+        return 3 * layer.hidden
     weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
     return weights // (layer.n_experts * layer.width)
 
@@ -74,7 +76,7 @@ def channel_parameters(layer: MoELayer) -> int:
 def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
     """(E,) int64: the channels each expert keeps under `plan`, 0 for a dropped one."""
     if plan is None:
-        return torch.full((layer.n_experts,), layer.width)
+        return torch.tensor(layer.widths)
     widths = torch.zeros(layer.n_experts, dtype=torch.int64)
     kept = torch.tensor(plan.experts[layer.index])
     widths[kept] = torch.tensor(plan.widths(layer.index)) if plan.channels else layer.width

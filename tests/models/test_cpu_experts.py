@@ -1,0 +1,123 @@
+"""The experts function of the CPU against the eager forward of transformers: the very bits, or eager stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from moe_lab.models import cpu_experts
+from moe_lab.models.discover import moe_layers
+
+EAGER = ("gpt_oss",)
+"""Families with biases."""
+SERVED = [name for name in tiny.ARCHITECTURES if name not in EAGER]
+WIDTHS = ("moe_intermediate_size", "intermediate_size")
+ALIGNED = 32
+
+
+def build(name: str, **changes: Any) -> Any:
+    model = tiny.build(name, **changes)
+    cpu_experts.choose(model, moe_layers(model))
+    return model
+
+
+def aligned(name: str) -> Any:
+    """A model whose experts have 32 channels, so that few tokens take the way for few tokens."""
+    field = next(field for field in WIDTHS if field in tiny.ARCHITECTURES[name])
+    return build(name, **{field: ALIGNED})
+
+
+def implementation(model: Any) -> str:
+    (layer, *_) = moe_layers(model)
+    return str(layer.experts.config._experts_implementation)
+
+
+def logits(model: Any, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def generated(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of every new token, one decoding step each, with left padding."""
+    padded = torch.nn.functional.pad(ids, (3, 0))
+    mask = (padded != 0).long()
+    out = model.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=6,
+        min_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("make", [build, aligned], ids=["unaligned", "aligned"])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(name)
+    assert implementation(model) == cpu_experts.NAME
+    used = []
+    for way in ("_together", "_one_by_one"):
+        original = getattr(cpu_experts, way)
+        monkeypatch.setattr(
+            cpu_experts, way, lambda *args, way=way, original=original: used.append(way) or original(*args)
+        )
+    prefill, long, one = tiny.tokens(), tiny.tokens(6, 60), tiny.tokens(1, 1)
+    assert long.numel() > cpu_experts.FEW > prefill.numel()
+    found = [logits(model, input_ids=ids) for ids in (prefill, long, one)] + [generated(model, prefill)]
+    assert set(used) == ({"_together", "_one_by_one"} if make is aligned else {"_one_by_one"})
+    model.set_experts_implementation("eager")
+    expected = [logits(model, input_ids=ids) for ids in (prefill, long, one)] + [generated(model, prefill)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_two_threads_change_nothing() -> None:
+    model, ids = aligned("olmoe"), tiny.tokens(8, 16)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = logits(model, input_ids=ids)
+        model.set_experts_implementation("eager")
+        assert torch.equal(found, logits(model, input_ids=ids))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_experts_of_another_form_stay_eager(name: str) -> None:
+    assert implementation(build(name)) == "eager"
+
+
+def test_other_precisions_stay_eager() -> None:
+    assert implementation(build("olmoe", dtype=torch.bfloat16)) == "eager"
+
+
+def test_a_family_that_computes_otherwise_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("olmoe")
+    layer = moe_layers(model)[0]
+    original = layer.experts.forward
+    monkeypatch.setattr(layer.experts, "forward", lambda hidden, index, gates: original(hidden * 1.0001, index, gates))
+    cpu_experts.choose(model, moe_layers(model))
+    assert implementation(model) == "eager"
+
+
+def test_gradients_flow_as_in_the_eager_forward() -> None:
+    grads = []
+    for make in (aligned, tiny.build):
+        model = make("olmoe") if make is aligned else make("olmoe", intermediate_size=ALIGNED)
+        model.requires_grad_(True)
+        model(input_ids=tiny.tokens(), labels=tiny.tokens()).loss.backward()
+        grads.append({name: weight.grad for name, weight in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_choice_is_not_written_to_checkpoints(tmp_path: Any) -> None:
+    build("olmoe").save_pretrained(tmp_path)
+    assert cpu_experts.NAME not in (tmp_path / "config.json").read_text()

@@ -1,0 +1,167 @@
+"""Our own exports whose layers differ in shape are models like others, as far as they can be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models import cpu_experts
+from moe_lab.models.discover import is_ragged, moe_layers, routed_layers
+from moe_lab.models.facts import facts
+from moe_lab.models.files import check
+from moe_lab.models.load import load_model
+from moe_lab.pruning.cost import cost
+from moe_lab.pruning.export import export
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune
+
+NAMES = ("olmoe", "deepseek_v3")
+KINDS = ("per_layer", "ragged")
+
+
+def plan_for(model: Any, kind: str) -> Plan:
+    """Another number of experts in each layer; for ragged, also any number of channels in an expert, but in one layer
+    the same."""
+    random = numpy.random.default_rng(0)
+    experts, channels, counts = {}, {}, {}
+    for place, layer in enumerate(moe_layers(model)):
+        counts[layer.index] = layer.n_experts
+        kept = sorted(random.permutation(layer.n_experts)[: layer.n_experts - 1 - place].tolist())
+        experts[layer.index] = tuple(kept)
+        channels[layer.index] = numpy.zeros((layer.n_experts, layer.width), bool)
+        for number, expert in enumerate(kept):
+            width = 16 if place == 0 else int(random.integers(1, layer.width)) * (number != 2)
+            channels[layer.index][expert, random.permutation(layer.width)[:width]] = True
+    return Plan(experts, counts, {}, channels if kind == "ragged" else {})
+
+
+@dataclass(frozen=True)
+class Case:
+    """An export of one architecture."""
+
+    name: str
+    kind: str
+    folder: Path
+    plan: Plan
+
+
+@pytest.fixture(scope="module", params=[(name, kind) for name in NAMES for kind in KINDS], ids="-".join)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, kind = request.param
+    root = tmp_path_factory.mktemp(f"{name}-{kind}")
+    plan = plan_for(tiny.save(name, root / "source"), kind)
+    return Case(name, kind, export(root / "source", plan, root / f"{name}_{kind}"), plan)
+
+
+def settings(folder: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig(name="m", path=str(folder), **{"trust_remote_code": True, "device": "cpu", **changes})
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tiny.tokens()).logits
+
+
+def test_it_computes_what_the_pruned_model_does(case: Case) -> None:
+    model, tokenizer = load_model(settings(case.folder))
+    pruned = prune(tiny.build(case.name), case.plan)
+    torch.testing.assert_close(logits(model), logits(pruned), rtol=0, atol=1e-5)
+    assert model.get_experts_implementation()[""] == cpu_experts.NAME and tokenizer.pad_token
+    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(tiny.tokens(), **asked), pruned.generate(tiny.tokens(), **asked))
+
+
+def test_its_facts_are_its_own(case: Case) -> None:
+    found = facts(settings(case.folder))
+    pruned = prune(tiny.build(case.name), case.plan)
+    assert found["parameters"] == sum(weight.numel() for weight in pruned.parameters())
+    for layer in routed_layers(pruned):
+        about = found["layers"][layer.index]
+        assert about["n_experts"] == len(case.plan.experts[layer.index])
+        assert about.get("widths", [layer.width] * layer.n_experts) == list(layer.widths)
+        assert about["width"] == round(sum(layer.widths) / layer.n_experts)
+        assert about["expert_parameters"] == round(3 * layer.hidden * sum(layer.widths) / layer.n_experts)
+    json.dumps(found)
+
+
+def test_its_cost_is_that_of_the_plan_on_the_original(case: Case) -> None:
+    model, _ = load_model(settings(case.folder))
+    ids = tiny.tokens()
+    batches = [(ids, torch.ones_like(ids, dtype=torch.bool))]
+    whole = tiny.build(case.name)
+    about = {"parameters": sum(weight.numel() for weight in whole.parameters()), "bytes_per_parameter": 2}
+    for bits in (16, 4):
+        expected = cost(whole, case.plan, batches, facts=about, bits=bits)
+        found = cost(model, None, batches, facts=facts(settings(case.folder)), bits=bits)
+        for key in ("parameters", "storage_bytes", "loading_bytes", "flops_per_token"):
+            assert found[key] == expected[key], key
+        assert found["flops_by_part"] == expected["flops_by_part"]
+        assert (found["parameters_kept"], found["routed_kept"], found["flops_ratio"]) == (1, 1, 1)
+
+
+def test_only_stacks_can_be_pruned_again(case: Case) -> None:
+    model, _ = load_model(settings(case.folder))
+    again = Plan(
+        {layer.index: tuple(range(layer.n_experts - 1)) for layer in routed_layers(model)},
+        {layer.index: layer.n_experts for layer in routed_layers(model)},
+        {},
+    )
+    if case.kind == "per_layer":
+        with mask(model, again):
+            masked = logits(model)
+        assert torch.equal(masked, logits(prune(model, again)))
+        return
+    refused = r"model_type=pruned_\w+ can be evaluated, but neither scored nor pruned: .*experts is not a stack"
+    for attempt in (lambda: prune(model, again), lambda: mask(model, again).__enter__()):
+        with pytest.raises(UserError, match=refused):
+            attempt()
+
+
+def test_without_trust_one_sentence_says_what_to_set(case: Case) -> None:
+    folder = case.folder
+    for attempt in (check, load_model, facts):
+        with pytest.raises(UserError, match=r"different shapes.*: set model\.trust_remote_code=true") as caught:
+            attempt(settings(folder, trust_remote_code=False))
+        assert "\n" not in str(caught.value)
+
+
+def test_native_layers_with_an_auto_map_need_no_trust(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "x.Y"}}))
+    load_model(settings(tmp_path, trust_remote_code=False))
+
+
+def test_uneven_layers_without_code_are_refused(tmp_path: Path) -> None:
+    model = tiny.build("olmoe")
+    prune(model, plan_for(model, "per_layer")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="model_type=olmoe is not supported with layers of different shapes"):
+        load_model(settings(tmp_path))
+
+
+@pytest.mark.parametrize("tensor", ["gate_up_packed", "down_packed"])
+def test_a_bad_weight_is_named_by_expert(tensor: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = tiny.save("olmoe", source)
+    plan = plan_for(model, "ragged")
+    folder = export(source, plan, tmp_path / "broken")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    (layer, *_) = [layer for layer in routed_layers(prune(model, plan)) if is_ragged(layer.experts)]
+    first = sum(layer.widths[:5])  # the first channel of expert 5, which follows one without channels
+    row = first * (2 if tensor == "gate_up_packed" else 1)
+    tensors[f"{layer.name}.{tensor}"][row, 3] = float("inf")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{tensor} \(layer {layer.index}, expert 5\) holds inf at 1 places"):
+        load_model(settings(folder))
