@@ -11,6 +11,28 @@ GATES = ("model", "renormalized", "double_softmax")
 
 
 @dataclass
+class ExpectedConfig:
+    """What the architecture of a model must be, so that it is known before the model is there."""
+
+    parameters: int = MISSING
+    """All parameters, embeddings included."""
+    layers: int = MISSING
+    """Decoder layers."""
+    moe_layers: int = MISSING
+    """Decoder layers with routed experts."""
+    experts: int = MISSING
+    """Routed experts of such a layer."""
+    top_k: int = MISSING
+    """Routed experts a token is given to."""
+    hidden: int = MISSING
+    """Numbers in the residual stream of a token."""
+    width: int = MISSING
+    """Channels of a routed expert."""
+    shared_width: int = 0
+    """Channels of all shared experts of a layer together; 0 without them."""
+
+
+@dataclass
 class ModelConfig:
     """A causal language model with routed experts."""
 
@@ -30,6 +52,12 @@ class ModelConfig:
     """Load .bin checkpoints, which run code when unpickled. Off unless you trust the author."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
+    expected: ExpectedConfig | None = None
+    """The architecture: costs are estimated from it without the model, and a checkpoint that differs is refused."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.expected, dict):  # as it comes back from a job's JSON
+            self.expected = ExpectedConfig(**self.expected)
 
 
 @dataclass
@@ -187,6 +215,52 @@ class LauncherConfig:
 
 
 @dataclass
+class JobConfig:
+    """What a Slurm job asks for; null takes what stands further up, and at last an estimate."""
+
+    gpus: int | None = None
+    """GPUs; null takes as many as hold the model and the work."""
+    cpus: int | None = None
+    """CPU cores."""
+    memory: float | None = None
+    """Main memory in GiB."""
+    minutes: int | None = None
+    """Time limit; what is interrupted by it goes on from where it was."""
+    partition: str | None = None
+    """Partition, as sinfo names it."""
+    account: str | None = None
+    """Account the time is charged to."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features a node must have, such as h100."""
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    """Further options of sbatch, such as nodelist: node7, exclusive: true."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before Python starts, such as module load cuda."""
+
+
+@dataclass
+class ResourcesConfig:
+    """What Slurm jobs ask for, by model and kind of step; the most particular that is set counts."""
+
+    name: str = "default"
+    """The word used for the cluster."""
+    gpu_memory: float = 80.0
+    """GiB of one GPU of the cluster."""
+    cpus_per_gpu: int = 8
+    """CPU cores that are asked for with each GPU."""
+    margin: float = 2.0
+    """Time asked for, as a multiple of the estimate."""
+    longest: int = 1440
+    """Minutes that are asked for at most; longer work is requeued and goes on."""
+    every: JobConfig = field(default_factory=JobConfig)
+    """All jobs."""
+    jobs: dict[str, JobConfig] = field(default_factory=dict)
+    """KIND, MODEL/every or MODEL/KIND -> what jobs with steps of that kind, or with that model, ask for."""
+
+
+@dataclass
 class TrackerConfig:
     """Who else is told about results; the store always is."""
 
@@ -238,6 +312,8 @@ class Config:
     """What pruned models are evaluated on."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Where steps run."""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    """What Slurm jobs ask for."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Who else is told."""
     grid: GridConfig = field(default_factory=GridConfig)

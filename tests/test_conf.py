@@ -24,6 +24,7 @@ SCHEMAS: dict[str, type] = {
     "benchmark": config.BenchmarkConfig,
     "suite": config.SuiteConfig,
     "launcher": config.LauncherConfig,
+    "resources": config.ResourcesConfig,
     "tracker": config.TrackerConfig,
 }
 FILES = sorted(file for group in SCHEMAS for file in (CONF / group).glob("*.yaml"))

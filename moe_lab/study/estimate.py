@@ -1,48 +1,212 @@
-"""How much memory a step takes, about: the weights in the precision they are loaded in, and room to work."""
+"""About how much memory and time a step takes: estimates to size jobs and budgets by, right within a factor of a few.
+
+Everything they rest on stands in this file. One forward pass multiplies a token with the model's active parameters,
+2 x active FLOPs a token; everything else is told as a number of forward passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.paths import resolve
+from moe_lab.allocation.evolution_settings import Settings
+from moe_lab.config import ModelConfig
+from moe_lab.models.size import Size, size_of
 from moe_lab.study.identity import Step
 
-ROOM = 1.2
-"""Activations, sums and the interpreter, as a factor on the weights; a guess that errs on the safe side."""
+
+@dataclass(frozen=True)
+class Speed:
+    """What a machine does in a second."""
+
+    flops: float
+    """While it reads text in the model's precision."""
+    bytes: float
+    """Of weights while it generates: a batch of tokens needs nearly all experts at every step."""
+    layer: float
+    """Seconds, not less, that a layer takes for one token of each sequence of a batch."""
+
+
+GPU = Speed(flops=5e13, bytes=1e12, layer=1e-3)
+"""One data-centre GPU. FLOPs from EvoESAP's Table 3, whose searches are a known number of forward passes over 262,144
+tokens on L40S: 5.8 h for 1,404 of OLMoE, 6.7 h for 844 of DeepSeek-V2-Lite, 5.0 h for 564 of ERNIE and 5.2 h for 284 of
+Qwen3 come to 4.5, 4.9, 5.0 and 2.7 x 1e13. Bytes and layers are rules of thumb: that GPU's memory moves 0.9e12 bytes a
+second, a newer one's four times as many, and a layer of experts is tens of kernels of 20 microseconds."""
+CPU = Speed(flops=3e10, bytes=5e9, layer=1e-3)
+"""One core, where the shipped models run: a tenth to a half of what its arithmetic units could do."""
+
+DISK = 1e9
+"""Bytes a second at which weights are read from disk."""
+SUMMED = 2e8
+"""Bytes of weights a second that a CPU reads and sums up."""
+START = 20.0
+"""Seconds until a process has imported torch and transformers."""
+SMALL = 0.5
+"""Seconds of a step that neither loads a model nor reads a checkpoint, and of the start of one that does."""
+PREFIX_REUSE = 0.75
+"""Share of a forward pass that a candidate of a search takes: layers it shares with its parent are not run again."""
+PROMPT = 128
+"""Tokens of a prompt, or of a question with one of its answers."""
+CHOICES = 4
+"""Sequences that a multiple choice reads for an item."""
+ITEMS = 1000
+"""Items of a benchmark that does not say how many it has."""
+
 BASE = 600 * 2**20
 """Bytes of Python with torch and transformers loaded."""
-LOADS = (
-    "statistics",
-    "gradients",
-    "weight_gradients",
-    "damage",
-    "ablation",
-    "search",
-    "reconstruction",
-    "finetune",
-    "cost",
-    "evaluate",
-)
-"""Kinds of step that load the model."""
+ROOM = 1.1
+"""Sums, buffers and fragments, as a factor on the weights."""
+LOGITS = 2**19
+"""Bytes of the logits of one token: about 130,000 words in fp32."""
+CACHE = 8
+"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
+GPU_FROM = 2**30
+"""Bytes of weights from which a model is put on a GPU."""
 
 
-def memory(steps: Iterable[Step]) -> dict[str, str]:
-    """Kind -> memory of its largest step, for kinds that load a model whose checkpoint is at hand."""
-    most: dict[str, float] = {}
+@dataclass(frozen=True)
+class Estimate:
+    """What one step takes, about."""
+
+    memory: float
+    """Bytes at its largest moment, weights included; on the GPUs if it uses them."""
+    seconds: float
+    """Of work, the loading of the model left out."""
+    loading: float
+    """Seconds until the model is loaded, once for all steps of one process."""
+    on_gpu: bool
+    """Whether its model is big enough for a GPU to be worth it."""
+
+
+def estimate(step: Step) -> Estimate | None:
+    """What `step` takes; None when it depends on a model of which nothing is known."""
+    if step.kind not in WORK and step.kind not in STREAMED:
+        return Estimate(BASE, SMALL, SMALL, False)
+    size = size_of(ModelConfig(**step.runtime["model"]))
+    if size is None:
+        return None
+    if step.kind in STREAMED:
+        return Estimate(2 * BASE, SMALL + size.bytes / SUMMED, SMALL, False)
+    on_gpu = size.bytes >= GPU_FROM and step.runtime["model"]["device"] != "cpu"
+    seconds = WORK[step.kind](step, size, GPU if on_gpu else CPU)
+    return Estimate(_memory(step, size), SMALL + seconds, START + size.bytes / DISK, on_gpu)
+
+
+def gpus(found: Estimate, gpu_memory: float) -> int:
+    """GPUs that hold a step when each has `gpu_memory` GiB, a tenth of it out of reach."""
+    return int(-(-found.memory // (0.9 * gpu_memory * 2**30))) if found.on_gpu else 0
+
+
+def hours(steps: Iterable[Step], gpu_memory: float) -> tuple[float, float]:
+    """(hours of work one after the other, GPU-hours) of steps, each model loaded once for all steps of a kind.
+
+    A model over several GPUs keeps all of them while one works. Steps of unknown models count nothing.
+    """
+    work = gpu_work = 0.0
+    loaded = set()
     for step in steps:
-        if step.kind in LOADS:
-            size = _weight_bytes(step.runtime["model"])
-            if size:
-                most[step.kind] = max(most.get(step.kind, 0), BASE + ROOM * size)
-    return {kind: f"{size / 2**30:.1f} GiB" for kind, size in most.items()}
+        if (found := estimate(step)) is not None:
+            model = (step.kind, str(step.runtime.get("model", {}).get("name")))
+            seconds = found.seconds + (0 if model in loaded else found.loading)
+            loaded.add(model)
+            work, gpu_work = work + seconds, gpu_work + seconds * gpus(found, gpu_memory)
+    return work / 3600, gpu_work / 3600
 
 
-def _weight_bytes(model: Mapping[str, Any]) -> int:
-    """Bytes of the weights in memory; 0 for a model that is not on this machine yet."""
-    folder = Path(resolve(model["path"])).expanduser()
-    if not folder.is_dir():
-        return 0
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return stored * 2 if model["dtype"] in ("float32", "auto") else stored
+Work = Callable[[Step, Size, Speed], float]
+"""Seconds that the work of a step takes a machine, for a model of some size."""
+
+
+def _text(step: Step) -> Mapping[str, Any]:
+    """The text that a step reads."""
+    found: Mapping[str, Any] = step.runtime["calibration" if "calibration" in step.runtime else "text"]
+    return found
+
+
+def _passes(count: float) -> Work:
+    """So many forward passes over the step's text."""
+    return lambda step, size, speed: count * _reading(_text(step)["tokens"], size, speed)
+
+
+def _reading(tokens: float, size: Size, speed: Speed) -> float:
+    return 2 * size.active * tokens / speed.flops
+
+
+def _ablation(step: Step, size: Size, speed: Speed) -> float:
+    """For each expert, the layers from its own on."""
+    return _reading(_text(step)["tokens"], size, speed) * size.experts * (size.moe_layers + 1) / 2
+
+
+def _search(step: Step, size: Size, speed: Speed) -> float:
+    """P + (T - 1)(P - m) candidates, and the model itself once a generation, as its answers are not kept."""
+    asked = step.parts["allocation"].settings["parameters"]
+    population, elites, generations = (
+        int(asked.get(name, getattr(Settings, name))) for name in ("population", "elites", "generations")
+    )
+    candidates = population + (generations - 1) * (population - elites)
+    return _passes(PREFIX_REUSE * candidates + generations)(step, size, speed)
+
+
+def _finetune(step: Step, size: Size, speed: Speed) -> float:
+    """Forward, forward again for what was not kept, and backward at twice the price."""
+    return _passes(4 * float(step.runtime["recovery"]["epochs"]))(step, size, speed)
+
+
+def _evaluate(step: Step, size: Size, speed: Speed) -> float:
+    """Prompts are read; answers are generated to the limit, one token of each sequence of a batch at a time."""
+    benchmark = step.runtime["benchmark"]
+    items = min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
+    sequences = items if benchmark["max_new_tokens"] else CHOICES * items
+    batches = -(-items // int(benchmark["batch_size"]))
+    step_seconds = size.moe_layers * speed.layer + size.bytes / speed.bytes
+    return _reading(sequences * PROMPT, size, speed) + batches * int(benchmark["max_new_tokens"]) * step_seconds
+
+
+WORK: Mapping[str, Work] = {
+    "statistics": _passes(1.1),
+    "gradients": _passes(3.3),
+    "weight_gradients": _passes(4),
+    "damage": _passes(1.5),
+    "ablation": _ablation,
+    "search": _search,
+    "reconstruction": _passes(4),
+    "finetune": _finetune,
+    "cost": _passes(1),
+    "evaluate": _evaluate,
+}
+"""Kind of step that loads the model -> seconds of its work."""
+STREAMED = ("weights", "channel_weights", "export")
+"""Kinds of step that read the checkpoint once, on the CPU, and never hold more than a piece of it."""
+KINDS = (*WORK, *STREAMED, "model", "scores", "family", "plan")
+"""All kinds of step; the last ones take seconds and little memory."""
+
+
+def _memory(step: Step, size: Size) -> float:
+    """Weights; a second model where weights are changed; and what the tokens of a batch leave behind."""
+    changed = step.kind == "finetune" or "finetune" in step.inputs or "storage" in step.parts
+    weights = ROOM * size.bytes * (2 if changed else 1)
+    if step.kind == "evaluate":
+        benchmark = step.runtime["benchmark"]
+        row = PROMPT + int(benchmark["max_new_tokens"])
+        per_token = LOGITS / 8 + CACHE * size.hidden * size.moe_layers  # logits of a few positions, and the cache
+        return BASE + weights + int(benchmark["batch_size"]) * row * per_token
+    text = _text(step)
+    tokens = int(min(text["batch_size"] * text["length"], text["tokens"]))
+    return BASE + weights + tokens * (LOGITS + size.bytes_per_parameter * _kept(step, size))
+
+
+def _kept(step: Step, size: Size) -> float:
+    """Numbers of a token that a pass keeps: of one layer, or of all of them where gradients come back."""
+    layer = 20 * size.hidden + 6 * size.top_k * size.width
+    if step.kind not in ("gradients", "weight_gradients", "finetune"):
+        return layer
+    return layer + size.hidden * size.moe_layers if _text(step)["checkpointing"] else layer * size.moe_layers
+
+
+def memory(steps: Iterable[Step]) -> str:
+    """The memory of the largest of some steps, in words."""
+    found = [estimate(step) for step in steps]
+    known = [one.memory for one in found if one is not None]
+    unknown = " or more" if len(known) < len(found) else ""
+    return f"{max(known) / 2**30:.1f} GiB{unknown}" if known else "unknown" if found else ""

@@ -17,6 +17,7 @@ from moe_lab.pruning.export_form import SHAPES
 from moe_lab.recovery import settings as recoveries
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
+from moe_lab.study import resources
 from moe_lab.study.maker import reads_text
 
 ANSWERED = ("search", "instructions")
@@ -36,6 +37,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     if config.export not in (None, *SHAPES):
         yield str(unknown("export", config.export, SHAPES))
     yield from said(partial(tracking.check, config.tracker))
+    yield from said(partial(resources.check, config.resources))
     yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
     for cell in _each(cells, "model"):
         yield from said(partial(files.check, cell.model))

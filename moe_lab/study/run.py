@@ -63,16 +63,23 @@ def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]
 
 
 def show(config: Config, steps: Sequence[Step], done: set[str]) -> None:
-    """The graph as a table: distinct steps by kind, cached, missing, and the memory they are estimated to take."""
+    """The graph as a table: distinct steps by kind, cached, missing, and what the missing ones take by estimate."""
     from rich.table import Table
 
-    from moe_lab.study.estimate import memory
+    from moe_lab.study import estimate
 
-    table = Table("step", "distinct", "cached", "missing", "memory of one, about", title="what would run")
-    total, cached = Counter(step.kind for step in steps), Counter(step.kind for step in steps if step.id in done)
-    needs = memory(steps)
-    for kind, count in total.items():
-        table.add_row(kind, str(count), str(cached[kind]), str(count - cached[kind]), needs.get(kind, "small"))
+    gpu_memory = config.resources.gpu_memory
+    columns = ("step", "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
+    table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
+    for kind in dict.fromkeys(step.kind for step in steps):
+        all_steps = [step for step in steps if step.kind == kind]
+        missing = [step for step in all_steps if step.id not in done]
+        hours, gpu_hours = estimate.hours(missing, gpu_memory)
+        counts = (len(all_steps), len(all_steps) - len(missing), len(missing))
+        table.add_row(kind, *map(str, counts), estimate.memory(missing), f"{hours:.2f}", f"{gpu_hours:.2f}")
+    total = estimate.hours([step for step in steps if step.id not in done], gpu_memory)
+    for column, value in zip(table.columns[-2:], total, strict=True):
+        column.footer = f"{value:.2f}"
     console.print(table)
 
 

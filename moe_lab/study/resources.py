@@ -1,0 +1,83 @@
+"""What a Slurm job asks for: what the configuration says for its kind of step and model, the rest estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from math import ceil
+from typing import Any
+
+from moe_lab.config import JobConfig, ResourcesConfig
+from moe_lab.errors import UserError, unknown
+from moe_lab.study.estimate import KINDS, Estimate, estimate, gpus
+from moe_lab.study.identity import Step
+
+EVERY = "every"
+GIB = 2**30
+UNKNOWN = Estimate(memory=16 * GIB, seconds=3600.0, loading=60.0, on_gpu=True)
+"""For models nothing is known of before they are downloaded."""
+ROUNDED = 30
+"""Minutes are asked for in multiples of it, so that jobs of nearly the same length are of one array."""
+HOST = 8.0
+"""GiB of main memory beside what the weights take on their way to a GPU."""
+
+
+def check(settings: ResourcesConfig) -> None:
+    """UserError for a key of `jobs` that names no kind of step, and for numbers that cannot be."""
+    for key in settings.jobs:
+        kind = key.rpartition("/")[2]
+        if kind not in (*KINDS, EVERY):
+            raise unknown(f"resources.jobs {key}", kind, [*KINDS, EVERY])
+    for name in ("gpu_memory", "margin", "longest", "cpus_per_gpu"):
+        if getattr(settings, name) <= 0:
+            raise UserError(f"resources.{name}={getattr(settings, name)}: expected a number above 0")
+    for key, job in {EVERY: settings.every, **settings.jobs}.items():
+        for name, least in (("gpus", 0), ("cpus", 1), ("memory", 0.1), ("minutes", 1)):
+            value = getattr(job, name)
+            if value is not None and value < least:
+                raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
+
+
+def resources(steps: Sequence[Step], settings: ResourcesConfig) -> dict[str, Any]:
+    """What a job asks for that does `steps`, of one kind and one model, one after the other.
+
+    The fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos and
+    constraint may be None; sbatch is a mapping and setup a list. What is set for MODEL/KIND counts before MODEL/every,
+    KIND and every; sbatch is merged.
+    """
+    asked = _asked(steps[0], settings)
+    found = [estimate(step) or UNKNOWN for step in steps]
+    count = max(gpus(one, settings.gpu_memory) for one in found) if asked["gpus"] is None else asked["gpus"]
+    seconds = max(one.loading for one in found) + sum(one.seconds for one in found)
+    largest = max(one.memory for one in found) / GIB
+    minutes = ROUNDED * ceil(settings.margin * seconds / 60 / ROUNDED)
+    threads = (steps[0].runtime.get("model") or {}).get("threads")
+    estimated = {
+        "gpus": count,
+        "cpus": max(threads or 1, count * settings.cpus_per_gpu),
+        "memory": ceil(HOST + largest) if count else ceil(2 * largest),
+        "minutes": min(minutes, settings.longest),
+    }
+    return {name: estimated.get(name) if value is None else value for name, value in asked.items()}
+
+
+def _asked(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
+    asked: dict[str, Any] = {field.name: None for field in fields(JobConfig)}
+    asked |= {"sbatch": {}, "setup": []}
+    for job in _levels(step, settings):
+        for name in asked:
+            value = getattr(job, name)
+            if name == "sbatch":
+                asked[name] = {**asked[name], **value}
+            elif value is not None and value != []:
+                asked[name] = value
+    return asked
+
+
+def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
+    """What is set for a step, the most general first."""
+    yield settings.every
+    model = (step.runtime.get("model") or {}).get("name")
+    for key in (step.kind, f"{model}/{EVERY}", f"{model}/{step.kind}"):
+        if key in settings.jobs:
+            yield settings.jobs[key]
