@@ -130,7 +130,7 @@ def _search(document: Mapping[str, Any]) -> dict[str, Any]:
 def _searched(cells: pd.DataFrame) -> dict[int, str]:
     """Cell -> the folder of its search."""
     names = cells["plan_folder"].dropna()
-    folders = {int(cell): str(name) for cell, name in names.items()}
+    folders = {int(str(cell)): str(name) for cell, name in names.items()}
     return {cell: name for cell, name in folders.items() if name.startswith("search/")}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import (
+    budget_outputs,
     expert_figures,
     figures,
     names,
@@ -17,6 +18,8 @@ from analysis import (
     pareto_figures,
     render,
     score_tables,
+    search_figures,
+    search_tables,
     style,
     tables,
 )
@@ -147,6 +150,44 @@ def _pareto(material: Material) -> list[Output]:
     return [*drawn, pareto.pareto_table(material.study, material.comparisons)]
 
 
+def _searched(material: Material) -> list[Output]:
+    table = search_tables.allocation_table(material.study, material.comparisons)
+    return _unless_empty(table)
+
+
+def _densities(material: Material, figure: Callable[..., Figure | None], name: str) -> list[Output]:
+    made = [
+        figure(
+            search_figures.densities(material.study, comparison.model),
+            model=comparison.model,
+            name=_of_model(material, name, comparison),
+        )
+        for comparison in material.comparisons
+    ]
+    return [drawn for drawn in made if drawn is not None]
+
+
+def _allocations(material: Material) -> list[Output]:
+    return _densities(material, search_figures.allocations_figure, "evoesap.fig1")
+
+
+def _searched_densities(material: Material) -> list[Output]:
+    return _densities(material, search_figures.criteria_figure, "evoesap.fig3")
+
+
+def _searches(material: Material) -> list[Output]:
+    made = [
+        search_figures.history_figure(
+            material.study, comparison.model, name=_of_model(material, "evoesap.search", comparison)
+        )
+        for comparison in material.comparisons
+    ]
+    return [
+        *(drawn for drawn in made if drawn is not None),
+        *_unless_empty(search_tables.search_table(material.study)),
+    ]
+
+
 def _averages(material: Material) -> list[Output]:
     return [
         figures.averages_figure(comparison, name=_of_model(material, "averages", comparison))
@@ -186,6 +227,10 @@ def _of_model(material: Material, name: str, comparison: Comparison) -> str:
     return name if len(material.comparisons) == 1 else f"{name}.{comparison.model}"
 
 
+def _of_study(function: Callable[[Study, list[Comparison]], list[Output]]) -> Callable[[Material], list[Output]]:
+    return lambda material: function(material.study, material.comparisons)
+
+
 CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "winners": _full_map,
     "unified.fig2": _baseline_map,
@@ -200,8 +245,13 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "unified.fig3": _proxy,
     "unified.fig4": _pooled_overlap,
     "unified.fig5": _overlap_per_model,
+    "evoesap.table1": _searched,
+    "evoesap.fig1": _allocations,
+    "evoesap.fig3": _searched_densities,
+    "evoesap.search": _searches,
     "coverage": _coverage,
     "unified.table3": _memory,
+    **{name: _of_study(function) for name, function in budget_outputs.OUTPUTS.items()},
     "artefacts": _artefacts,
     "gaps": _gaps,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -184,7 +185,7 @@ def _line(method: str) -> Line2D:
     )
     shade = style.colour(method)
     fill = style.SURFACE if any(more) else shade
-    line = (0, (5, 1.2)) if any(more) else "-"
+    line: Any = (0, (5, 1.2)) if any(more) else "-"
     return Line2D(
         [],
         [],

@@ -183,7 +183,8 @@ def _methods(cells: pd.DataFrame) -> list[str]:
 
 
 def _tells(row: Mapping[str, Any]) -> bool:
-    return row["criterion"] != "none" and (row["allocation"] != "uniform" or row["granularity"] == "channel")
+    """Whether the allocation is no matter of course."""
+    return bool(row["criterion"] != "none" and (row["allocation"] != "uniform" or row["granularity"] == "channel"))
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:

@@ -32,7 +32,7 @@ def loading_memory(study: Study) -> pd.DataFrame:
     rows = []
     for cell, plan in study.kept.groupby("cell", sort=False):
         axes = study.cells.loc[int(str(cell))]
-        facts = study.models.get(axes["model"])
+        facts = study.models.get(str(axes["model"]))
         if facts is None:
             continue
         by_layer = plan.assign(gone=1 - plan["share"], dropped=(plan["share"] == 0) & ~plan["null"]).groupby("layer")

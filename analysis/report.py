@@ -17,6 +17,7 @@ from markupsafe import Markup
 from analysis import catalogue, findings, names, render, style
 from analysis.catalogue import Material, Output
 from analysis.load import Study, load
+from analysis.quantized import four_bits
 from analysis.remarks import versions
 from analysis.style import Figure
 from analysis.tables import Table
@@ -131,6 +132,7 @@ def _tiles(study: Study) -> list[dict[str, str]]:
 def _sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:
     study = material.study
     effect = [sentence for comparison in material.comparisons for sentence in findings.calibration_effect(comparison)]
+    bits = [sentence for comparison in material.comparisons for sentence in four_bits(study, comparison)]
     maps = winner_views(material)
     return [
         Section(
@@ -151,11 +153,45 @@ def _sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[
             filters={"pareto": "Model|Pruned|Removes"},
         ),
         Section(
+            "claims",
+            "Claims",
+            "What the papers claim, asked of this study",
+            _CLAIM_TEXT if made["claims"] else (),
+            made["claims"],
+        ),
+        Section(
+            "channels",
+            "Channels",
+            "Which channels, and how many of each expert",
+            outputs=[output for name in _CHANNELS for output in made[name]],
+            filters={"heapr.table1": "*Model|Pruned", "heapr.table2": "Model|Pruned"},
+        ),
+        Section("bits", "Bits", "Fewer bits", bits, [*made["quantized.fig8"], *made["quantized.table11"]]),
+        Section(
+            "weights",
+            "Weights",
+            "What scores from weights alone achieve",
+            outputs=[*made["aimer.table2"], *made["aimer.fig2"]],
+            filters={"aimer.table2": "Model|Pruned"},
+        ),
+        Section(
             "ranks",
             "Ranks",
             "Scores and ranks",
             outputs=made["ranks"],
             filters={"ranks": "*Model|Pruned|Calibration"},
+        ),
+        Section(
+            "search",
+            "Search",
+            "Where to prune: searched against uniform",
+            outputs=[
+                *made["evoesap.table1"],
+                *made["evoesap.fig1"],
+                *made["evoesap.fig3"],
+                *made["evoesap.search"],
+            ],
+            filters={"evoesap.table1": "Model|Pruned|Calibration|Criterion"},
         ),
         Section(
             "task",
@@ -205,6 +241,19 @@ _MAP_TEXT = (
     "best score. It is hatched when its lead over some other criterion could be chance: every pair of criteria "
     "answered the same questions, so their answers are compared question by question, and the 5 % level is corrected "
     "for looking at many cells.",
+)
+_CHANNELS = (
+    "heapr.fig2",
+    "heapr.table1",
+    "heapr.table2",
+    "coverage.fig",
+    "coverage.table6",
+    "coverage.table7",
+    "coverage.table13",
+)
+_CLAIM_TEXT = (
+    "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "
+    "95 % interval is above 0, does not hold when it is below, and is undecided when it contains 0.",
 )
 _KEPT_TEXT = (
     "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
