@@ -48,6 +48,11 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))
+        if config.export and cell.recovery.name != "none":
+            yield (
+                f"export={config.export} writes what pruning leaves, before recovery={cell.recovery.name}: expected "
+                "recovery=none in a study that exports, or export=null"
+            )
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:

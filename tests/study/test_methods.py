@@ -140,6 +140,7 @@ def test_an_uneven_model_is_exported_and_loads_with_its_own_code(store: Path) ->
         (["criterion=heapr", "allocation=coverage", "+allocation.parameters.align.block=7"], "8 is the nearest block"),
         (["recovery=nf5"], "did you mean nf4"),
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
+        (["export=natural", "recovery=nf4"], "expected recovery=none in a study that exports"),
         (["export=naturel"], "did you mean natural"),
         (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
         (["flops_text=pocket_exerpt"], "did you mean pocket_excerpt"),
