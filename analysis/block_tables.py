@@ -76,6 +76,7 @@ def block_table(
         formats={column: formats[column] for column in (*shown, *last)},
         best=ranked,
         blocks=TEXT,
+        optional=(DIFFERENCE, P),
         low=low,
         high=high,
     )

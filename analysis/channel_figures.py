@@ -22,7 +22,7 @@ from analysis.style import Figure
 
 FEWEST = 3
 """Ratios a method needs to be drawn as a line over ratios."""
-MAPS = 6
+MAPS = 8
 """Allocations whose experts are drawn one by one."""
 
 
@@ -93,7 +93,9 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     same: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
         same.setdefault(tuple(row), []).append(int(str(cell)))
-    labels = {members[0]: "\n".join(dict.fromkeys(cells.loc[members, "allocation"])) for members in same.values()}
+    labels = {
+        members[0]: "\n".join(map(names.allocated, cells.loc[members, "allocation"])) for members in same.values()
+    }
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
 
@@ -113,7 +115,7 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, *, name: str) -> Fi
                     color=shade, linestyle=_DASHES[at // len(_SHADES) % len(_DASHES)], label=label,
                 )  # fmt: skip
             axes.set_xticks(range(shares.shape[1]), [f"layer {layer}" for layer in shares.columns])
-            axes.set(ylabel="channels kept (%)")
+            axes.set(ylabel="channels kept (%)", ylim=(0, 104))
             axes.set_title(f"{comparison.model}, {names.ratio(ratio)} pruned")
             axes.grid(axis="y")
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
@@ -163,11 +165,15 @@ def _budget_blocks(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
 
 
 def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
-    """The first allocations under which experts of a layer keep different shares."""
+    """Allocations under which experts of a layer keep different shares, layerwise and coverage first, with names."""
     found = kept[kept["cell"].isin(cells.index)]
     spread = found.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
-    uneven = [int(str(cell)) for cell in cells.index if spread.get(cell, 0) > 1e-9]
-    return [(cell, str(cells.loc[cell, "allocation"])) for cell in uneven[:MAPS]]
+    words = {int(str(cell)): methods.allocation(word) for cell, word in cells["allocation"].items()}
+    uneven = [cell for cell in words if spread.get(cell, 0) > 1e-9]
+    first = sorted(
+        uneven, key=lambda cell: (words[cell][0] not in ("layerwise", "coverage"), "smoothing" in words[cell][1])
+    )
+    return [(cell, names.allocated(str(cells.loc[cell, "allocation"]))) for cell in first[:MAPS]]
 
 
 def _shade(share: Any) -> Any:

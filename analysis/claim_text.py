@@ -41,7 +41,9 @@ def _sentence(row: Mapping[str, Any]) -> str:
     interval = (
         f"{names.signed(row['difference'])} (95 % interval {names.signed(row['low'])} to {names.signed(row['high'])})"
     )
-    return f"{said} {_measured(row)} is {interval}."
+    parts = sorted(row["parts"].items(), key=lambda part: -part[1])
+    by_part = f"; by part: {names.listing(f'{name} {names.signed(value)}' for name, value in parts)}" if parts else ""
+    return f"{said} {_measured(row)} is {interval}{by_part}."
 
 
 def _measured(row: Mapping[str, Any]) -> str:
@@ -59,7 +61,8 @@ def _measured(row: Mapping[str, Any]) -> str:
 
 def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> Table:
     """The claims with their paired differences, per ratio and over all."""
-    frame = pd.DataFrame(
+    parts = pd.DataFrame(list(found["parts"]), index=found.index, dtype=float)
+    text = pd.DataFrame(
         {
             "Model": found["model"],
             "Claim": found["claim"].map(STATEMENTS),
@@ -71,6 +74,7 @@ def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> T
             "Verdict": found["verdict"],
         }
     )
+    frame = pd.concat([text, parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",
@@ -78,9 +82,17 @@ def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> T
         "same draw for every plan; channels and whole experts are paired when the shares of routed parameters kept "
         f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
         "sets, layers resampled, the interval widened for few layers. Undecided: the 95 % interval contains 0. Holm: "
-        f"corrected for all rows. Criteria, texts and seeds are those of this study. {setting(study)}",
+        "corrected for all rows. The last columns are differences of group averages. Criteria, texts and seeds are "
+        f"those of this study. {setting(study)}",
         frame=frame,
-        formats={"Pairs": "{:.0f}", "Difference": SCORE, "p": "{:.4f}", "p (Holm)": "{:.4f}"},
+        formats={
+            "Pairs": "{:.0f}",
+            "Difference": SCORE,
+            "p": "{:.4f}",
+            "p (Holm)": "{:.4f}",
+            **dict.fromkeys(map(str, parts), SCORE),
+        },
+        optional=tuple(map(str, parts)),
         low=found[["low"]].set_axis(["Difference"], axis=1),
         high=found[["high"]].set_axis(["Difference"], axis=1),
     )

@@ -33,7 +33,20 @@ EQUAL = 0.035
 PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
 """In what a searched cell and its uniform partner agree, besides the ratio."""
 
-COLUMNS = ("claim", "model", "ratio", "pairs", "difference", "low", "high", "p", "p_holm", "verdict", "headline")
+COLUMNS = (
+    "claim",
+    "model",
+    "ratio",
+    "pairs",
+    "difference",
+    "low",
+    "high",
+    "p",
+    "p_holm",
+    "verdict",
+    "headline",
+    "parts",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,8 @@ def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.Da
 
     costs: cell, routed_kept; family: scores of the S family, as in a study. `difference` is of Avg, for the third claim
     of the share of experts that all calibration sets agree on; p is corrected by Holm's method over all rows;
-    `headline` marks the row that answers the claim. verdict: holds, does not hold, undecided (the interval contains 0).
+    `headline` marks the row that answers the claim; `parts` has the difference of each group average by its name.
+    verdict: holds, does not hold, undecided (the interval contains 0).
     """
     rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
     found = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
@@ -113,9 +127,18 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
 
 def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[str, object]:
     cells = sorted({cell for pairs in ratios for pair in pairs.cells for cell in pair})
-    target = group_targets(comparison, cells).get("Avg", ())
-    found = pooled_difference(comparison, target, [pairs.cells for pairs in ratios])
-    return {"claim": claim, "model": comparison.model, **found}
+    targets = group_targets(comparison, cells)
+    found = {
+        name: pooled_difference(comparison, target, [pairs.cells for pairs in ratios])
+        for name, target in targets.items()
+    }
+    whole = found.pop("Avg", None) or pooled_difference(comparison, (), [])
+    return {
+        "claim": claim,
+        "model": comparison.model,
+        **whole,
+        "parts": {name: part["difference"] for name, part in found.items()},
+    }
 
 
 def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
@@ -139,6 +162,7 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
                     "low": low,
                     "high": high,
                     "p": _t_test(found),
+                    "parts": {},
                 }
             )
     return rows

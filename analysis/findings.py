@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import names, overlap
+from analysis import claim_text, names, overlap
+from analysis.claims import claims
 from analysis.comparison import Comparison, Panel
 from analysis.coverage import coverage_summary
 from analysis.frames import groups, records
 from analysis.load import Study
+from analysis.quantized import four_bits
 from analysis.winners import LEVEL, SETTINGS, wins
 
 NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -28,33 +30,73 @@ def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def what_was_run(study: Study) -> str:
-    """Models, criteria, calibration sets, ratios, benchmarks and items in one sentence."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
-    sets = names.calibrations_in_order(set(pruned["calibration"]) - {"none"})
-    ratios = names.listing(names.ratio(ratio) for ratio in sorted(pruned["ratio"].unique()))
-    by_data = f", with {names.listing(names.calibration(s).lower() for s in sets)} calibration" if sets else ""
-    sizes = sorted(study.results["n"].unique())
-    items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
-    return capitalised(
-        f"{count(pruned['criterion'].nunique(), 'criterion', 'criteria')} chose which experts of "
-        f"{names.listing(dict.fromkeys(study.cells['model']))} to remove ({ratios} of each layer{by_data}). "
-        f"That gave {count(len(pruned), 'pruned model')}, each evaluated like the unpruned one on "
-        f"{count(study.results['benchmark'].nunique(), 'benchmark')} of {items} items."
+def removed(cells: pd.DataFrame) -> str:
+    """What was removed in these cells: experts, channels, or both."""
+    found = set(cells["granularity"]) & {"expert", "channel"}
+    return {frozenset({"channel"}): "channels", frozenset({"expert", "channel"}): "experts or channels"}.get(
+        frozenset(found), "experts"
     )
 
 
-def who_won(found: pd.DataFrame) -> list[str]:
-    """A sentence per model and ratio: wins of the leading criteria, and how many of them are beyond noise."""
-    return [_who_won(key, group) for key, group in groups(found, SETTINGS)]
+def what_was_run(study: Study) -> str:
+    """Models, criteria, allocations, calibration sets, ratios, bits, benchmarks and items in two or three sentences."""
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    sizes = sorted(study.results["n"].unique())
+    items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
+    kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
+    models = names.listing(dict.fromkeys(study.cells["model"]))
+    benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
+    return capitalised(
+        f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove ({_how_much(pruned)})."
+        f"{_stored(pruned)} That gave {count(len(pruned), kind)}, each evaluated like the unpruned one on "
+        f"{benchmarks} of {items} items."
+    )
 
 
-def _who_won(key: Mapping[str, Any], found: pd.DataFrame) -> str:
+def _who_chose(pruned: pd.DataFrame) -> str:
+    criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
+    allocations = pruned["allocation"].nunique()
+    return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
+
+
+def _how_much(pruned: pd.DataFrame) -> str:
+    """Ratios, of what, and the calibration sets."""
+    ratios = names.listing(names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})) or "none"
+    sets = names.calibrations_in_order(set(pruned["calibration"]) - {"none"})
+    by_data = f", with {names.listing(names.calibration(s).lower() for s in sets)} calibration" if sets else ""
+    return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{by_data}"
+
+
+def _stored(pruned: pd.DataFrame) -> str:
+    """How weights were treated after pruning, where that differs."""
+    found = names.in_order(pruned["recovery"], names.RECOVERIES)
+    words = ["as they are" if word == "none" else f"with {names.RECOVERIES.get(word, word)}" for word in found]
+    return "" if found == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
+
+
+def who_won(found: pd.DataFrame, what: str = "experts") -> list[str]:
+    """A sentence per model and ratio: wins of the leading methods, and how many of them are beyond noise.
+
+    what: what was removed, as `removed` says.
+    """
+    return [_who_won(key, group, what) for key, group in groups(found, SETTINGS)]
+
+
+def _where(ratio: float, what: str, model: str) -> str:
+    return f"With {names.ratio(ratio)} of the {what} of {model} removed"
+
+
+def _competitor(keys: Iterable[str]) -> str:
+    """What competes: criteria, or methods when allocations or recoveries differ too."""
+    return "method" if any(names.parts(key)[1:] != ("", "") for key in keys) else "criterion"
+
+
+def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
     counts = wins(found)
-    where = f"With {names.ratio(key['ratio'])} of the experts of {key['model']} removed"
+    where = _where(key["ratio"], what, key["model"])
     total = int((found["winners"].map(len) > 0).sum())
     if counts.empty or not counts["wins"].iloc[0]:
-        return f"{where}, no criterion won a column alone."
+        return f"{where}, no {_competitor(found['winners'].explode().dropna())} won a column alone."
     most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
     leader = names.method(str(counts.index[0]))
     if sure == most:
@@ -72,10 +114,11 @@ def _who_won(key: Mapping[str, Any], found: pd.DataFrame) -> str:
 
 
 def best_plan(comparison: Comparison) -> list[str]:
-    """A sentence per ratio: the plan with the best Avg, its distance to the unpruned model and to other criteria."""
+    """A sentence per ratio: the plan with the best Avg, its distance to the unpruned model and to other methods."""
     groups: dict[tuple[float, str, int], list[Panel]] = {}
     for panel in comparison.panels:
-        groups.setdefault(panel.settings, []).append(panel)
+        if panel.ratio > 0:
+            groups.setdefault(panel.settings, []).append(panel)
     return [sentence for panels in groups.values() if (sentence := _best_plan(comparison, panels))]
 
 
@@ -96,14 +139,15 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
         else f", calibrated on {names.calibration(panel.calibration).lower()}"
     )
     sentence = (
-        f"With {names.ratio(panel.ratio)} of the experts of {comparison.model} removed, the best average is "
+        f"{_where(panel.ratio, removed(comparison.cells), comparison.model)}, the best average is "
         f"{averages.iloc[0]:.3f}, by {names.method(name)}{data}"
     )
     full = comparison.unpruned
     if full is not None and not np.isnan(scores[full]):
         low, high = comparison.lead(target, cell, full)
         sentence += f": {names.share(averages.iloc[0] / scores[full])} of the unpruned model's {scores[full]:.3f}"
-        sentence += f" (difference {names.signed(averages.iloc[0] - scores[full])}, 95 % interval {names.signed(low)} to {names.signed(high)})"
+        change = names.signed(averages.iloc[0] - scores[full])
+        sentence += f" (difference {change}, 95 % interval {names.signed(low)} to {names.signed(high)})"
     return sentence + "." + _runner_up(comparison, by_cell, averages, target)
 
 
@@ -121,11 +165,10 @@ def _runner_up(
     if comparison.cells["calibration"][second] != "none":
         rival += f" with {names.calibration(panel.calibration).lower()} calibration"
     lead = averages[first] - averages[second]
+    other = f"the best other {_competitor(key for key, _ in by_cell.values())}, {rival},"
     if np.isnan(p):
-        return f" The best other criterion, {rival}, is {lead:.3f} behind."
-    if p < LEVEL:
-        return f" Its lead of {lead:.3f} over the best other criterion, {rival}, is beyond noise (p = {p:.2g})."
-    return f" Its lead of {lead:.3f} over the best other criterion, {rival}, is within noise (p = {p:.2g})."
+        return f" {capitalised(other)} is {lead:.3f} behind."
+    return f" Its lead of {lead:.3f} over {other} is {'beyond' if p < LEVEL else 'within'} noise (p = {p:.2g})."
 
 
 def calibration_effect(comparison: Comparison) -> list[str]:
@@ -187,9 +230,12 @@ def completeness(study: Study) -> str:
     )
 
 
-def headline(study: Study, comparisons: Iterable[Comparison], found: pd.DataFrame) -> list[tuple[str, str]]:
+def headline(study: Study, comparisons: Sequence[Comparison], found: pd.DataFrame) -> list[tuple[str, str]]:
     """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
-    said = [("Winners", sentence) for sentence in (who_won(found) if len(found) else [])]
+    said = [("Claim", sentence) for sentence in claim_text.sentences(claims(comparisons, study.costs, study.family))]
+    pruned = found[found["ratio"] > 0] if len(found) else found
+    said += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
     for comparison in comparisons:
         said += [("Best average", sentence) for sentence in best_plan(comparison)]
+        said += [("Fewer bits", sentence) for sentence in four_bits(study, comparison)]
     return [*said, ("Completeness", completeness(study))]

@@ -106,7 +106,7 @@ def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -
                     color=style.MUTED,
                 )
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(which="minor", length=0)

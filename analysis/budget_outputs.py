@@ -1,0 +1,110 @@
+"""Tables and figures about channels, budgets, bits and weights by name, and what each needs of a study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from analysis import channel_figures, channel_tables, claim_text, claims, names, quantized, weight_figures
+from analysis.comparison import Comparison
+from analysis.load import Study
+from analysis.style import Figure
+from analysis.tables import Table
+
+Made = list[Table | Figure]
+
+
+def _claims(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    found = claims.claims(comparisons, study.costs, study.family)
+    return [claim_text.claim_table(study, found)] if len(found) else []
+
+
+def _ratio_figures(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return [
+        figure
+        for comparison in comparisons
+        if _of_heapr(comparison)
+        and (figure := channel_figures.ratio_figure(study, comparison, name=_of(comparisons, "heapr.fig2", comparison)))
+    ]
+
+
+def _methods(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    both = [comparison for comparison in comparisons if _of_heapr(comparison)]
+    return _unless_empty(channel_tables.method_table(study, both))
+
+
+def _channel_choice(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(channel_tables.channel_choice_table(study, comparisons))
+
+
+def _allocators(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(channel_tables.allocator_table(study, comparisons))
+
+
+def _smoothing(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(channel_tables.smoothing_table(study, comparisons))
+
+
+def _channel_scores(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(channel_tables.channel_score_table(study, comparisons))
+
+
+def _budgets(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    drawn = []
+    for comparison in comparisons:
+        name = _of(comparisons, "coverage.fig", comparison)
+        drawn.append(channel_figures.layer_figure(comparison, study.kept, name=name))
+        drawn.append(channel_figures.expert_figure(comparison, study.kept, name=f"{name}.experts"))
+    return [figure for figure in drawn if figure is not None]
+
+
+def _bits(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(quantized.recovery_table(study, comparisons))
+
+
+def _storage(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    found = [(comparison, quantized.storage_points(study, comparison)) for comparison in comparisons]
+    return [
+        quantized.storage_figure(comparison, points, name=_of(comparisons, "quantized.fig8", comparison))
+        for comparison, points in found
+        if points[["storage", "score"]].notna().all(axis=1).any()
+    ]
+
+
+def _group_averages(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(channel_tables.group_table(study, comparisons))
+
+
+def _profiles(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    scores = weight_figures.weight_scores(study)
+    return [weight_figures.profile_figure(weight_figures.profiles(scores), name="aimer.fig2")] if len(scores) else []
+
+
+def _of_heapr(comparison: Comparison) -> bool:
+    """Whether a method of HEAPr's tables was run."""
+    pairs = zip(comparison.cells["criterion"], comparison.cells["allocation"], strict=True)
+    return any(pair in names.METHODS for pair in pairs)
+
+
+def _unless_empty(table: Table) -> Made:
+    return [table] if len(table.frame) else []
+
+
+def _of(comparisons: Sequence[Comparison], name: str, comparison: Comparison) -> str:
+    return name if len(comparisons) == 1 else f"{name}.{comparison.model}"
+
+
+OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
+    "claims": _claims,
+    "heapr.fig2": _ratio_figures,
+    "heapr.table1": _methods,
+    "heapr.table2": _channel_choice,
+    "coverage.table6": _allocators,
+    "coverage.table7": _smoothing,
+    "coverage.table13": _channel_scores,
+    "coverage.fig": _budgets,
+    "quantized.table11": _bits,
+    "quantized.fig8": _storage,
+    "aimer.table2": _group_averages,
+    "aimer.fig2": _profiles,
+}
+"""Name -> what makes its tables and figures; an empty list when the study has no cells for them."""
