@@ -1,0 +1,209 @@
+"""The chapters of the page: which sentences, tables and figures stand where, and how the numbers came about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from analysis import findings
+from analysis.catalogue import Material, Output
+from analysis.load import Study
+from analysis.quantized import four_bits
+from analysis.remarks import versions
+from analysis.views import winner_views
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chapter of the page."""
+
+    anchor: str
+    short: str
+    title: str
+    text: Sequence[str] = ()
+    outputs: Sequence[Output] = ()
+    views: Sequence[Mapping[str, Any]] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    details: Sequence[tuple[str, str]] = ()
+    filters: Mapping[str, str] = field(default_factory=dict)
+    """Table name -> columns to filter by, the first block shown at first when it starts with a star."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.outputs or self.views or self.facts)
+
+
+def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:
+    """All chapters in the order of the page, empty ones included; `made`: all outputs by the catalogue's names."""
+    study = material.study
+    effect = [sentence for comparison in material.comparisons for sentence in findings.calibration_effect(comparison)]
+    bits = [sentence for comparison in material.comparisons for sentence in four_bits(study, comparison)]
+    maps = winner_views(material)
+    return [
+        Section(
+            "winners",
+            "Winners",
+            "Which criterion won where",
+            _MAP_TEXT if maps else (),
+            made["winners"][1:],
+            views=maps,
+            filters={"winners": "*Model|Pruned|Calibration"},
+        ),
+        Section("kept", "What is kept", "How much is kept, and how sure that is", _KEPT_TEXT, made["averages"]),
+        Section(
+            "cost",
+            "Cost",
+            "What accuracy costs: parameters, FLOPs and storage",
+            outputs=made["pareto"],
+            filters={"pareto": "Model|Pruned|Removes"},
+        ),
+        Section(
+            "claims",
+            "Claims",
+            "What the papers claim, asked of this study",
+            _CLAIM_TEXT if made["claims"] else (),
+            made["claims"],
+        ),
+        Section(
+            "channels",
+            "Channels",
+            "Which channels, and how many of each expert",
+            outputs=[output for name in _CHANNELS for output in made[name]],
+            filters={"heapr.table1": "*Model|Pruned", "heapr.table2": "Model|Pruned"},
+        ),
+        Section("bits", "Bits", "Fewer bits", bits, [*made["quantized.fig8"], *made["quantized.table11"]]),
+        Section(
+            "weights",
+            "Weights",
+            "What scores from weights alone achieve",
+            outputs=[*made["aimer.table2"], *made["aimer.fig2"]],
+            filters={"aimer.table2": "Model|Pruned"},
+        ),
+        Section(
+            "ranks",
+            "Ranks",
+            "Scores and ranks",
+            outputs=made["ranks"],
+            filters={"ranks": "*Model|Pruned|Calibration"},
+        ),
+        Section(
+            "search",
+            "Search",
+            "Where to prune: searched against uniform",
+            outputs=[
+                *made["evoesap.table1"],
+                *made["evoesap.fig1"],
+                *made["evoesap.fig3"],
+                *made["evoesap.search"],
+            ],
+            filters={"evoesap.table1": "Model|Pruned|Calibration|Criterion"},
+        ),
+        Section(
+            "task",
+            "By task",
+            "What calibration on the task changes",
+            effect,
+            [*made["task_specific"], *made["radar"]],
+            filters={"task_specific": "*Model|Pruned"},
+        ),
+        Section(
+            "benchmarks",
+            "Benchmarks",
+            "Every benchmark",
+            outputs=made["unified.table5"],
+            filters={"unified.table5": "Model|Pruned|Calibration|Criterion"},
+        ),
+        Section(
+            "overlap",
+            "Overlap",
+            "Do calibration sets agree on which experts matter?",
+            findings.overlap_finding(material.overlaps),
+            [*made["unified.fig4"][:1], *_several_models(study, made["unified.fig5"]), *made["unified.fig3"][:1]],
+        ),
+        Section(
+            "coverage",
+            "Coverage",
+            "Did calibration reach every expert?",
+            findings.coverage_finding(study),
+            made["coverage"],
+        ),
+        Section("memory", "Memory", "Loading memory", outputs=made["unified.table3"]),
+        Section("gaps", "Gaps", "What is missing", [findings.completeness(study), *study.notes], made["gaps"]),
+        Section(
+            "provenance",
+            "Provenance",
+            "How this came about, and where it is",
+            outputs=made["artefacts"],
+            facts=_facts(study),
+            details=_details(study),
+            filters={"artefacts": "Model|Pruned|Calibration|Criterion"},
+        ),
+    ]
+
+
+_MAP_TEXT = (
+    "Rows are benchmarks or groups of them, columns are calibration sets. A filled cell names the criterion with the "
+    "best score. It is hatched when its lead over some other criterion could be chance: every pair of criteria "
+    "answered the same questions, so their answers are compared question by question, and the 5 % level is corrected "
+    "for looking at many cells.",
+)
+_CHANNELS = (
+    "heapr.fig2",
+    "heapr.table1",
+    "heapr.table2",
+    "coverage.fig",
+    "coverage.table6",
+    "coverage.table7",
+    "coverage.table13",
+)
+_CLAIM_TEXT = (
+    "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "
+    "95 % interval is above 0, does not hold when it is below, and is undecided when it contains 0.",
+)
+_KEPT_TEXT = (
+    "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
+    "pruned one overlap widely, pruning cost nothing that these benchmarks can show.",
+)
+
+
+def _several_models(study: Study, outputs: Sequence[Output]) -> Sequence[Output]:
+    return outputs if study.family["model"].nunique() > 1 else ()
+
+
+def _facts(study: Study) -> list[tuple[str, str]]:
+    seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
+    facts = [
+        ("Study", study.name),
+        ("Store", str(study.store.resolve())),
+        ("moe_lab", _several(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
+        ("Commit", _several(study, "commit")),
+        ("Computed on", "; ".join(part for part in (_several(study, "host"), _several(study, "machine")) if part)),
+        ("Python", _several(study, "python")),
+        ("Libraries", ", ".join(f"{name} {' / '.join(found)}" for name, found in versions(study.origins).items())),
+        ("Time of all evaluations", f"{seconds / 60:,.1f} minutes of one process" if seconds else ""),
+        *(
+            (f"Calibration {key.replace('@', ' of ')}", _calibration(report))
+            for key, report in study.calibrations.items()
+        ),
+    ]
+    return [(key, value) for key, value in facts if value]
+
+
+def _several(study: Study, column: str) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in study.origins[column].dropna()))
+
+
+def _calibration(report: Mapping[str, Any]) -> str:
+    tokens = ", ".join(f"{count:,} tokens of {source}" for source, count in (report.get("valid_tokens") or {}).items())
+    rows = f"{report['rows']:,} rows of {report['length']:,}" if "rows" in report and "length" in report else ""
+    start = str(report.get("first_row", ""))[:160]
+    return "; ".join(part for part in (tokens, rows, f"begins “{start}…”" if start else "") if part)
+
+
+def _details(study: Study) -> list[tuple[str, str]]:
+    config = study.document.get("config")
+    return [("Configuration of the study", json.dumps(config, indent=2))] if config else []
