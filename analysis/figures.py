@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -29,10 +31,11 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
         across = min(2, len(maps))
         down = -(-len(maps) // across)
         rows = max(len(group["column"].unique()) for _, group in maps)
-        drawing = style.drawing(style.PAGE if across > 1 else style.PAGE * 0.6, down * (max(0.36 * rows, 1.1) + 0.75))
+        width = style.PAGE if across > 1 else style.PAGE * 0.6
+        drawing = style.drawing(width, down * (max(0.36 * rows, 1.1) + 0.75))
         for at, (key, group) in enumerate(maps):
             axes = drawing.add_subplot(down, across, at + 1)
-            _winner_axes(axes, group)
+            _winner_axes(axes, group, width / across - _LABELS)
             axes.set_title(f"{key['model']}, {names.ratio(key['ratio'])} pruned", pad=20)
         handles = [
             Patch(facecolor=style.RULE, label="beyond noise"),
@@ -47,7 +50,11 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
     return Figure(name, title, caption, drawing)
 
 
-def _winner_axes(axes: Axes, found: pd.DataFrame) -> None:
+_LABELS = 0.8
+"""Inches that the names of the rows take."""
+
+
+def _winner_axes(axes: Axes, found: pd.DataFrame, inches: float) -> None:
     columns = list(dict.fromkeys(found["column"]))
     sets = names.calibrations_in_order(found["calibration"])
     for win in records(found):
@@ -58,7 +65,7 @@ def _winner_axes(axes: Axes, found: pd.DataFrame) -> None:
             square = Rectangle((x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0)
             square.set(alpha=0.3, hatch=style.HATCH if noise else None)
             axes.add_patch(square)
-        text, size = _fitted(winners, win["score"])
+        text, size = _fitted(winners, win["score"], inches / len(sets))
         axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
     for edge in range(len(sets) + 1):
         axes.axvline(edge, color=style.SURFACE, linewidth=2)
@@ -71,15 +78,23 @@ def _winner_axes(axes: Axes, found: pd.DataFrame) -> None:
     style.bare(axes)
 
 
-def _fitted(winners: Sequence[str], score: float) -> tuple[str, float]:
-    """The text of a cell and the size at which it fits: at most three names, the rest counted."""
+def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
+    """The text of a cell that wide and the size at which it fits: at most three names, the rest counted."""
+    small = int(inches / _SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         shown = [names.method(name) for name in winners[:3]]
         more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
-        return (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (
-            f" =\n{shown[2]}{more}" if shown[2:] else ""
-        ), 5.6
-    return label(winners, score), 7.5 if len(winners) == 1 else 6.5
+        text = (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (f" =\n{shown[2]}{more}" if shown[2:] else "")
+        fits = max(map(len, text.splitlines())) <= small
+        return (text, 5.6) if fits else (f"{len(winners)} tied", 6.5)
+    text = label(winners, score)
+    if len(text) > inches / _LETTER:
+        return textwrap.fill(text, small), 5.6
+    return text, 7.5 if len(winners) == 1 else 6.5
+
+
+_LETTER, _SMALL_LETTER = 0.063, 0.047
+"""Inches an average letter takes at 7.5 and 5.6 points."""
 
 
 def averages_figure(comparison: Comparison, *, name: str) -> Figure:
@@ -88,9 +103,12 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
     sets = names.calibrations_in_order(panel.calibration for panel in panels)
     groups = list(dict.fromkeys(panel.settings for panel in panels))
     with style.look():
-        criteria = max(len(panel.cells) for panel in panels)
-        drawing = style.drawing(style.PAGE, len(groups) * (max(0.17 * criteria, 0.9) + 0.75))
-        grid = drawing.subplots(len(groups), len(sets), sharex=True, squeeze=False)
+        rows = [max(len(panel.cells) for panel in panels if panel.settings == group) for group in groups]
+        heights = [max(0.17 * methods, 0.9) for methods in rows]
+        drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(groups))
+        grid = drawing.subplots(
+            len(groups), len(sets), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
         for row, group in enumerate(groups):
             members = [panel for panel in panels if panel.settings == group]
             order = _order(comparison, members)
@@ -154,18 +172,19 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     panels = [panel for panel in comparison.panels if len(panel.columns(comparison)) >= 3]
     if not panels:
         return None
-    sets = names.calibrations_in_order(panel.calibration for panel in panels)
-    groups = list(dict.fromkeys(panel.settings for panel in panels))
+    places, lines = _radar_places(panels), _radar_lines(comparison)
+    down, across = (1 + max(place[axis] for place in places) for axis in (0, 1))
     with style.look():
-        drawing = style.drawing(style.PAGE, 2.0 * len(groups) + 0.4)
+        drawing = style.drawing(style.PAGE, 2.0 * down + 0.4)
         drawn: list[str] = []
-        for panel in panels:
-            at = groups.index(panel.settings) * len(sets) + sets.index(panel.calibration) + 1
-            axes = drawing.add_subplot(len(groups), len(sets), at, projection="polar")
+        for panel, (row, column) in zip(panels, places, strict=True):
+            axes = drawing.add_subplot(down, across, row * across + column + 1, projection="polar")
             assert isinstance(axes, PolarAxes)
-            drawn += _radar_axes(axes, comparison, panel)
-        handles = [_line("none"), *(_line(name) for name in names.methods_in_order(drawn))]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=7)
+            drawn += _radar_axes(axes, comparison, panel, lines)
+        handles = [lines[name] for name in ["none", *names.methods_in_order(drawn)]]
+        longest = max(len(str(line.get_label())) for line in handles)
+        ncols = max(1, min(6, len(handles), 100 // (longest + 8)))
+        drawing.legend(handles=handles, loc="outside lower center", ncols=ncols, fontsize=7)
     caption = (
         "Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; "
         f"the {RADAR_LINES} best criteria by Avg in each panel."
@@ -173,33 +192,43 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
-def _line(method: str) -> Line2D:
-    """A method's line: its criterion's colour and marker; one with an allocation or recovery of its own is hollow."""
-    criterion, *more = names.parts(method)
-    if criterion == "none":
-        return Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method(method))
-    marker = (
-        style.MARKERS[list(names.CRITERIA).index(criterion) % len(style.MARKERS)]
-        if criterion in names.CRITERIA
-        else "o"
-    )
-    shade = style.colour(method)
-    fill = style.SURFACE if any(more) else shade
-    line: Any = (0, (5, 1.2)) if any(more) else "-"
-    return Line2D(
-        [],
-        [],
-        color=shade,
-        marker=marker,
-        markersize=3.5,
-        markerfacecolor=fill,
-        linestyle=line,
-        linewidth=1.3,
-        label=names.method(method),
-    )
+def _radar_places(panels: Sequence[Panel]) -> list[tuple[int, int]]:
+    """Row and column of each panel: calibration sets side by side; where there is one set, ratios three in a row."""
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    groups = list(dict.fromkeys(panel.settings for panel in panels))
+    if len(sets) > 1:
+        return [(groups.index(panel.settings), sets.index(panel.calibration)) for panel in panels]
+    return [divmod(place, 3) for place in range(len(panels))]
 
 
-def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel) -> list[str]:
+_PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
+
+
+def _radar_lines(comparison: Comparison) -> dict[str, Line2D]:
+    """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
+    other markers."""
+    lines = {"none": Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method("none"))}
+    places: dict[str, int] = {}
+    for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
+        criterion = names.parts(method)[0]
+        place = places[criterion] = places.get(criterion, -1) + 1
+        first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
+        shade = style.colour(method)
+        lines[method] = Line2D(
+            [],
+            [],
+            color=shade,
+            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
+            markersize=3.5,
+            markerfacecolor=style.SURFACE if place else shade,
+            linestyle=_PATTERNS[place % len(_PATTERNS)],
+            linewidth=1.3,
+            label=names.method(method),
+        )
+    return lines
+
+
+def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
     target = list(panel.columns(comparison))
     scores = pd.Series({name: comparison.score(tuple(target))[cell] for name, cell in panel.cells.items()}, dtype=float)
     best = [str(name) for name in scores.dropna().sort_values(ascending=False, kind="stable").index[:RADAR_LINES]]
@@ -210,7 +239,7 @@ def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel) -> list[s
         if cell is None:
             continue
         values = comparison.columns.loc[cell, target].to_numpy(float)
-        line = _line(criterion)
+        line = copy(lines[criterion])
         line.set_data(closed, np.append(values, values[0]))
         axes.add_line(line)
     axes.set_theta_offset(np.pi / 2)

@@ -46,7 +46,14 @@ ALLOCATIONS = {
 }
 """Allocation of a study's record -> spelling, in the order of every table; others stand as they are."""
 
-RECOVERIES = {"none": "", "nf4": "NF4", "dora": "DoRA", "pocket_dora": "DoRA", "dora_nf4": "DoRA, NF4"}
+RECOVERIES = {
+    "none": "",
+    "nf4": "NF4",
+    "dora": "DoRA",
+    "pocket_dora": "DoRA",
+    "dora_nf4": "DoRA, NF4",
+    "pocket_dora_nf4": "DoRA, NF4",
+}
 """Recovery of a study's record -> spelling."""
 
 METHODS = {("heapr", "global"): "HEAPr-G", ("heapr", "layerwise"): "HEAPr-L", ("camera", "layerwise"): "CAMERA-P"}
@@ -140,11 +147,11 @@ def method(method_key: str) -> str:
 
 def allocated(allocation: str) -> str:
     """An allocation in a word or a few."""
-    return ALLOCATIONS.get(allocation, allocation)
+    return ALLOCATIONS.get(allocation, allocation.replace("_", " "))
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Methods by criterion, allocation and recovery, each in its usual order; what is unusual comes last."""
+    """Methods by criterion, allocation and recovery, each in its usual order, the unusual last."""
     groups = [list(CRITERIA), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def place(method_key: str) -> list[tuple[int, str]]:

@@ -18,6 +18,9 @@ from analysis.style import Figure
 TELLABLE = 10
 """Methods that get a mark of their own; more are told apart by what they remove."""
 
+NARROWEST = 0.1
+"""Share of the unpruned model's cost that an axis spans at least."""
+
 _FRONT: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
 _UNPRUNED: Any = {"color": style.INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
 
@@ -39,6 +42,7 @@ def pareto_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
             axes.xaxis.set_major_formatter(FuncFormatter(_share))
             axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
             axes.margins(x=0.08)
+            _widen(axes)
             axes.grid(axis="both")
         grid[0].set_ylabel("Avg")
         grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
@@ -124,6 +128,13 @@ def _front_line() -> Line2D:
 
 def _unpruned_line() -> Line2D:
     return Line2D([], [], label=names.method("none"), **_UNPRUNED)
+
+
+def _widen(axes: Axes) -> None:
+    """At least NARROWEST from end to end, so that differences that hardly matter do not look like much."""
+    low, high = axes.get_xlim()
+    lack = max(0.0, NARROWEST - (high - low)) / 2
+    axes.set_xlim(low - lack, high + lack)
 
 
 def _share(value: float, _: int) -> str:
