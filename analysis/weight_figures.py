@@ -61,7 +61,8 @@ def profile_figure(found: pd.DataFrame, *, name: str) -> Figure:
         grid[0][0].set_xticks([0, 0.5, 1], ["lowest", "median", "highest"])
         for row in grid:
             row[0].set_ylabel("score, min-max in its layer")
-        drawing.supxlabel("experts of a layer, by score", fontsize=8)
+        for axes in grid[-1]:
+            axes.set_xlabel("experts of a layer, by score")
         shown = layers[:: -(-len(layers) // LEGEND)]
         handles = [Line2D([], [], color=shade[layer], label=f"layer {layer}") for layer in shown]
         drawing.legend(handles=handles, loc="outside lower center", ncols=len(handles))

@@ -125,7 +125,9 @@ def test_coverage_counts_experts_without_a_token(material: Material) -> None:
 
 
 def test_every_entry_of_the_catalogue_makes_something(material: Material) -> None:
-    empty = [name for name, make in CATALOGUE.items() if not make(material)]
+    """What other studies are for has nothing here: searched allocations, channels, bits, weights."""
+    others = ("evoesap.", "heapr.", "coverage.", "quantized.", "aimer.")
+    empty = [name for name, make in CATALOGUE.items() if not name.startswith(others) and not make(material)]
     assert empty == ["gaps"]
 
 
