@@ -212,6 +212,18 @@ class LauncherConfig:
     """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
     processes: int | None = None
     """Processes of launcher=local; null takes one per GPU, or one per CPU core at most."""
+    cells_per_job: int = 16
+    """Pruned models that one Slurm job evaluates on weights it loads once."""
+    steps_per_job: int = 256
+    """Small steps, such as scores and plans, that one Slurm job does."""
+    parallel: int = 64
+    """Jobs of one array that may run at the same time."""
+    max_requeues: int = 3
+    """How often a job that is interrupted, by its time limit or for another job, is put back into the queue."""
+    signal_seconds: int = 120
+    """Seconds before its time limit at which a job is told to stop."""
+    python: str | None = None
+    """What starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter of now."""
 
 
 @dataclass
@@ -344,5 +356,9 @@ class Config:
     """Let benchmarks run programs the model wrote, in a sandbox."""
     sandbox: str = "auto"
     """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
+    wait: bool = False
+    """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
+    snapshot: bool = False
+    """With launcher=slurm: jobs run a copy of the code as it is now, whatever is edited meanwhile."""
     retry: str | None = None
     """failed: run steps again that ended with an error; null leaves their error standing."""

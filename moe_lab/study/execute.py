@@ -22,8 +22,8 @@ WORKER = "moe_lab.study.worker"
 class Worker:
     """A worker process, started at the first step and again when it has died; closes with the `with` block."""
 
-    def __init__(self, store: Store, number: int = 0, environment: dict[str, str] | None = None) -> None:
-        self.store, self.number, self.environment = store, number, environment or {}
+    def __init__(self, store: Store, name: str, environment: dict[str, str] | None = None) -> None:
+        self.store, self.name, self.environment = store, name, environment or {}
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Worker:
@@ -38,7 +38,7 @@ class Worker:
     @property
     def log(self) -> Path:
         """What the worker and the libraries in it print."""
-        return self.store.root / "logs" / f"{os.getpid()}-worker{self.number}.log"
+        return self.store.root / "logs" / f"{self.name}.log"
 
     def _start(self) -> subprocess.Popen[str]:
         self.log.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ class Here:
     """Do steps in this process; evaluation, which runs foreign harnesses, in a worker beside it."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.worker = store, Worker(store)
+        self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
 
     def __enter__(self) -> Here:
         return self

@@ -1,34 +1,43 @@
-"""Run a graph: here, or in several processes of this machine."""
+"""Run a graph: here, in several processes of this machine, or on a cluster."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import unknown
 from moe_lab.study.execute import Here, Worker
+from moe_lab.study.finish import Study
+from moe_lab.study.progress import watch
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.store import Store
 
 
-def inline(schedule: Schedule, store: Store, settings: LauncherConfig) -> None:
+def inline(schedule: Schedule, study: Study) -> bool:
     """One step after another in this process."""
-    with Here(store) as execute:
-        work(schedule, store, execute)
+    with watch(schedule), Here(study.store) as execute:
+        work(schedule, study.store, execute)
+    return True
 
 
-def local(schedule: Schedule, store: Store, settings: LauncherConfig) -> None:
+def local(schedule: Schedule, study: Study) -> bool:
     """One worker process per GPU, or `processes` of them on CPU, each taking the next step that is ready."""
+    with watch(schedule):
+        _serve(schedule, study.store, study.config.launcher.processes)
+    return True
+
+
+def _serve(schedule: Schedule, store: Store, processes: int | None) -> None:
     gpus = visible_gpus()
-    count = settings.processes or len(gpus) or os.cpu_count() or 1
+    count = processes or len(gpus) or os.cpu_count() or 1
     errors: list[BaseException] = []
 
     def serve(number: int) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         try:
-            with Worker(store, number, environment) as execute:
+            with Worker(store, f"{os.getpid()}-worker{number}", environment) as execute:
                 work(schedule, store, execute)
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)
@@ -51,10 +60,22 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
 
 
-LAUNCHERS: dict[str, Callable[[Schedule, Store, LauncherConfig], None]] = {"inline": inline, "local": local}
+def slurm(schedule: Schedule, study: Study) -> bool:
+    """Jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they are done."""
+    from moe_lab.study.slurm.follow import follow
+    from moe_lab.study.slurm.submit import submit
+
+    submit(schedule, study)
+    if study.config.wait:
+        follow(schedule, study)
+    return study.config.wait
 
 
-def launcher(settings: LauncherConfig) -> Callable[[Schedule, Store, LauncherConfig], None]:
+LAUNCHERS: Mapping[str, Callable[[Schedule, Study], bool]] = {"inline": inline, "local": local, "slurm": slurm}
+"""Name -> what runs the steps of a schedule; it says whether they have come to their end."""
+
+
+def launcher(settings: LauncherConfig) -> Callable[[Schedule, Study], bool]:
     """The launcher by name. UserError for an unknown one."""
     if settings.name not in LAUNCHERS:
         raise unknown("launcher", settings.name, LAUNCHERS)

@@ -19,6 +19,11 @@ LINE_EVERY = 60.0
 console = Console(stderr=True, highlight=False)
 
 
+def say(sentence: str, style: str | None = None) -> None:
+    """A sentence for the user, on standard error, as it is."""
+    console.print(sentence, markup=False, soft_wrap=True, style=style)
+
+
 @contextlib.contextmanager
 def watch(schedule: Schedule) -> Iterator[None]:
     """Show the state of `schedule` from another thread until the block ends."""

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.study import record
+from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
-from moe_lab.study.progress import console, watch
+from moe_lab.study.progress import console, say
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
 
@@ -40,22 +34,17 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     steps = graph.steps()
     done = {step.id for step in steps if store.done(step)}
     for notice in store.notices:
-        console.print(f"moe_lab: {notice}", markup=False, soft_wrap=True)
-    console.print(_summary(config, graph, steps, done), markup=False, soft_wrap=True)
+        say(f"moe_lab: {notice}")
+    say(_summary(config, graph, steps, done))
     if config.dry_run:
         show(config, steps, done)
         return 0
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
-    if schedule.waiting:
-        with watch(schedule):
-            launch(schedule, store, config.launcher)
-    record.write(store, config, graph, {name: error.document for name, error in schedule.failed.items()}, add=add)
-    _complain(schedule, store)
-    code = _report(config, store) if config.report else 0
-    if schedule.failed:
-        return 2 if all(error.document.get("user") for error in schedule.failed.values()) else 1
-    return code
+    study = Study(config, graph, store, add)
+    if schedule.waiting and not launch(schedule, study):
+        return 0
+    return finish(study, schedule)
 
 
 def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]) -> str:
@@ -93,49 +82,3 @@ def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *,
         else:
             again = {**document, "message": f"{document['message']} (failed before; retry=failed tries again)"}
             schedule.fail(step, StepError(again))
-
-
-def _complain(schedule: Schedule, store: Store) -> None:
-    messages = Counter(str(error) for error in schedule.failed.values())
-    for message, count in messages.items():
-        console.print(
-            f"moe_lab: {message}{f' ({count} steps)' if count > 1 else ''}", markup=False, soft_wrap=True, style="red"
-        )
-    if schedule.skipped:
-        console.print(
-            f"moe_lab: {len(schedule.skipped)} steps were not run because they need those", markup=False, soft_wrap=True
-        )
-    if any(not error.document.get("user") for error in schedule.failed.values()):
-        console.print(
-            f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}", markup=False, soft_wrap=True
-        )
-
-
-def _report(config: Config, store: Store) -> int:
-    """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date."""
-    page = record.report_folder(store, config.study) / "report.html"
-    if not record.report_is_current(store, config.study):
-        start = time.monotonic()
-        command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.study}"]
-        done = subprocess.run([*command, f"out={page.parent}"], capture_output=True, text=True)
-        if done.returncode not in (0, 1) or not page.exists():
-            console.print(
-                f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", markup=False, soft_wrap=True, style="red"
-            )
-            return 1
-        record.mark_report(store, config.study)
-        _track(config, store, page.parent)
-        console.print(f"report written in {time.monotonic() - start:.0f} s", markup=False, soft_wrap=True)
-    console.print(f"report: {page.absolute()}", markup=False, soft_wrap=True)
-    return 0
-
-
-def _track(config: Config, store: Store, folder: Path) -> None:
-    if config.tracker.name == "none":
-        return
-    from moe_lab.tracking import log_study
-
-    tables: dict[str, Path] = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
-    figures: list[Path] = sorted(folder.rglob("*.png"))
-    study: dict[str, Any] = record.read(store, config.study)
-    log_study(config.tracker, study, tables, figures)

@@ -64,6 +64,15 @@ class Schedule:
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.inputs.values()):
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
+    def lack(self, steps: Iterable[Step]) -> None:
+        """Do without `steps`: they, and what needs them, are skipped."""
+        with self.changed:
+            for step in steps:
+                self.waiting.pop(step.id, None)
+                self.skipped[step.id] = step
+            self._skip_hopeless()
+            self.changed.notify_all()
+
     def postpone(self, step: Step) -> None:
         """Another run holds the step: look again later, and do something else meanwhile."""
         with self.changed:

@@ -1,0 +1,1 @@
+"""Studies on a Slurm cluster: which jobs there should be, submitting them, what became of them."""

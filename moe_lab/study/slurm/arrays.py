@@ -1,0 +1,92 @@
+"""Which steps go into which job, and which jobs are tasks of one array."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from typing import Any
+
+from moe_lab.config import LauncherConfig
+from moe_lab.study.identity import Step, canonical
+
+SMALL = ("model", "scores", "family", "plan")
+"""Kinds of step that take a moment; a job does many of them."""
+LONGEST = 1000
+"""Tasks of an array; Slurm's MaxArraySize is 1001 where nobody has changed it."""
+Stage = tuple[str, int]
+"""The kind of a job, and how many of its kind it has to wait for one after the other."""
+PackSteps = list[Step]
+
+
+@dataclass(frozen=True)
+class Array:
+    """Jobs of one kind that ask for the same, submitted together; each is a list of steps."""
+
+    kind: str
+    asks: Mapping[str, Any]
+    packs: Sequence[PackSteps]
+
+
+def arrange(
+    steps: Sequence[Step], ask: Callable[[Sequence[Step]], Mapping[str, Any]], settings: LauncherConfig
+) -> list[Array]:
+    """Arrays for `steps`, each after those it needs. `ask` says what a job that does some steps asks for."""
+    stage_of = _stages(steps)
+    members: dict[Stage, list[Step]] = defaultdict(list)
+    for step in steps:
+        members[stage_of[step.id]].append(step)
+    arrays = []
+    for stage in _in_order(members, stage_of):
+        alike: dict[str, tuple[Mapping[str, Any], list[PackSteps]]] = {}
+        for pack in _packs(members[stage], stage[0], settings):
+            asks = ask(pack)
+            alike.setdefault(canonical(asks), (asks, []))[1].append(pack)
+        for asks, packs in alike.values():
+            arrays += [Array(stage[0], asks, packs[at : at + LONGEST]) for at in range(0, len(packs), LONGEST)]
+    return arrays
+
+
+def _kind(step: Step) -> str:
+    """The kind of job a step goes into: its own, but what a pruned model costs is counted where it is evaluated."""
+    return "evaluate" if step.kind == "cost" and "plan" in step.inputs else step.kind
+
+
+def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
+    """Step id -> its stage; inputs stand before what needs them."""
+    found: dict[str, Stage] = {}
+    for step in steps:
+        before = [found[needed.id] for needed in step.inputs.values() if needed.id in found]
+        kind = _kind(step)
+        found[step.id] = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
+    return found
+
+
+def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, Stage]) -> Iterable[Stage]:
+    needs = {
+        stage: {stage_of[needed.id] for step in steps for needed in step.inputs.values() if needed.id in stage_of}
+        for stage, steps in members.items()
+    }
+    return TopologicalSorter(needs).static_order()
+
+
+def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
+    """The steps of each job: many small ones, some cells of one model, or one of any other kind."""
+    if kind in SMALL:
+        return _cut([[step] for step in steps], settings.steps_per_job)
+    if kind != "evaluate":
+        return [[step] for step in steps]
+    models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
+    for step in sorted(steps, key=lambda step: step.kind != "evaluate"):
+        plan = step.inputs.get("plan")
+        models[canonical(step.runtime["model"])][plan.id if plan else ""].append(step)
+    return [pack for cells in models.values() for pack in _cut(list(cells.values()), settings.cells_per_job)]
+
+
+def _cut(groups: Sequence[PackSteps], size: int) -> list[PackSteps]:
+    """Groups in packs of `size` at most, as even as can be."""
+    count = -(-len(groups) // size)
+    bounds = [number * len(groups) // count for number in range(count + 1)]
+    return [[step for group in groups[start:end] for step in group] for start, end in pairwise(bounds)]

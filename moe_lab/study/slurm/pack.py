@@ -1,0 +1,95 @@
+"""What a job does: a list of steps, one after the other, as one process of launcher=local would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from submitit.helpers import DelayedSubmission
+
+from moe_lab.study.execute import Worker
+from moe_lab.study.finish import Study, finish
+from moe_lab.study.identity import Step
+from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.slurm import scheduler
+from moe_lab.study.store import Store
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Steps of one job. Called by submitit on the node; `requeues` are how often it may yet start again."""
+
+    store: str
+    steps: Sequence[Step]
+    requeues: int
+
+    def __call__(self) -> dict[str, int]:
+        """Do what is missing. A failed step leaves its error in the store, and the others go on."""
+        signal.signal(signal.SIGTERM, _leave)
+        store = Store(self.store)
+        schedule = Schedule(self.steps)
+        schedule.lack(_absent(self.steps, schedule, store))
+        with Worker(store, f"slurm-{job_id()}") as execute:
+            work(schedule, store, execute)
+        return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """The job to put back into the queue when this one must stop: what its steps saved is in the store."""
+        return DelayedSubmission(replace(self, requeues=self.requeues - 1)) if self.requeues > 0 else None
+
+
+def _absent(steps: Sequence[Step], schedule: Schedule, store: Store) -> list[Step]:
+    """Inputs from outside the pack that are not in the store; the others are marked as finished."""
+    own = {step.id for step in steps}
+    outside = {needed.id: needed for step in steps for needed in step.inputs.values() if needed.id not in own}
+    present = {name for name, step in outside.items() if store.path(step).exists()}
+    schedule.finished |= present
+    return [step for name, step in outside.items() if name not in present]
+
+
+def job_id() -> str:
+    """Slurm's id of the job this process is in, as squeue shows it."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _leave(_: int, __: FrameType | None) -> None:
+    """SIGTERM: a job that still counts as running is to make room for another, and is put back into the queue as when
+    its time is up; a cancelled one ends here, at once, and its locks with it."""
+    if scheduler.fate(job_id()) == "RUNNING":
+        os.kill(os.getpid(), signal.SIGUSR2)
+    else:
+        sys.exit(128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last job: writes down what the study has come to, and its report."""
+
+    study: Study
+
+    def __call__(self) -> int:
+        schedule = Schedule(self.study.graph.steps())
+        settle(schedule, self.study.store)
+        return finish(self.study, schedule)
+
+
+def settle(schedule: Schedule, store: Store) -> None:
+    """Move waiting steps to where the store says they are; what is neither done nor failed was lost with its job."""
+    for step in list(schedule.waiting.values()):
+        if store.path(step).exists():
+            del schedule.waiting[step.id]
+            schedule.finished.add(step.id)
+    for step in list(schedule.waiting.values()):
+        if document := store.error(step):
+            schedule.fail(step, StepError(document))
+    for step in list(schedule.waiting.values()):
+        if step.id in schedule.waiting and all(needed.id in schedule.finished for needed in step.inputs.values()):
+            message = (
+                f"{step.folder} was not finished: its job was cancelled or died; the same command goes on from here"
+            )
+            schedule.fail(step, StepError({"message": message, "transient": True}))

@@ -1,0 +1,84 @@
+"""What was asked of the cluster: a folder per submission with the study's steps and the jobs they were put in."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_lab.study.identity import Step
+from moe_lab.study.job import code_state
+from moe_lab.study.store import Store, write_json
+
+RECORD = "record"
+"""Kind of the last job of a submission, which writes the record and the report."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """One job, or one task of an array: its id and that of its array, what it is to do, and what it waits for."""
+
+    id: str
+    array: str
+    name: str
+    kind: str
+    steps: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass
+class Run:
+    """One submission: a folder in the store."""
+
+    folder: Path
+
+    @property
+    def jobs(self) -> list[Submitted]:
+        """The jobs, in the order they were submitted in, inputs first."""
+        path = self.folder / "jobs.json"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        return [Submitted(**{**row, "steps": tuple(row["steps"]), "after": tuple(row["after"])}) for row in rows]
+
+    def add(self, jobs: Iterable[Submitted]) -> None:
+        """Write further jobs down."""
+        write_json(self.folder / "jobs.json", [asdict(job) for job in (*self.jobs, *jobs)])
+
+    @property
+    def logs(self) -> Path:
+        """Where submitit keeps what it hands to jobs, and what they print."""
+        return self.folder / "jobs"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """When, by which code, and all steps of the study, done ones too: id, folder, ids of inputs."""
+        document: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        return document
+
+
+def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
+    """A new run of the study."""
+    folder = (
+        _folder(store, study) / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{uuid.uuid4().hex[:4]}"
+    )
+    folder.mkdir(parents=True)
+    rows = [[step.id, step.folder, [needed.id for needed in step.inputs.values()]] for step in steps]
+    write_json(folder / "run.json", {"study": study, "time": time.time(), "code": code_state(), "steps": rows})
+    return Run(folder)
+
+
+def runs(store: Store, study: str) -> list[Run]:
+    """All runs of the study, the oldest first."""
+    return [Run(path.parent) for path in sorted(_folder(store, study).glob("*/run.json"))]
+
+
+def studies(store: Store) -> list[str]:
+    """Names of the studies that were ever submitted."""
+    return sorted(path.name for path in (store.root / "slurm").glob("*") if path.is_dir())
+
+
+def _folder(store: Store, study: str) -> Path:
+    return store.root / "slurm" / study

@@ -1,0 +1,148 @@
+"""Submit what is missing: arrays of jobs that wait for each other, and a last job that writes the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from moe_lab.errors import UserError
+from moe_lab.study.finish import Study
+from moe_lab.study.progress import say
+from moe_lab.study.resources import check, resources
+from moe_lab.study.schedule import Schedule
+from moe_lab.study.slurm import scheduler
+from moe_lab.study.slurm.arrays import Array, arrange
+from moe_lab.study.slurm.pack import Pack, Record
+from moe_lab.study.slurm.refusal import refusal
+from moe_lab.study.slurm.runs import RECORD, Run, Submitted, begin, runs
+from moe_lab.study.slurm.under_way import under_way
+
+EARLY = 60
+"""Seconds by which Slurm may send its warning before the time that was asked for."""
+RECORD_ASKS = {"gpus": 0, "cpus": 1, "memory": 4, "minutes": 60}
+"""What the last job asks for, besides what every job does."""
+
+
+def submit(schedule: Schedule, study: Study) -> None:
+    """Submit jobs for the steps that wait, except those that jobs submitted earlier are still going to do.
+
+    UserError with the scheduler's words when it refuses one; then nothing of this submission is left in its queue.
+    """
+    config, store = study.config, study.store
+    check(config.resources)
+    earlier = [job for run in runs(store, config.study) for job in run.jobs]
+    found = under_way(earlier, scheduler.queue(), schedule.waiting)
+    scheduler.cancel(found.hopeless)
+    missing = [step for step in schedule.waiting.values() if step.id not in found.steps]
+    if not missing and found.recorded:
+        say(f"{config.study}: all under way in jobs {_named(found.steps.values())}")
+        return
+    arrays = arrange(missing, partial(resources, settings=config.resources), config.launcher)
+    _check_limits(arrays, config.launcher.signal_seconds)
+    submission = Submission(study, begin(store, config.study, study.graph.steps()), dict(found.steps))
+    try:
+        for array in arrays:
+            submission.add(array)
+        submission.close()
+    except BaseException:
+        submission.withdraw()
+        raise
+    _announce(submission, found.steps)
+
+
+@dataclass
+class Submission:
+    """Jobs as they are handed in one after the other. `jobs`: step id -> what a job that needs it must wait for."""
+
+    study: Study
+    run: Run
+    jobs: dict[str, str]
+
+    def add(self, array: Array) -> None:
+        """Submit one array, to start when what it needs has ended well."""
+        own = {step.id for pack in array.packs for step in pack}
+        needed = {needed.id for pack in array.packs for step in pack for needed in step.inputs.values()} - own
+        after = tuple(sorted({self.jobs[name] for name in needed if name in self.jobs}))
+        settings, root = self.study.config.launcher, str(self.study.store.root.absolute())
+        packs = [Pack(root, pack, settings.max_requeues) for pack in array.packs]
+        ids = self._hand_in(array.kind, array.asks, packs, "afterok", after)
+        name = self._name(array.kind)
+        whole = ids[0].partition("_")[0]
+        self.run.add(
+            Submitted(job, whole, name, array.kind, tuple(step.id for step in pack), after)
+            for job, pack in zip(ids, array.packs, strict=True)
+        )
+        self.jobs.update(dict.fromkeys(own, whole))
+
+    def close(self) -> None:
+        """Submit the job that writes the record when all others have ended, whichever way."""
+        after = tuple(sorted(set(self.jobs.values())))
+        asks = {**resources(list(self.study.graph.steps())[:1], self.study.config.resources), **RECORD_ASKS}
+        (job,) = self._hand_in(RECORD, asks, [Record(self.study)], "afterany", after)
+        self.run.add([Submitted(job, job, self._name(RECORD), RECORD, (), after)])
+
+    def withdraw(self) -> None:
+        """Cancel everything that was submitted."""
+        scheduler.cancel({job.array for job in self.run.jobs})
+
+    def _name(self, kind: str) -> str:
+        return f"{self.study.config.study}.{kind}"
+
+    def _hand_in(
+        self,
+        kind: str,
+        asks: Mapping[str, Any],
+        what: Sequence[Callable[[], Any]],
+        condition: str,
+        after: Sequence[str],
+    ) -> list[str]:
+        """Submit jobs that ask for the same; their ids."""
+        settings = self.study.config.launcher
+        executor = SlurmExecutor(self.run.logs, max_num_timeout=settings.max_requeues, python=settings.python)
+        dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
+        more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
+        executor.update_parameters(
+            job_name=self._name(kind),
+            time=asks["minutes"],
+            mem=f"{max(1, round(asks['memory'] * 1024))}M",
+            cpus_per_task=asks["cpus"],
+            setup=list(asks["setup"]) or None,
+            signal_delay_s=settings.signal_seconds,
+            array_parallelism=settings.parallel,
+            additional_parameters=more,
+            **{name: asks[name] for name in ("partition", "account", "qos", "constraint") if asks[name] is not None},
+            **({"gpus_per_node": asks["gpus"]} if asks["gpus"] else {}),
+        )
+        try:
+            return [job.job_id for job in executor.submit_array(what)]
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise UserError(refusal(kind, asks, str(error))) from None
+
+
+def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
+    for array in arrays:
+        if array.asks["minutes"] * 60 <= signal_seconds + EARLY:
+            raise UserError(
+                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
+                f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
+            )
+
+
+def _announce(submission: Submission, kept: Mapping[str, str]) -> None:
+    study = submission.study.config.study
+    for array in dict.fromkeys((job.array, job.kind) for job in submission.run.jobs):
+        tasks = [job for job in submission.run.jobs if job.array == array[0]]
+        steps = sum(len(job.steps) for job in tasks)
+        print(f"{array[0]}  {array[1]}: {len(tasks)} jobs, {steps} steps", flush=True)
+    if kept:
+        say(f"{study}: {len(kept)} more steps are under way in jobs {_named(kept.values())}")
+    say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
+
+
+def _named(jobs: Iterable[str]) -> str:
+    return ", ".join(sorted(set(jobs)))

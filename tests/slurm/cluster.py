@@ -1,0 +1,145 @@
+"""A Slurm cluster of one node, made from Debian's packages, in a folder of its own.
+
+Accounting is off, as on many a cluster: there is no sacct. Ports, sockets and keys are the cluster's own, so that it
+does not meet another one on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+MinJobAge=300
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=16000 State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str | None:
+    """What keeps a cluster from being started here; None when nothing does."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        return f"no {', '.join(missing)}: apt-get install munge slurm-wlm slurm-client"
+    return None if os.geteuid() == 0 else "slurmd needs root"
+
+
+def until(what: Callable[[], object], seconds: float, why: str) -> None:
+    """Wait for `what` to become true. AssertionError with `why` when it does not in `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.05)
+
+
+class Cluster:
+    """Daemons and the configuration they share; `start` and `stop`, or each daemon by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.host = folder, socket.gethostname().split(".")[0]
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("state", "spool"):
+            (folder / name).mkdir(parents=True)
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        ports = _free_ports(2)
+        self.configuration = folder / "slurm.conf"
+        self.configuration.write_text(
+            CONFIGURATION.format(host=self.host, folder=folder, controller_port=ports[0], node_port=ports[1])
+        )
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What points Slurm's commands at this cluster."""
+        return {**os.environ, "SLURM_CONF": str(self.configuration)}
+
+    def start(self) -> None:
+        """Start all daemons and wait until the node takes jobs."""
+        folder = self.folder
+        files = [
+            f"--{name}-file={folder}/munge.{end}" for name, end in (("log", "log"), ("pid", "pid"), ("seed", "seed"))
+        ]
+        words = ["--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key", *files]
+        self.launch("munged", *words)
+        until((folder / "munge.socket").exists, 10, "munged did not start")
+        self.launch("slurmctld", "-D", "-i")
+        self.launch("slurmd", "-D", "-N", self.host)
+        until(self.is_idle, 30, f"the node did not come up: {self.ask('sinfo')}")
+
+    def launch(self, program: str, *words: str) -> None:
+        """Start one daemon."""
+        with (self.folder / f"{program}.out").open("ab") as out:
+            self.daemons[program] = subprocess.Popen(
+                [program, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=self.environment
+            )
+
+    def end(self, program: str) -> None:
+        """End one daemon."""
+        daemon = self.daemons.pop(program)
+        daemon.terminate()
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+    def stop(self) -> None:
+        """Cancel what runs and end all daemons."""
+        self.ask("scancel", "--user=root")
+        until(lambda: not self.ask("squeue", "-h"), 20, "jobs do not end")
+        for program in ("slurmd", "slurmctld", "munged"):
+            if program in self.daemons:
+                self.end(program)
+
+    def ask(self, *command: str) -> str:
+        """What a command of Slurm prints, errors included."""
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment)
+        return done.stdout + done.stderr
+
+    def is_idle(self) -> bool:
+        """Whether the node is there and nothing runs on it."""
+        return self.ask("sinfo", "-h", "-o", "%T").strip() == "idle"
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
