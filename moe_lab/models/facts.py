@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from moe_lab.config import ModelConfig
+from moe_lab.config import ExpectedConfig, ModelConfig
+from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import skeleton
+from moe_lab.models.parts import linears
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
@@ -19,16 +22,50 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width. `parameters`: all of them, and
     those of one routed expert by layer, so that the size of any plan follows. Where experts of a layer have unequal
     widths, `width` and `expert_parameters` are rounded means, and `widths` lists them all. Raises UserError for a model
-    that is not supported.
+    that is not supported, or is not what is expected.
     """
     model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
+    layers = {layer.index: _about(layer) for layer in routed_layers(model)}
+    if settings.expected is not None:
+        _compare(architecture(model), settings.expected, settings)
     return {
         "model": settings.name,
         "model_type": model.config.model_type,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "parameters": _parameters(model),
         "bytes_per_parameter": BYTES_LOADED,
-        "layers": {layer.index: _about(layer) for layer in routed_layers(model)},
+        "layers": layers,
     }
+
+
+def architecture(model: Any) -> ExpectedConfig:
+    """What `model.expected` would have to say of a model; of layers that differ, the most of each number."""
+    layers = routed_layers(model)
+    hidden = max(layer.hidden for layer in layers)
+    shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
+    return ExpectedConfig(
+        parameters=_parameters(model),
+        layers=model.config.get_text_config().num_hidden_layers,
+        moe_layers=len(layers),
+        experts=max(layer.n_experts for layer in layers),
+        top_k=max(layer.top_k for layer in layers),
+        hidden=hidden,
+        width=max(layer.width for layer in layers),
+        shared_width=shared // (3 * hidden * len(layers)),
+    )
+
+
+def _parameters(model: Any) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _compare(found: ExpectedConfig, expected: ExpectedConfig, settings: ModelConfig) -> None:
+    """UserError naming the first number that is not as expected."""
+    for name, value in asdict(expected).items():
+        if (there := getattr(found, name)) != value:
+            raise UserError(
+                f"model={settings.name}: {settings.path} has {name}={there}, but model.expected.{name}={value}: "
+                "give the path and revision of that model, or model=local, which expects nothing"
+            )
 
 
 def _about(layer: MoELayer) -> dict[str, Any]:

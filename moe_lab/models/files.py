@@ -42,11 +42,13 @@ def check(settings: ModelConfig) -> None:
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them; None when the
-    model is not on this machine or does not say how many experts it has."""
+    """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them, or as they are
+    expected of a model that is not on this machine; None when neither says how many experts it has."""
     folder = Path(resolve(settings.path)).expanduser()
     if not folder.is_dir():
-        return None
+        if (expected := settings.expected) is None:
+            return None
+        return {"n_experts": expected.experts, "top_k": expected.top_k, "width": expected.width}
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
     fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}

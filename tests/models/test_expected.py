@@ -1,0 +1,344 @@
+"""The architectures that conf/model expects are those of the published models, and others are refused."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_lab.config import ExpectedConfig, ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.facts import architecture, facts
+from moe_lab.models.files import expert_shape
+from moe_lab.models.size import Size, size_of
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf" / "model"
+TABLES = ROOT / "analysis" / "published"
+GIB = 2**30
+
+DEEPSEEK_2: dict[str, Any] = {
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
+QWEN_1_5: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
+QWEN_3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe_1b_7b": (
+        "olmoe",
+        {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", DEEPSEEK_2),
+    "deepseek_v2_lite_chat": ("deepseek_v2", DEEPSEEK_2),
+    "ernie_21b_a3b": (
+        "ernie4_5_moe",
+        {
+            "vocab_size": 103424,
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_30b_a3b": ("qwen3_moe", QWEN_3),
+    "qwen3_30b_a3b_instruct": ("qwen3_moe", QWEN_3),
+    "qwen3_30b_a3b_thinking": ("qwen3_moe", QWEN_3),
+    "qwen1_5_moe": ("qwen2_moe", QWEN_1_5),
+    "qwen1_5_moe_chat": ("qwen2_moe", QWEN_1_5),
+    "qwen2_57b_a14b": (
+        "qwen2_moe",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "mixtral_8x7b": (
+        "mixtral",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_235b_a22b": (
+        "qwen3_moe",
+        {
+            **QWEN_3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+        },
+    ),
+    "glm_4_5_air": (
+        "glm4_moe",
+        {
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss_20b": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt_oss_120b": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+        },
+    ),
+}
+"""Name in conf/model -> its family in transformers and what its config.json says of shapes."""
+
+
+NOT_IN_TRANSFORMERS = "deepseek_moe_16b"
+PRINTED = {"OLMoE": "olmoe_1b_7b", "DeepSeek": "deepseek_v2_lite_chat", "ERNIE": "ernie_21b_a3b"}
+PRINTED |= {"Qwen3": "qwen3_30b_a3b_instruct"}
+"""Models as the papers call them -> conf/model."""
+
+
+@cache
+def built(name: str) -> Any:
+    """A published model without weights."""
+    kind, shapes = PUBLISHED[name]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shapes))
+
+
+def configured(name: str) -> ModelConfig:
+    found = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(CONF / f"{name}.yaml"))
+    )
+    assert isinstance(found, ModelConfig)
+    return found
+
+
+def expected(name: str) -> ExpectedConfig:
+    found = configured(name).expected
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_what_is_expected_is_what_transformers_builds(name: str) -> None:
+    assert asdict(expected(name)) == asdict(architecture(built(name)))
+
+
+def test_every_model_with_expectations_is_a_published_one() -> None:
+    files = {file.stem for file in CONF.glob("*.yaml") if "expected" in OmegaConf.load(file)}
+    assert files == {*PUBLISHED, NOT_IN_TRANSFORMERS}
+
+
+def test_the_model_that_transformers_lacks_is_counted_by_hand() -> None:
+    hidden, width, layers, dense = 2048, 1408, 28, 3 * 2048 * 10944
+    embeddings, norms, attention = 2 * 102400 * hidden, (2 * layers + 1) * hidden, 4 * hidden**2
+    moe = (64 + 2) * 3 * hidden * width + 64 * hidden
+    found = expected(NOT_IN_TRANSFORMERS)
+    assert found.parameters == embeddings + norms + layers * attention + dense + (layers - 1) * moe
+    assert asdict(found) | {"parameters": 0} == {
+        "parameters": 0,
+        "layers": layers,
+        "moe_layers": layers - 1,
+        "experts": 64,
+        "top_k": 6,
+        "hidden": hidden,
+        "width": width,
+        "shared_width": 2 * width,
+    }
+
+
+def printed(paper: str, table: str) -> dict[str, dict[str, float]]:
+    """Model -> what a table prints of it."""
+    found: dict[str, dict[str, float]] = {}
+    with (TABLES / f"{paper}.csv").open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            if row["table"] == table:
+                found.setdefault(row["model"], {})[row["benchmark"]] = float(row["value"])
+    return found
+
+
+def test_loading_memory_is_what_the_papers_print() -> None:
+    """Printed is what a server measured: between the parameters, and those with 4 bytes more for a router's entry."""
+    for paper, name in PRINTED.items():
+        known = expected(name)
+        routers = 4 * known.moe_layers * known.experts * known.hidden / GIB
+        ours = 2 * known.parameters / GIB
+        before = printed("unified", "3")[paper]["loading_memory_before_gb"]
+        assert ours - 0.005 <= before <= ours + routers + 0.005
+
+
+@pytest.mark.parametrize(("paper", "share"), [("unified", 2), ("evoesap", 4)])
+def test_what_pruning_frees_is_what_the_papers_print(paper: str, share: int) -> None:
+    for model, name in PRINTED.items():
+        known, memory = expected(name), printed(paper, "3")[model]
+        experts = known.moe_layers * known.experts // share
+        freed = experts * 3 * known.hidden * known.width * 2 / GIB
+        assert memory["loading_memory_before_gb"] - memory["loading_memory_after_gb"] == pytest.approx(
+            freed,
+            abs=0.0101,  # two rounded numbers
+        )
+
+
+def test_the_architecture_table_of_the_paper_holds() -> None:
+    for paper, table in printed("unified", "4").items():
+        known = expected(PRINTED[paper])
+        assert known.experts == table["experts_per_layer"] and known.top_k == table["active_experts_topk"]
+        assert known.moe_layers == table["moe_layers"]
+        assert known.layers - known.moe_layers == table["dense_layers"]
+        assert known.shared_width == table["shared_experts"] * known.width
+        assert known.parameters / 1e9 == pytest.approx(table["total_params_b"], abs=1)
+
+
+def test_active_parameters_are_those_the_names_promise() -> None:
+    for name, billions in {
+        "qwen3_30b_a3b": 3.3,
+        "qwen2_57b_a14b": 14.2,
+        "mixtral_8x7b": 12.9,
+        "olmoe_1b_7b": 1.3,
+    }.items():
+        size = size_of(configured(name))
+        assert size is not None and size.active / 1e9 == pytest.approx(billions, abs=0.1)
+
+
+def test_shapes_of_a_model_that_is_not_here_are_the_expected_ones() -> None:
+    assert expert_shape(configured("olmoe_1b_7b")) == {"n_experts": 64, "top_k": 8, "width": 1024}
+    assert expert_shape(ModelConfig(name="x", path="a/b")) is None
+    assert size_of(ModelConfig(name="x", path="a/b")) is None
+
+
+def test_the_size_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
+    tiny.save("deepseek_v2", tmp_path, dtype=torch.bfloat16)
+    model = tiny.build("deepseek_v2")
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert size_of(ModelConfig(name="t", path=str(tmp_path))) == Size(parameters, 2, 16, 4, 32, 24, 2)
+    as_float = size_of(ModelConfig(name="t", path=str(tmp_path), dtype="float32"))
+    assert as_float is not None and as_float.bytes == 4 * parameters
+
+
+@pytest.mark.parametrize(
+    "name", ["parameters", "layers", "moe_layers", "experts", "top_k", "hidden", "width", "shared_width"]
+)
+def test_a_model_that_differs_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    tiny.save("deepseek_v2", tmp_path)
+    right = architecture(tiny.build("deepseek_v2"))
+    settings = ModelConfig(name="t", path=str(tmp_path), expected=right)
+    assert facts(settings)["parameters"] == right.parameters
+    there = getattr(right, name)
+    setattr(right, name, there + 1)
+    with pytest.raises(UserError, match=f"has {name}={there}, but model.expected.{name}={there + 1}"):
+        facts(settings)
+
+
+def test_expectations_survive_the_way_through_a_job() -> None:
+    settings = configured("olmoe_1b_7b")
+    assert ModelConfig(**asdict(settings)) == settings
