@@ -56,7 +56,7 @@ def choose(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
 
 def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
     """All that is not a matrix product in one operation for all experts."""
-    gathered = hidden[rows.token]
+    gathered = hidden.index_select(0, rows.token)
     parts = list(rows.parts())
     phi = module._apply_gate(torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in parts]))
     f = torch.cat([linear(phi[part], module.down_proj[expert]) for expert, part in parts])
@@ -69,8 +69,8 @@ def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Te
     mixed = torch.zeros_like(hidden)
     for expert, part in rows.parts():
         token = rows.token[part]
-        f = output(module, intermediate(module, hidden[token], expert), expert)
-        mixed.index_add_(0, token, f * gates[part])
+        phi = intermediate(module, hidden.index_select(0, token), expert)  # much faster than hidden[token]
+        mixed.index_add_(0, token, output(module, phi, expert) * gates[part])
     return mixed
 
 

@@ -1,0 +1,158 @@
+"""How fast a model in fp32 computes on the CPU as it is loaded: `python -m benchmarks.generation`.
+
+The loaded model, whose experts run by moe_lab/models/cpu_experts.py, against the same model with the eager experts of
+transformers: what an evaluation does (generation; scoring of answers, in batches of short rows), and one layer with
+more and more tokens, by which the number FEW was chosen. Each ratio is the median over rounds in which all ways ran
+one after the other in this process; the bits of all results are compared, too. Bar for generation and scoring: below
+1. Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar
+fails or bits differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_lab.config import ModelConfig
+from moe_lab.models import cpu_experts
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.load import load_model
+
+Work = Callable[[], torch.Tensor]
+EAGER = "eager"
+BAR = 1.0
+
+
+def main() -> int:
+    """Measure, print, compare with the bar."""
+    arguments = _arguments()
+    model, _ = load_model(ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32"))
+    if model.get_experts_implementation()[""] != cpu_experts.NAME:
+        print(f"{arguments.model}: its experts stay eager, there is nothing to compare")
+        return 1
+    layers = moe_layers(model)
+    print(
+        f"{arguments.model}: {len(layers)} layers of {layers[0].n_experts} experts, top-{layers[0].top_k}, "
+        f"hidden {layers[0].hidden}, width {layers[0].width}",
+        flush=True,
+    )
+    failed = False
+    with torch.no_grad():
+        for length, new in arguments.generate:
+            work = _both(model, _generation(model, arguments.batch, length, new))
+            name = f"generation, {arguments.batch} rows of {length} + {new} tokens"
+            failed |= _report(name, *_rounds(work, arguments.rounds), BAR)
+        for rows, length in arguments.score:
+            work = _both(model, _scoring(model, rows, length))
+            failed |= _report(f"scoring, {rows} rows of {length} tokens", *_rounds(work, arguments.rounds), BAR)
+        for tokens in arguments.tokens:
+            failed |= _report(f"one layer, {tokens} tokens", *_rounds(_ways(layers[0], tokens), arguments.rounds), None)
+    return int(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    def pair(text: str) -> tuple[int, int]:
+        first, second = text.split("x")
+        return int(first), int(second)
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="pocket:olmoe", help="a folder or pocket:NAME")
+    parser.add_argument("--batch", type=int, default=64, help="rows that generate together")
+    parser.add_argument("--generate", type=pair, nargs="+", default=[(40, 48)], help="prompt x new tokens")
+    parser.add_argument("--score", type=pair, nargs="+", default=[(8, 40), (32, 40), (64, 64)], help="rows x tokens")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 512, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
+    return parser.parse_args()
+
+
+def _generation(model: Any, rows: int, length: int, new: int) -> Work:
+    """Greedy, without an end, so that every way does the same; the logits of all steps."""
+    ids = torch.randint(5, model.config.vocab_size, (rows, length))
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "eos_token_id": None}
+
+    def work() -> torch.Tensor:
+        out = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
+        return torch.stack(out.logits)
+
+    return work
+
+
+def _scoring(model: Any, rows: int, length: int) -> Work:
+    """One forward pass; the logits of all positions."""
+    ids = torch.randint(5, model.config.vocab_size, (rows, length))
+
+    def work() -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    return work
+
+
+def _both(model: Any, work: Work) -> dict[str, Work]:
+    """`work` with eager experts and with ours."""
+
+    def switched(name: str) -> Work:
+        def run() -> torch.Tensor:
+            model.set_experts_implementation(name)
+            return work()
+
+        return run
+
+    return {EAGER: switched(EAGER), "loaded": switched(cpu_experts.NAME)}
+
+
+def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
+    """The experts of one layer: eager, and both ways of ours whatever the number of tokens."""
+    experts: Any = layer.experts
+    hidden = torch.randn(tokens, layer.hidden)
+    weights, index = torch.rand(tokens, layer.n_experts).topk(layer.top_k)
+    repeat = range(max(1, 512 // tokens))
+
+    def run(few: int | None) -> torch.Tensor:
+        experts.config._experts_implementation_internal = EAGER if few is None else cpu_experts.NAME
+        found, cpu_experts.FEW = cpu_experts.FEW, few or 0
+        try:
+            results: list[torch.Tensor] = [experts(hidden, index, weights) for _ in repeat]
+            return results[-1]
+        finally:
+            cpu_experts.FEW = found
+
+    return {EAGER: lambda: run(None), "together": lambda: run(tokens), "one by one": lambda: run(0)}
+
+
+def _rounds(ways: Mapping[str, Work], rounds: int) -> tuple[dict[str, list[float]], bool]:
+    """CPU seconds of each way in each round, after one that is not counted, and whether all gave the same bits."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    same = True
+    for _ in range(rounds + 1):
+        results = []
+        for name, work in ways.items():
+            start = time.process_time()
+            results.append(work())
+            seconds[name].append(time.process_time() - start)
+        same &= all(torch.equal(result, results[0]) for result in results)
+    return {name: values[1:] for name, values in seconds.items()}, same
+
+
+def _report(name: str, seconds: Mapping[str, list[float]], same: bool, bar: float | None) -> bool:
+    """Print the ratios to eager; whether one is over the bar or bits differ."""
+    ratios = {
+        way: statistics.median(a / b for a, b in zip(values, seconds[EAGER], strict=True))
+        for way, values in seconds.items()
+        if way != EAGER
+    }
+    over = bar is not None and max(ratios.values()) >= bar
+    said = ", ".join(f"{way} / eager {ratio:.2f}" for way, ratio in ratios.items())
+    eager = statistics.median(seconds[EAGER])
+    print(f"{name}: {said} (eager {eager:.3f} s), bits {'equal' if same else 'DIFFER'}", flush=True)
+    return over or not same
+
+
+if __name__ == "__main__":
+    sys.exit(main())
