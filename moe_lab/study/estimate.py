@@ -58,8 +58,8 @@ BASE = 600 * 2**20
 ROOM = 1.1
 """Sums, buffers and fragments, as a factor on the weights."""
 LOGITS = 2**19
-"""Bytes of the logits of one token: about 130,000 words in fp32."""
-CACHE = 8
+"""Bytes of the logits of one token, at most: about 130,000 words in fp32."""
+CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
 GPU_FROM = 2**30
 """Bytes of weights from which a model is put on a GPU."""
@@ -186,14 +186,15 @@ def _memory(step: Step, size: Size) -> float:
     """Weights; a second model where weights are changed; and what the tokens of a batch leave behind."""
     changed = step.kind == "finetune" or "finetune" in step.inputs or "storage" in step.parts
     weights = ROOM * size.bytes * (2 if changed else 1)
+    logits = min(LOGITS, 4 * size.parameters / size.hidden)  # a vocabulary has no more words than parameters allow
     if step.kind == "evaluate":
         benchmark = step.runtime["benchmark"]
-        row = PROMPT + int(benchmark["max_new_tokens"])
-        per_token = LOGITS / 8 + CACHE * size.hidden * size.moe_layers  # logits of a few positions, and the cache
-        return BASE + weights + int(benchmark["batch_size"]) * row * per_token
+        written = int(benchmark["max_new_tokens"])
+        row = (PROMPT + written) * CACHE * size.hidden * size.moe_layers if written else PROMPT * logits
+        return BASE + weights + int(benchmark["batch_size"]) * row
     text = _text(step)
     tokens = int(min(text["batch_size"] * text["length"], text["tokens"]))
-    return BASE + weights + tokens * (LOGITS + size.bytes_per_parameter * _kept(step, size))
+    return BASE + weights + tokens * (logits + size.bytes_per_parameter * _kept(step, size))
 
 
 def _kept(step: Step, size: Size) -> float:

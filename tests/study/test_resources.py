@@ -1,0 +1,116 @@
+"""What a Slurm job asks for: the most particular that is set, the rest estimated for all its steps together."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from omegaconf import OmegaConf
+
+from moe_lab.config import BenchmarkConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
+from moe_lab.errors import UserError
+from moe_lab.grid import plain
+from moe_lab.study.identity import Step
+from moe_lab.study.resources import check, resources
+
+BIG = ModelConfig(
+    name="big",
+    path="a/b",
+    dtype="bfloat16",
+    expected=ExpectedConfig(
+        parameters=57_000_000_000, layers=28, moe_layers=28, experts=64, top_k=8, hidden=3584, width=2560
+    ),
+)
+WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, max_new_tokens=2048)
+
+
+def step(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
+    return Step(kind, "s", runtime={"model": plain(model), "benchmark": plain(WRITTEN)})
+
+
+def settings(text: str) -> ResourcesConfig:
+    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ResourcesConfig), OmegaConf.create(text)))
+    assert isinstance(found, ResourcesConfig)
+    return found
+
+
+def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
+    asked = resources([step()], ResourcesConfig())
+    assert set(asked) == {field.name for field in fields(JobConfig)}
+    assert asked["gpus"] == 3 and asked["cpus"] == 24
+    assert asked["memory"] > 106, "the weights pass through main memory"
+    assert asked["minutes"] % 30 == 0
+    assert (asked["partition"], asked["sbatch"], asked["setup"]) == (None, {}, [])
+
+
+def test_a_pack_asks_for_the_time_of_all_its_steps_and_the_memory_of_one() -> None:
+    one, four = (resources([step()] * count, ResourcesConfig()) for count in (1, 4))
+    assert 2.5 * one["minutes"] < four["minutes"] <= 4 * one["minutes"]
+    assert {**one, "minutes": 0} == {**four, "minutes": 0}
+    assert resources([step()] * 400, ResourcesConfig())["minutes"] == ResourcesConfig().longest
+
+
+def test_the_margin_and_the_gpus_of_the_cluster_count() -> None:
+    small = resources([step()], settings("{gpu_memory: 48, cpus_per_gpu: 4}"))
+    assert small["gpus"] >= 3 and small["cpus"] == 4 * small["gpus"]
+    pack = [step()] * 4
+    longer = resources(pack, settings("{margin: 4}"))["minutes"]
+    assert longer == pytest.approx(2 * resources(pack, ResourcesConfig())["minutes"], abs=30)
+
+
+def test_the_most_particular_counts() -> None:
+    cluster = settings(
+        """
+        every: {partition: gpu, account: me, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
+        jobs:
+          evaluate: {partition: long, gpus: 1, sbatch: {nice: 7}}
+          big/every: {gpus: 4, minutes: 90}
+          big/evaluate: {gpus: 8}
+          other/evaluate: {gpus: 3}
+          scores: {partition: cpu}
+        """
+    )
+    asked = resources([step()], cluster)
+    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
+    assert (asked["partition"], asked["account"], asked["setup"]) == ("long", "me", ["module load cuda"])
+    assert asked["sbatch"] == {"exclusive": True, "nice": 7}
+    assert resources([step(kind="search_of_its_own")], cluster)["gpus"] == 4
+    check(cluster)
+
+
+def test_shipped_models_ask_for_what_one_core_does() -> None:
+    pocket = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
+    asked = resources([step(pocket)], ResourcesConfig())
+    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (0, 1, 30)
+    assert 1 <= asked["memory"] <= 4
+
+
+def test_zero_gpus_are_respected() -> None:
+    assert resources([step()], settings("{every: {gpus: 0, cpus: 32}}"))["gpus"] == 0
+
+
+def test_steps_without_a_model_ask_for_little() -> None:
+    asked = resources([Step("plan", "p"), Step("plan", "q")], ResourcesConfig())
+    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (0, 1, 30) and asked["memory"] <= 2
+
+
+def test_a_model_nothing_is_known_of_gets_a_gpu_and_time() -> None:
+    asked = resources([step(ModelConfig(name="n", path="a/b"))], ResourcesConfig())
+    assert asked["gpus"] == 1 and asked["minutes"] >= 120
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{jobs: {evalute: {gpus: 1}}}", "did you mean evaluate"),
+        ("{jobs: {big/serch: {gpus: 1}}}", "did you mean search"),
+        ("{jobs: {big: {gpus: 1}}}", "unknown"),
+        ("{gpu_memory: 0}", "resources.gpu_memory=0"),
+        ("{margin: -1}", "resources.margin=-1"),
+        ("{every: {gpus: -1}}", "gpus=-1: expected at least 0"),
+        ("{jobs: {search: {minutes: 0}}}", "search: minutes=0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_is_said(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check(settings(text))
