@@ -52,7 +52,7 @@ class Material:
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:
         """The winner map of the papers' five baselines; empty when none of them was run."""
-        known = set(self.study.cells["criterion"]) & set(names.BASELINES)
+        known = set(self.study.cells["method"]) & set(names.BASELINES)
         return winner_map(self.comparisons, names.BASELINES) if known else pd.DataFrame()
 
     @cached_property
@@ -111,7 +111,7 @@ def _ranks(material: Material) -> list[Output]:
 
 
 def _published_ranks(material: Material) -> list[Output]:
-    if not set(material.study.cells["criterion"]) & set(names.RANKED):
+    if not material.comparisons or not set(material.study.cells["method"]) & set(names.RANKED):
         return []
     name, criteria = "unified.table1", names.RANKED
     return [score_tables.rank_table(material.study, material.comparisons, name=name, criteria=criteria)]
@@ -192,7 +192,6 @@ def _averages(material: Material) -> list[Output]:
     return [
         figures.averages_figure(comparison, name=_of_model(material, "averages", comparison))
         for comparison in material.comparisons
-        if all(panel.columns(comparison) for panel in comparison.panels)  # nothing to average where nothing succeeded
     ]
 
 

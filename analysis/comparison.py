@@ -38,9 +38,9 @@ class Panel:
         return self.ratio, self.gate, self.seed
 
     def columns(self, comparison: Comparison) -> Target:
-        """Displayed columns that at least one of these cells was evaluated on."""
+        """Displayed columns that at least one of these cells was evaluated on; all of them where every cell failed."""
         found = comparison.columns.loc[list(self.cells.values())].notna().any()
-        return tuple(str(name) for name in found.index[found])
+        return tuple(str(name) for name in (found.index[found] if found.any() else found.index))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import write_store
+
+from analysis import names, report
+from analysis.catalogue import CATALOGUE, Material, make
+from analysis.load import load
+from analysis.score_tables import benchmark_table, rank_table
+
+TASKS = ("gsm8k", "math500", "rte", "livecodebench")
+SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 20, "overlap": False}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(
+        tmp_path_factory.mktemp("methods") / "store",
+        criteria=("reap", "random", "heapr"),
+        allocations=("uniform", "global"),
+        recoveries=("none", "nf4"),
+        **SMALL,
+    )
+
+
+def failing(store: Path, cells: list[int], message: str = "out of memory") -> None:
+    """Let all evaluations and the cost of `cells` have failed."""
+    path = store / "studies" / "made_up.json"
+    document = json.loads(path.read_text())
+    for cell in cells:
+        entry = document["cells"][cell]
+        entry["errors"] = dict.fromkeys([*entry["evaluate"], "cost"], message)
+        entry["evaluate"] = dict.fromkeys(entry["evaluate"])
+        entry["cost"] = None
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("parts", "spelled"),
+    [
+        (("reap",), "REAP"),
+        (("reap", "evolutionary"), "REAP, evolutionary"),
+        (("heapr", "global", "nf4"), "HEAPr-G, NF4"),
+        (("channel_activation", "coverage", "dora_nf4"), "Channel activation, coverage, DoRA, NF4"),
+        (("reap", "", "nf4"), "REAP, NF4"),
+        (("mine", "my_own(strength=2)", "magic"), "mine, my own(strength=2), magic"),
+    ],
+)
+def test_methods_are_spelled_for_people(parts: tuple[str, ...], spelled: str) -> None:
+    key = names.key(*parts)
+    assert names.method(key) == spelled
+    assert [part for part in names.parts(key) if part] == [part for part in parts if part]
+
+
+def test_methods_stand_in_their_usual_order() -> None:
+    keys = [("mine",), ("heapr", "global"), ("reap", "evolutionary"), ("reap", "", "nf4"), ("reap",), ("heapr",)]
+    ordered = names.methods_in_order(names.key(*parts) for parts in keys)
+    assert [names.parts(key)[0] for key in ordered] == ["reap", "reap", "reap", "heapr", "heapr", "mine"]
+    assert ordered[:3] == [names.key("reap"), names.key("reap", "", "nf4"), names.key("reap", "evolutionary")]
+
+
+def test_only_what_differs_is_spelled_out(store: Path, small: Path) -> None:
+    methods = load(store, "made_up").cells["method"]
+    assert {names.method(key) for key in methods if key.startswith("reap")} == {
+        "REAP", "REAP, NF4", "REAP, global", "REAP, global, NF4",
+    }  # fmt: skip
+    assert {names.method(key) for key in methods if key.startswith("heapr")} == {
+        "HEAPr, uniform", "HEAPr, uniform, NF4", "HEAPr-G", "HEAPr-G, NF4",
+    }  # fmt: skip
+    assert set(load(small, "made_up").cells["method"]) == {"none", "frequency", "reap", "man", "random"}
+
+
+def test_methods_compete_in_one_block(store: Path) -> None:
+    material = Material(load(store, "made_up"))
+    [comparison] = material.comparisons
+    [panel] = comparison.panels
+    assert len(panel.cells) == 12 and set(comparison.cells["calibration"]) == {"none", "pocket_code"}
+    table = rank_table(material.study, material.comparisons)
+    assert len(table.frame) == 13 and table.frame["Avg Rank"].notna().sum() == 12
+    assert table.frame["Avg Rank"].iloc[1:].mean() == pytest.approx(6.5)
+    assert set(benchmark_table(material.study, material.comparisons).frame["Criterion"]) >= {"Random, global, NF4"}
+    assert set(material.winners["calibration"]) == {"pocket_code"} and len(material.winners) == 4
+    best = material.winners.set_index("column").loc["GSM8K", "winners"]
+    scores = comparison.score(("GSM8K",))
+    assert {panel.cells[key] for key in best} == set(scores.index[1:][scores.iloc[1:] == scores.iloc[1:].max()])
+
+
+def test_a_method_that_failed_is_a_gap_everywhere(store: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(store, tmp_path / "copy"))
+    failing(copy, [3])
+    material = Material(load(copy, "made_up"))
+    assert "cost of pocket_olmoe reap pocket_code 0.25 global" in {gap.where for gap in material.study.gaps}
+    made = make(CATALOGUE, material)
+    label = names.method(material.study.cells.loc[3, "method"])
+    for name in ("ranks", "unified.table5"):
+        [table] = made[name]
+        row = table.frame[table.frame["Criterion"] == label].iloc[0]
+        numbers = row[list(table.formats)].astype(float)
+        assert numbers.isna().all(), name
+    assert label not in set(made["pareto"][-1].frame["Criterion"]), "without its cost it has no place there"
+    assert made["gaps"]
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+@pytest.mark.parametrize("failed", [[1, 2], [1], [0]])
+def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, failed: list[int]) -> None:
+    """Every method of a ratio failed; one of two did; the unpruned model did."""
+    store = write_store(tmp_path / "store", criteria=("reap", "man"), **{**SMALL, "ratios": (0.25, 0.5)})
+    failing(store, failed)
+    page = report.write(store, "made_up", tmp_path / "out")
+    ranks = (tmp_path / "out" / "tables" / "ranks.csv").read_text()
+    assert page.exists() and len(ranks.splitlines()) == 7
+    assert "0.000" not in ranks.splitlines()[2] if 1 in failed else True
+    table = rank_table(load(store, "made_up"), Material(load(store, "made_up")).comparisons)
+    scores = table.frame["Avg"].astype(float).to_numpy()
+    rows = {0: [0, 3], 1: [1], 2: [2]}
+    gone = sorted(row for cell in failed for row in rows[cell])
+    assert np.flatnonzero(np.isnan(scores)).tolist() == gone
+
+
+def test_a_study_of_a_single_method_has_a_report(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", criteria=("heapr",), allocations=("global",), **SMALL)
+    page = report.write(store, "made_up", tmp_path / "out").read_text()
+    assert "HEAPr" in page and "HEAPr, global" not in page
