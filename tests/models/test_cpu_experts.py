@@ -10,6 +10,11 @@ import torch
 
 from moe_lab.models import cpu_experts
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import prune
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import Observer
 
 EAGER = ("gpt_oss",)
 """Families with biases."""
@@ -75,6 +80,37 @@ def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, mon
     expected = [logits(model, input_ids=ids) for ids in (prefill, long, one)] + [generated(model, prefill)]
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [(4, 24), (6, 60)], ids=["few", "many"])
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "ernie4_5_moe"])
+def test_masks_and_statistics_keep_their_bits(name: str, tokens: tuple[int, int]) -> None:
+    model, ids = aligned(name), tiny.tokens(*tokens)
+    plan = tiny.plan(model, 0.5)
+    plain = logits(model, input_ids=ids)
+    with Observer(model, ForwardTap):
+        assert torch.equal(logits(model, input_ids=ids), plain)
+    assert implementation(model) == cpu_experts.NAME
+    with mask(model, plan):
+        masked = logits(model, input_ids=ids)
+    pruned = prune(model, plan)
+    assert implementation(pruned) == cpu_experts.NAME
+    assert torch.equal(logits(pruned, input_ids=ids), masked)
+    for each in (model, pruned):
+        each.set_experts_implementation("eager")
+    assert torch.equal(logits(pruned, input_ids=ids), masked)
+    assert torch.equal(logits(model, input_ids=ids), plain)
+
+
+def test_channels_are_masked_and_the_choice_comes_back() -> None:
+    model, ids = aligned("olmoe"), tiny.tokens()
+    keep = {layer.index: torch.rand(16, ALIGNED).gt(0.5).numpy() for layer in moe_layers(model)}
+    plan = Plan(dict.fromkeys(keep, tuple(range(16))), dict.fromkeys(keep, 16), {}, keep)
+    with mask(model, plan):
+        masked = logits(model, input_ids=ids)
+    assert implementation(model) == cpu_experts.NAME
+    torch.testing.assert_close(logits(prune(model, plan), input_ids=ids), masked, rtol=0, atol=1e-5)
+    assert not torch.equal(masked, logits(model, input_ids=ids))
 
 
 def test_two_threads_change_nothing() -> None:
