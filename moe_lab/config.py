@@ -268,8 +268,8 @@ class ResourcesConfig:
     """Minutes that are asked for at most; longer work is requeued and goes on."""
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
-    jobs: dict[str, JobConfig] = field(default_factory=dict)
-    """KIND, MODEL/every or MODEL/KIND -> what jobs with steps of that kind, or with that model, ask for."""
+    jobs: dict[str, Any] = field(default_factory=dict)
+    """KIND, MODEL/every or MODEL/KIND -> fields of `every`, for jobs with steps of that kind, or with that model."""
 
 
 @dataclass

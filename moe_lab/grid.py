@@ -19,13 +19,21 @@ from moe_lab.config import (
     Config,
     CriterionConfig,
     GridConfig,
+    JobConfig,
     ModelConfig,
     RecoveryConfig,
 )
 from moe_lab.errors import UserError, unknown
 
 Group = TypeVar(
-    "Group", ModelConfig, CriterionConfig, CalibrationConfig, AllocationConfig, RecoveryConfig, BenchmarkConfig
+    "Group",
+    ModelConfig,
+    CriterionConfig,
+    CalibrationConfig,
+    AllocationConfig,
+    RecoveryConfig,
+    BenchmarkConfig,
+    JobConfig,
 )
 
 

@@ -7,8 +7,11 @@ from dataclasses import fields
 from math import ceil
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.grid import typed
 from moe_lab.study.estimate import KINDS, Estimate, estimate, gpus
 from moe_lab.study.identity import Step
 
@@ -31,7 +34,7 @@ def check(settings: ResourcesConfig) -> None:
     for name in ("gpu_memory", "margin", "longest", "cpus_per_gpu"):
         if getattr(settings, name) <= 0:
             raise UserError(f"resources.{name}={getattr(settings, name)}: expected a number above 0")
-    for key, job in {EVERY: settings.every, **settings.jobs}.items():
+    for key, job in {EVERY: settings.every, **{key: _job(key, settings) for key in settings.jobs}}.items():
         for name, least in (("gpus", 0), ("cpus", 1), ("memory", 0.1), ("minutes", 1)):
             value = getattr(job, name)
             if value is not None and value < least:
@@ -80,4 +83,16 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
     model = (step.runtime.get("model") or {}).get("name")
     for key in (step.kind, f"{model}/{EVERY}", f"{model}/{step.kind}"):
         if key in settings.jobs:
-            yield settings.jobs[key]
+            yield _job(key, settings)
+
+
+def _job(key: str, settings: ResourcesConfig) -> JobConfig:
+    """What is set under a key of `jobs`; UserError for what is no field, or of the wrong type."""
+    known = [field.name for field in fields(JobConfig)]
+    asked = settings.jobs[key]
+    if not isinstance(asked, dict):
+        raise UserError(f"resources.jobs {key}: {asked}: expected fields and values, such as {{gpus: 2}}")
+    for name in asked:
+        if name not in known:
+            raise unknown(f"resources.jobs {key}", name, known)
+    return typed(JobConfig, OmegaConf.create(asked), f"resources.jobs {key}")
