@@ -20,12 +20,13 @@ from moe_lab.study.store import Store
 
 @dataclass(frozen=True)
 class Study:
-    """What is to be done, where, and whether its cells are added to those recorded under its name."""
+    """What is to be done, and where."""
 
     config: Config
     graph: Graph
     store: Store
     add: bool
+    """Whether its cells are added to those recorded under its name."""
 
 
 def finish(study: Study, schedule: Schedule) -> int:

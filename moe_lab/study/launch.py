@@ -11,18 +11,19 @@ from moe_lab.errors import unknown
 from moe_lab.study.execute import Here, Worker
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import watch
+from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.store import Store
 
 
-def inline(schedule: Schedule, study: Study) -> bool:
+def inline(schedule: Schedule, study: Study, run: Run) -> bool:
     """One step after another in this process."""
     with watch(schedule), Here(study.store) as execute:
         work(schedule, study.store, execute)
     return True
 
 
-def local(schedule: Schedule, study: Study) -> bool:
+def local(schedule: Schedule, study: Study, run: Run) -> bool:
     """One worker process per GPU, or `processes` of them on CPU, each taking the next step that is ready."""
     with watch(schedule):
         _serve(schedule, study.store, study.config.launcher.processes)
@@ -60,22 +61,23 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
 
 
-def slurm(schedule: Schedule, study: Study) -> bool:
+def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
     """Jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they are done."""
     from moe_lab.study.slurm.follow import follow
     from moe_lab.study.slurm.submit import submit
 
-    submit(schedule, study)
+    submit(schedule, study, run)
     if study.config.wait:
         follow(schedule, study)
     return study.config.wait
 
 
-LAUNCHERS: Mapping[str, Callable[[Schedule, Study], bool]] = {"inline": inline, "local": local, "slurm": slurm}
-"""Name -> what runs the steps of a schedule; it says whether they have come to their end."""
+Launcher = Callable[[Schedule, Study, Run], bool]
+"""Runs the steps of a schedule; says whether they have come to their end."""
+LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
 
 
-def launcher(settings: LauncherConfig) -> Callable[[Schedule, Study], bool]:
+def launcher(settings: LauncherConfig) -> Launcher:
     """The launcher by name. UserError for an unknown one."""
     if settings.name not in LAUNCHERS:
         raise unknown("launcher", settings.name, LAUNCHERS)

@@ -14,6 +14,7 @@ from moe_lab.study.job import code_state
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
 from moe_lab.study.progress import console, say
+from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
 
@@ -42,7 +43,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
     study = Study(config, graph, store, add)
-    if schedule.waiting and not launch(schedule, study):
+    if schedule.waiting and not launch(schedule, study, begin(store, config.study, steps)):
         return 0
     return finish(study, schedule)
 

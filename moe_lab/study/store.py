@@ -73,8 +73,12 @@ class Store:
 
     def path(self, step: Step) -> Path:
         """Folder of the finished step. The id decides; a label of another run (a renamed model, say) is accepted."""
-        folder = self.root / step.folder
-        return folder if folder.exists() else self._known(step.kind).get(step.id[:12], folder)
+        return self.place(step.folder, step.id)
+
+    def place(self, name: str, step_id: str) -> Path:
+        """Folder of the finished step of that name and id."""
+        folder = self.root / name
+        return folder if folder.exists() else self._known(name.partition("/")[0]).get(step_id[:12], folder)
 
     def _known(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
@@ -115,7 +119,11 @@ class Store:
 
     def error(self, step: Step) -> dict[str, Any] | None:
         """What the step failed with in an earlier run, if it did."""
-        path = self.root / "failed" / f"{step.id}.json"
+        return self.error_of(step.id)
+
+    def error_of(self, step_id: str) -> dict[str, Any] | None:
+        """What the step with that id failed with, if it did."""
+        path = self.root / "failed" / f"{step_id}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
@@ -123,6 +131,22 @@ class Store:
         folder = self.root / "failed"
         folder.mkdir(exist_ok=True)
         write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
+
+    def being_done(self, kind: str) -> dict[str, float]:
+        """Start of the id -> since when, in seconds since the epoch, for steps of a kind that somebody works on."""
+        parent = self.root / kind
+        hidden = [entry for entry in os.scandir(parent) if entry.name.startswith(".")] if parent.exists() else []
+        return {entry.name[1:13]: entry.stat().st_mtime for entry in hidden if self._locked(entry.name[1:13])}
+
+    def _locked(self, start_of_id: str) -> bool:
+        """Whether the lock of a step is held by somebody."""
+        for path in (self.root / "locks").glob(f"{start_of_id}*.lock"):
+            try:
+                with FileLock(path, timeout=0):
+                    return False
+            except Timeout:
+                return True
+        return False
 
     def forget(self, step: Step) -> None:
         """Remove the error of a failed step, so that it runs again."""

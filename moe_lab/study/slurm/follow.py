@@ -7,10 +7,10 @@ import time
 from moe_lab.errors import UserError
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import watch
+from moe_lab.study.runs import runs
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.pack import settle
-from moe_lab.study.slurm.runs import runs
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the store; the scheduler, which many ask, is asked a fifth as often."""

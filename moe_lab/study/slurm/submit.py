@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,12 @@ from moe_lab.errors import UserError
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import say
 from moe_lab.study.resources import check, resources
+from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.refusal import refusal
-from moe_lab.study.slurm.runs import RECORD, Run, Submitted, begin, runs
 from moe_lab.study.slurm.under_way import under_way
 
 EARLY = 60
@@ -28,7 +29,7 @@ RECORD_ASKS = {"gpus": 0, "cpus": 1, "memory": 4, "minutes": 60}
 """What the last job asks for, besides what every job does."""
 
 
-def submit(schedule: Schedule, study: Study) -> None:
+def submit(schedule: Schedule, study: Study, run: Run) -> None:
     """Submit jobs for the steps that wait, except those that jobs submitted earlier are still going to do.
 
     UserError with the scheduler's words when it refuses one; then nothing of this submission is left in its queue.
@@ -44,7 +45,7 @@ def submit(schedule: Schedule, study: Study) -> None:
         return
     arrays = arrange(missing, partial(resources, settings=config.resources), config.launcher)
     _check_limits(arrays, config.launcher.signal_seconds)
-    submission = Submission(study, begin(store, config.study, study.graph.steps()), dict(found.steps))
+    submission = Submission(study, run, dict(found.steps))
     try:
         for array in arrays:
             submission.add(array)
@@ -87,8 +88,9 @@ class Submission:
         self.run.add([Submitted(job, job, self._name(RECORD), RECORD, (), after)])
 
     def withdraw(self) -> None:
-        """Cancel everything that was submitted."""
+        """Cancel everything that was submitted, and forget it."""
         scheduler.cancel({job.array for job in self.run.jobs})
+        shutil.rmtree(self.run.folder, ignore_errors=True)
 
     def _name(self, kind: str) -> str:
         return f"{self.study.config.study}.{kind}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from moe_lab.study.slurm.runs import RECORD, Submitted
+from moe_lab.study.runs import RECORD, Submitted
 from moe_lab.study.slurm.scheduler import Queued
 
 

@@ -1,4 +1,4 @@
-"""What was asked of the cluster: a folder per submission with the study's steps and the jobs they were put in."""
+"""What was started: a folder per run with the study's steps, and the jobs they were put in where there are jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Submitted:
 
 @dataclass
 class Run:
-    """One submission: a folder in the store."""
+    """One run: a folder in the store."""
 
     folder: Path
 
@@ -76,9 +76,9 @@ def runs(store: Store, study: str) -> list[Run]:
 
 
 def studies(store: Store) -> list[str]:
-    """Names of the studies that were ever submitted."""
-    return sorted(path.name for path in (store.root / "slurm").glob("*") if path.is_dir())
+    """Names of the studies that were ever run."""
+    return sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir())
 
 
 def _folder(store: Store, study: str) -> Path:
-    return store.root / "slurm" / study
+    return store.root / "runs" / study

@@ -1,0 +1,58 @@
+"""`python -m moe_lab.study status|cancel|logs|why NAME`: what became of a study that was started."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from moe_lab.errors import UserError, unknown
+from moe_lab.study.ask import cancel, logs, status, why
+from moe_lab.study.state import StepState, StudyState, study_state
+from moe_lab.study.store import Store
+
+COMMANDS: Mapping[str, Callable[[Store, str, StudyState, list[StepState]], None]] = {
+    "status": status,
+    "cancel": cancel,
+    "logs": logs,
+    "why": why,
+}
+
+
+def main() -> int:
+    """Answer; exit code 2 with a sentence for a name nobody knows."""
+    parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("name", help="a study (by default called as its experiment), or a step: kind/label, or its id")
+    parser.add_argument("store", nargs="?", default="store=store", help="store=FOLDER, as for python -m moe_lab")
+    words = parser.parse_args()
+    try:
+        folder = Path(words.store.removeprefix("store="))
+        if not (folder / "store.json").exists():
+            raise UserError(f"store={folder} is no store: name the folder the study was run with")
+        store = Store(folder)
+        study, state, steps = find(store, words.name)
+        COMMANDS[words.command](store, study, state, steps)
+    except UserError as error:
+        print(f"moe_lab: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
+    """The study of that name with all its steps, or the steps of that name and the study they are in."""
+    known = sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir())
+    if name in known:
+        state = study_state(store, name)
+        return name, state, list(state.steps.values())
+    for study in known:
+        state = study_state(store, study)
+        found = [step for step in state.steps.values() if name in step.name or step.id.startswith(name)]
+        if found:
+            return study, state, found
+    raise unknown("study or step", name, known)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The answers of `python -m moe_lab.study`, as text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_lab.study.logs import job_log, step_log
+from moe_lab.study.runs import RECORD
+from moe_lab.study.slurm import scheduler
+from moe_lab.study.state import STATES, StepState, StudyState, left
+from moe_lab.study.store import Store
+
+SAMPLE = 50
+"""Steps of a kind whose times are read for its mean."""
+SHOWN = 5
+"""Steps that are told about, when many have the same trouble."""
+console = Console(highlight=False)
+
+
+def status(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
+    """One row per kind of step: how many are in which state, how long one takes, and how long the rest will."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for step in steps:
+        kinds[step.kind][step.state] += 1
+    seconds = {kind: mean for kind in kinds if (mean := _mean_seconds(store, steps, kind)) is not None}
+    rest = left(state, seconds)
+    title = f"{study}: {_span(time.time() - state.started)} since it was last started"
+    table = Table("step", *STATES, "one takes", "left, about", title=title)
+    for kind, counts in kinds.items():
+        times = (_span(seconds[kind]), _span(rest[kind])) if kind in seconds else ("", "")
+        table.add_row(kind, *(str(counts[name] or "") for name in STATES), *times)
+    total = sum(kinds.values(), Counter[str]())
+    table.add_row("all", *(str(total[name] or "") for name in STATES), "", _span(sum(rest.values())), style="bold")
+    console.print(table)
+    for line in [*_jobs(state), *([state.silence] if state.silence else [])]:
+        print(line)
+    if total["failed"]:
+        print(f"why the failed ones failed: python -m moe_lab.study why {study} store={store.root}")
+    if total["missing"]:
+        print("the same command as before starts what is missing")
+
+
+def cancel(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
+    """Cancel the jobs of the study, or those that the steps are in, pending or running."""
+    everything = len(steps) == len(state.steps)
+    wanted = {step.job for step in steps if step.state in ("pending", "running")}
+    jobs = [name for name in state.queue if everything or name in wanted]
+    scheduler.cancel(jobs)
+    others = sum(len(state.jobs[name].steps) for name in jobs) - sum(step.job in jobs for step in steps)
+    more = f", with {others} other steps in them" if others > 0 and not everything else ""
+    print(f"{study}: cancelled {len(jobs)} jobs{more}; what is finished is kept")
+
+
+def logs(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
+    """The last lines that failed and running steps printed; of whatever is named, if it is a step."""
+    everything = len(steps) == len(state.steps)
+    shown = [step for step in steps if not everything or step.state in ("failed", "running")]
+    for step in shown[:SHOWN]:
+        print(f"{step.name}: {step.state}")
+        _print_log(step_log(store, state, step) or (job_log(state, step.job) if step.job else None))
+    if len(shown) > SHOWN:
+        print(f"and {len(shown) - SHOWN} more; name one to see it")
+    if not shown:
+        print(f"{study}: no step has failed, and none is running")
+
+
+def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
+    """Why steps are not done: the error, the step they wait for, the scheduler's reason, or what became of their job.
+
+    Steps with the same reason are told once.
+    """
+    reasons: dict[str, list[StepState]] = defaultdict(list)
+    for step in steps:
+        if step.state != "done":
+            reasons[_reason(store, state, step)].append(step)
+    for reason, alike in reasons.items():
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        print(f"{alike[0].name}{more}: {alike[0].state}: {reason}")
+        if alike[0].state == "failed":
+            _print_log(step_log(store, state, alike[0]))
+    if not reasons:
+        print(f"{study}: all {len(steps)} steps are done")
+
+
+def _reason(store: Store, state: StudyState, step: StepState) -> str:
+    if step.state == "failed":
+        error = store.error_of(step.id) or {}
+        return f"{error.get('message')} (retry=failed tries again)"
+    if step.state == "blocked":
+        causes = [name for name in step.needs if state.steps[name].state in ("failed", "blocked")]
+        return f"needs {state.steps[causes[0]].name}, which is {state.steps[causes[0]].state}"
+    if step.job is None:
+        return "no job was made for it; the same command as before starts it"
+    if queued := state.queue.get(step.job):
+        waits = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
+        return f"job {step.job} is {queued.state}{waits}"
+    ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
+    return f"job {step.job} is {ended}; the same command as before starts it again"
+
+
+def _jobs(state: StudyState) -> list[str]:
+    """Jobs in the queue by kind, state and the scheduler's reason."""
+    counts = Counter(
+        (state.jobs[name].kind, queued.state.lower(), f" ({queued.reason})" if queued.pending else "")
+        for name, queued in state.queue.items()
+    )
+    return [f"{count} {kind} jobs {word}{reason}" for (kind, word, reason), count in counts.items() if kind != RECORD]
+
+
+def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float | None:
+    done = [step for step in steps if step.kind == kind and step.state == "done"][:SAMPLE]
+    files = [store.place(step.name, step.id) / "provenance.json" for step in done]
+    found = [json.loads(file.read_text())["seconds"] for file in files if file.exists()]
+    return fmean(found) if found else None
+
+
+def _print_log(found: tuple[object, list[str]] | None) -> None:
+    if found is None:
+        print("  it printed nothing")
+        return
+    print(f"  {found[0]}, last lines:")
+    for line in found[1]:
+        print(f"  | {line}")
+
+
+def _span(seconds: float) -> str:
+    """A time one can read: 12 s, 7 min, 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
