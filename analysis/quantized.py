@@ -145,10 +145,11 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
         return None
     sizes = [cost(study, chosen, "storage_bytes").to_numpy() for chosen in (changed, plain)]
     share = float(np.mean(sizes[0] / sizes[1]))
+    where = "at one ratio" if found["pairs"] == 1 else f"mean over {found['pairs']} ratios"
     return (
         f"{recovery(name)} instead of {PLAIN} changes the average of {comparison.model} by "
         f"{names.signed(found['difference'])} (95 % interval {names.signed(found['low'])} to "
-        f"{names.signed(found['high'])}, mean over {found['pairs']} ratios), which is "
+        f"{names.signed(found['high'])}, {where}), which is "
         f"{'within' if found['low'] <= 0 <= found['high'] else 'beyond'} noise"
         f"{'' if np.isnan(share) else f', and takes {names.share(share)} of the bytes'}."
     )

@@ -1,0 +1,65 @@
+"""Comparisons and studies of a few cells, made by hand so that every number can be checked by eye."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis import names, ranks
+from analysis.comparison import Comparison
+
+UNPRUNED = {"criterion": "none", "granularity": "none", "allocation": "none", "calibration": "none", "ratio": 0.0}
+
+
+COSTS = ("routed_kept", "flops_ratio", "storage_bytes")
+
+
+def cell(criterion: str, allocation: str = "uniform", ratio: float = 0.5, **more: Any) -> dict[str, Any]:
+    """The axes of a pruned cell."""
+    channel = criterion in ("heapr", "camera", "snip") or criterion.startswith("channel_")
+    granularity = "channel" if channel else "expert"
+    return {"criterion": criterion, "allocation": allocation, "ratio": ratio, "granularity": granularity, **more}
+
+
+def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
+    """Cells with what `axes` leave out at its usual value."""
+    usual = {"model": "m", "calibration": "pocket_code", "recovery": "none", "gate": "model", "seed": 42}
+    frame = pd.DataFrame([{**usual, **row} for row in axes]).rename_axis("cell")
+    varied = frame.loc[frame["criterion"] != "none", "allocation"].nunique() > 1
+    told = (
+        varied
+        & (frame["criterion"] != "none")
+        & ((frame["allocation"] != "uniform") | (frame["granularity"] == "channel"))
+    )
+    keys = zip(frame["criterion"], frame["allocation"].where(told, ""), strict=True)
+    return frame.assign(method=[names.key(name, place) for name, place in keys])
+
+
+def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) -> Comparison:
+    """A comparison from cells and benchmark -> outcomes (a list of items per cell; None: not evaluated)."""
+    cells = cells_of(axes)
+    width = {name: len(next(row for row in rows if row is not None)) for name, rows in outcomes.items()}
+    matrices = {
+        name: np.array([[np.nan] * width[name] if row is None else row for row in rows], float)
+        for name, rows in outcomes.items()
+    }
+    benchmarks = pd.DataFrame({name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index)
+    return Comparison("m", cells, benchmarks, ranks.displayed(list(outcomes)), (), matrices, benchmarks * 0)
+
+
+def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
+    """What tables read of a study besides its comparison; `costs`, one row per cell."""
+    names_of = comparison.benchmarks.columns
+    results = pd.DataFrame({"n": [comparison.outcomes[name].shape[1] for name in names_of], "benchmark": names_of})
+    return SimpleNamespace(
+        cells=comparison.cells,
+        results=results,
+        calibrations={},
+        origins=pd.DataFrame({"versions": []}),
+        costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell").reset_index(),
+        family=pd.DataFrame(),
+        gaps=[],
+    )

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from handmade import UNPRUNED, cell, comparison_of, study_of
+
+from analysis import channel_tables, methods, names, render
+from analysis.comparison import Comparison
+from analysis.tables import Table
+
+
+def first(count: int, items: int = 20) -> list[int]:
+    """Outcomes of a plan that solves the first `count` items."""
+    return [1] * count + [0] * (items - count)
+
+
+AXES = [
+    UNPRUNED,
+    cell("heapr", "global"),
+    cell("heapr", "layerwise"),
+    cell("camera", "layerwise"),
+    cell("reap"),
+    cell("heapr", "global", ratio=0.25),
+    cell("heapr", "global", recovery="nf4"),
+]
+SOLVED = {"arc_easy": [20, 16, 14, 10, 6, 18, 15], "gsm8k": [20, 12, 10, 8, 2, 18, 11]}
+COSTS = [
+    {"routed_kept": kept, "flops_ratio": flops, "storage_bytes": 100.0}
+    for kept, flops in ((1, 1), (0.5, 0.85), (0.5, 0.86), (0.5, 0.87), (0.52, 0.99), (0.75, 0.9), (0.5, 0.85))
+]
+
+
+def made(axes: list[dict[str, Any]], solved: dict[str, list[int | None]]) -> Comparison:
+    return comparison_of(
+        axes, {name: [None if n is None else first(n) for n in counts] for name, counts in solved.items()}
+    )
+
+
+HEAPR = made(AXES, SOLVED)
+
+
+def rows(table: Table, pruned: str = "50 %") -> pd.DataFrame:
+    return table.frame[table.frame["Pruned"] == pruned].set_index("Criterion")
+
+
+def test_every_method_stands_at_every_ratio_with_its_cost() -> None:
+    """Avg is the mean of the two displayed columns: (16 / 20 + 12 / 20) / 2 for HEAPr over all layers."""
+    table = channel_tables.method_table(study_of(HEAPR, COSTS), [HEAPR])
+    found = rows(table)
+    assert found.index.tolist() == ["Unpruned", "REAP", "HEAPr-G", "HEAPr-L", "CAMERA-P"]
+    assert rows(table, "25 %").index.tolist() == ["Unpruned", "HEAPr-G"]
+    assert found.loc["HEAPr-G", ["ARC-E", "Avg", "Kept"]].tolist() == pytest.approx([0.8, 0.7, 0.5])
+    assert found["FLOPs saved"].tolist() == pytest.approx([0, 0.01, 0.15, 0.14, 0.13])
+    assert table.low is not None and table.high is not None
+    assert (table.low["Avg"] <= table.frame["Avg"]).all() and (table.frame["Avg"] <= table.high["Avg"]).all()
+    assert "| HEAPr-G | **0.800** |" in render.markdown(table)
+
+
+def test_differences_are_paired_with_the_base() -> None:
+    table = channel_tables.channel_choice_table(study_of(HEAPR, COSTS), [HEAPR])
+    found = rows(table)
+    assert found.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", "CAMERA-P"] and "25 %" not in set(
+        table.frame["Pruned"]
+    )
+    assert found.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
+    assert found.loc["HEAPr-L", "Difference"] == pytest.approx((4 + 2) / 20 / 2)
+    assert found.loc[["Unpruned", "CAMERA-P"], "Difference"].isna().all()
+    raw = HEAPR.p_values(tuple(HEAPR.parts), 1, [3])[0]
+    assert found.loc["HEAPr-G", "p (Holm)"] == pytest.approx(2 * raw, rel=0.5) and raw < 0.05
+    assert render.GAP_NOTE not in render.markdown(table), "the base has no difference to itself"
+
+
+def test_a_gap_stays_a_gap() -> None:
+    lost = made(AXES, {**SOLVED, "gsm8k": [20, None, 10, 8, 2, 18, 11]})
+    table = channel_tables.channel_choice_table(study_of(lost, COSTS), [lost])
+    found = rows(table).loc["HEAPr-G"]
+    assert np.isnan(found["Avg"]) and np.isnan(found["Difference"]) and found["ARC-E"] == pytest.approx(0.8)
+    assert render.GAP_NOTE in render.markdown(table)
+    assert rows(table).loc["HEAPr-L", "Difference"] == pytest.approx(0.15), "others are compared all the same"
+
+
+def test_without_costs_the_scores_stand_alone() -> None:
+    table = channel_tables.method_table(study_of(HEAPR), [HEAPR])
+    assert "Kept" not in table.frame and len(table.frame) == 7
+
+
+BUDGETS = [
+    UNPRUNED,
+    cell("channel_activation", "uniform"),
+    cell("channel_activation", "layerwise"),
+    cell("channel_activation", "coverage"),
+    cell("channel_activation", "coverage, prior usage"),
+    cell("channel_activation", "coverage, smoothing log"),
+    cell("channel_activation", "coverage(smoothing=none)"),
+    cell("snip", "coverage"),
+]
+BUDGET = made(BUDGETS, {"arc_easy": [20, 8, 9, 12, 13, 11, 10, 5]})
+
+
+def test_allocators_are_measured_against_uniform_widths() -> None:
+    found = rows(channel_tables.allocator_table(study_of(BUDGET), [BUDGET]))
+    assert found.index.tolist() == ["Unpruned", "Uniform", "Layerwise", "Coverage", "Coverage, prior usage"]
+    assert found["Difference"].tolist()[2:] == pytest.approx([0.05, 0.2, 0.25])
+
+
+def test_smoothing_is_measured_against_the_default() -> None:
+    found = rows(channel_tables.smoothing_table(study_of(BUDGET), [BUDGET]))
+    assert found.index.tolist() == ["Unpruned", "Sqrt", "Log", "None"]
+    assert found["Difference"].tolist()[2:] == pytest.approx([-0.05, -0.1])
+
+
+def test_channel_scores_are_measured_against_activation() -> None:
+    found = rows(channel_tables.channel_score_table(study_of(BUDGET), [BUDGET]))
+    assert found.index.tolist() == ["Unpruned", names.criterion("channel_activation"), "SNIP"]
+    assert found.loc["SNIP", "Difference"] == pytest.approx(-7 / 20)
+
+
+def test_tables_are_empty_where_nothing_varies() -> None:
+    plain = made([UNPRUNED, cell("reap")], {"arc_easy": [20, 5]})
+    study = study_of(plain)
+    for table in (
+        channel_tables.channel_choice_table,
+        channel_tables.allocator_table,
+        channel_tables.smoothing_table,
+        channel_tables.channel_score_table,
+        channel_tables.group_table,
+    ):
+        assert table(study, [plain]).frame.empty
+
+
+def test_group_averages_are_measured_against_aimer() -> None:
+    axes = [UNPRUNED, cell("reap"), cell("aimer", calibration="none"), cell("random", calibration="none")]
+    comparison = made(axes, {"arc_easy": [20, 10, 12, 4], "gsm8k": [20, 6, 4, 2], "math500": [20, 2, 2, 2]})
+    found = rows(channel_tables.group_table(study_of(comparison), [comparison]))
+    assert found.loc["REAP", ["MC Avg", "Math", "Avg"]].tolist() == pytest.approx([0.5, 0.2, 0.3])
+    assert found.loc["REAP", "Difference"] == pytest.approx(0.0) and "Code" not in found
+    assert found["Difference"].isna().tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "settings"),
+    [
+        ("uniform", "uniform", {}),
+        ("coverage, prior usage", "coverage", {"prior": "usage"}),
+        ("coverage, aligned", "coverage", {"aligned": ""}),
+        ("coverage(prior=usage,smoothing=log)", "coverage", {"prior": "usage", "smoothing": "log"}),
+        ("global by frequency", "global by frequency", {}),
+        ("(odd) one", "(odd) one", {}),
+    ],
+)
+def test_words_for_allocations_are_read(word: str, name: str, settings: dict[str, str]) -> None:
+    assert methods.allocation(word) == (name, settings)
+
+
+def test_labels_tell_calibration_sets_apart_only_where_there_are_several() -> None:
+    axes = [UNPRUNED, cell("reap"), cell("reap", calibration="pocket_math"), cell("random", calibration="none")]
+    comparison = made(axes, {"arc_easy": [20, 5, 6, 7]})
+    assert methods.labels(comparison.cells).tolist() == ["Unpruned", "REAP, Code", "REAP, Math", "Random"]
+    assert methods.labels(comparison.cells.iloc[[0, 1, 3]]).tolist() == ["Unpruned", "REAP", "Random"]

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from handmade import UNPRUNED, cell, comparison_of, study_of
+
+from analysis import quantized
+from analysis.quantized import MEBIBYTE, four_bits, recovery_table, storage_figure, storage_points, sweeps
+
+AXES = [
+    UNPRUNED,
+    *(
+        cell("channel_activation", "coverage", ratio=ratio, recovery=recovery)
+        for ratio in (0.5, 0.0)
+        for recovery in ("nf4", "none")
+    ),
+    cell("reap", "coverage"),
+]
+SOLVED = [40, 20, 22, 38, 40, 3]
+COSTS = [
+    {"routed_kept": kept, "flops_ratio": 1.0, "storage_bytes": mebibytes * MEBIBYTE}
+    for kept, mebibytes in ((1, 8), (0.5, 2), (0.5, 5), (1, 3), (1, 8), (0.5, 5))
+]
+
+
+def made(solved: list[int | None]) -> object:
+    return comparison_of(AXES, {"gsm8k": [None if n is None else [1] * n + [0] * (40 - n) for n in solved]})
+
+
+SWEEP = made(SOLVED)
+
+
+def test_a_sweep_has_all_ratios_and_starts_with_16_bits() -> None:
+    [found] = sweeps(SWEEP)
+    assert list(zip(found["ratio"], found["recovery"], strict=True)) == [
+        (0.0, "none"),
+        (0.0, "nf4"),
+        (0.5, "none"),
+        (0.5, "nf4"),
+    ]
+
+
+def test_every_ratio_meets_every_recovery() -> None:
+    table = recovery_table(study_of(SWEEP, COSTS), [SWEEP])
+    assert table.frame["Criterion"].tolist() == ["Unpruned", "16 bits", "NF4"] * 2
+    assert table.frame["Pruned"].tolist() == ["0 %"] * 3 + ["50 %"] * 3
+    assert table.frame[quantized.STORAGE].tolist() == pytest.approx([8, 8, 3, 8, 5, 2])
+    assert table.frame["Difference"].tolist() == pytest.approx(
+        [np.nan, np.nan, -2 / 40, np.nan, np.nan, -2 / 40], nan_ok=True
+    )
+    assert table.low is not None and table.low["Avg"].notna().all()
+
+
+def test_points_have_bytes_and_intervals() -> None:
+    points = storage_points(study_of(SWEEP, COSTS), SWEEP)
+    assert points["label"].tolist() == ["16 bits", "NF4", "16 bits", "NF4"]
+    assert points["storage"].tolist() == pytest.approx([8, 3, 5, 2])
+    assert points["score"].tolist() == pytest.approx([1, 0.95, 0.55, 0.5])
+    assert (points["low"] <= points["score"]).all() and (points["score"] <= points["high"]).all()
+
+
+def test_the_figure_is_logarithmic_and_names_ratios() -> None:
+    drawn = storage_figure(SWEEP, storage_points(study_of(SWEEP, COSTS), SWEEP), name="quantized.fig8").drawing
+    [axes] = drawn.axes
+    assert axes.get_xscale() == "log"
+    assert sorted(text.get_text() for text in axes.texts) == ["0 %", "0 %", "50 %", "50 %"]
+    legend = axes.get_legend()
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["16 bits", "NF4"]
+
+
+def test_what_four_bits_cost_is_said_with_an_interval() -> None:
+    """-2 of 40 items at both ratios; (3 / 8 + 2 / 5) / 2 of the bytes."""
+    [said] = four_bits(study_of(SWEEP, COSTS), SWEEP)
+    assert "NF4 instead of 16 bits changes the average of m by −0.050 (95 % interval −0.1" in said
+    assert "mean over 2 ratios" in said and "takes 39 % of the bytes" in said
+
+
+def test_missing_bytes_and_results_are_left_out() -> None:
+    assert "bytes" not in four_bits(study_of(SWEEP), SWEEP)[0]
+    lost = made([40, None, 22, 38, 40, 3])
+    assert "at one ratio)" in four_bits(study_of(lost, COSTS), lost)[0]
+    points = storage_points(study_of(lost, COSTS), lost)
+    assert points["score"].isna().tolist() == [False, False, False, True]
+    assert len(storage_figure(lost, points, name="f").drawing.axes[0].texts) == 3
+
+
+def test_a_study_without_recoveries_has_nothing_to_show() -> None:
+    plain = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [[1, 1], [1, 0]]})
+    study = study_of(plain, COSTS[:2])
+    assert recovery_table(study, [plain]).frame.empty and four_bits(study, plain) == []
+    assert isinstance(storage_points(study, plain), pd.DataFrame) and storage_points(study, plain).empty
