@@ -75,8 +75,9 @@ def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Te
 
 
 def _is_plain(module: Any) -> bool:
-    special = not module.has_gate or module.has_bias or module.is_transposed or module.has_post_expert_norm
-    return not special and all(weight.dtype == torch.float32 for weight in module.parameters())
+    if any(weight.dtype != torch.float32 for weight in module.parameters()):
+        return False
+    return module.has_gate and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
 
 
 def _same_bits(layer: MoELayer) -> bool:
