@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis import names
+from analysis import names, uncertainty
 from analysis.chosen import benchmark_targets, cost, differences, group_targets, scores
 from analysis.comparison import Comparison
 from analysis.load import Study
@@ -60,6 +60,8 @@ def block_table(
     """
     parts = [_rows(study, block, benchmarks, costs) for block in blocks] or [(_EMPTY, _EMPTY, _EMPTY)]
     frame, low, high = (pd.concat(found, ignore_index=True) for found in zip(*parts, strict=True))
+    if P in frame:
+        frame[P] = uncertainty.holm(frame[P].to_numpy(float))
     last = [column for column in ("Avg", DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
     ranked = {column: "max" for column in (*shown, "Avg") if column in frame}
@@ -97,7 +99,7 @@ def _rows(
     if block.base is not None and "Avg" in targets:
         against = {cell: block.base for cell in pruned if cell != block.base}
         found = differences(comparison, targets["Avg"], against).reindex(list(labels))
-        frame = frame.assign(**{DIFFERENCE: found["difference"], P: found["p_holm"]})
+        frame = frame.assign(**{DIFFERENCE: found["difference"], P: found["p"]})
         low, high = low.assign(**{DIFFERENCE: found["low"]}), high.assign(**{DIFFERENCE: found["high"]})
     if len(study.costs):
         values = {

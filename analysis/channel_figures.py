@@ -24,6 +24,8 @@ FEWEST = 3
 """Ratios a method needs to be drawn as a line over ratios."""
 MAPS = 8
 """Allocations whose experts are drawn one by one."""
+LAYERS = 8
+"""Layers named at an axis, at most."""
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -101,20 +103,21 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
 
 def layer_figure(comparison: Comparison, kept: pd.DataFrame, *, name: str) -> Figure | None:
     """Share of the channels that each layer keeps, a line per allocation. None without channel plans that differ."""
-    blocks = _budget_blocks(comparison)
+    blocks = [(ratio, layer_shares(cells, kept)) for ratio, cells in _budget_blocks(comparison)]
+    blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
     if not blocks:
         return None
     with style.look():
         drawing = style.drawing(style.PAGE, 3.0 * len(blocks))
-        for axes, (ratio, cells) in zip(np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True):
-            shares = layer_shares(cells, kept)
+        for axes, (ratio, shares) in zip(np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True):
             for at, (label, row) in enumerate(shares.iterrows()):
                 shade = _SHADES[at % len(_SHADES)]
                 axes.plot(
                     range(len(row)), row * 100, marker=style.MARKERS[at % 11], markersize=4.5, linewidth=1.2,
                     color=shade, linestyle=_DASHES[at // len(_SHADES) % len(_DASHES)], label=label,
                 )  # fmt: skip
-            axes.set_xticks(range(shares.shape[1]), [f"layer {layer}" for layer in shares.columns])
+            shown = range(0, shares.shape[1], -(-shares.shape[1] // LAYERS))
+            axes.set_xticks(shown, [f"layer {shares.columns[at]}" for at in shown])
             axes.set(ylabel="channels kept (%)", ylim=(0, 104))
             axes.set_title(f"{comparison.model}, {names.ratio(ratio)} pruned")
             axes.grid(axis="y")
@@ -128,40 +131,46 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def expert_figure(comparison: Comparison, kept: pd.DataFrame, *, name: str) -> Figure | None:
-    """Share of its channels that each expert keeps under each allocation, sorted in its layer; none is crossed."""
-    blocks = [(ratio, cell, word) for ratio, cells in _budget_blocks(comparison) for cell, word in _uneven(cells, kept)]
-    if not blocks:
+    """Share of its channels that each expert keeps under each allocation, sorted in its layer; none is crossed.
+
+    At the ratio closest to a half, which the papers look at; None without channel plans that differ inside a layer.
+    """
+    blocks = min(_budget_blocks(comparison), key=lambda block: abs(block[0] - 0.5), default=(0.0, pd.DataFrame()))
+    maps = _uneven(blocks[1], kept) if len(blocks[1]) else []
+    if not maps:
         return None
     with style.look():
         layers = kept["layer"].nunique()
-        down = -(-len(blocks) // 2)
+        down = -(-len(maps) // 2)
         drawing = style.drawing(style.PAGE, down * (0.2 * min(layers, 24) + 0.45) + 0.7)
-        several = len({ratio for ratio, _, _ in blocks}) > 1
-        for at, (ratio, cell, word) in enumerate(blocks):
+        for at, (cell, word) in enumerate(maps):
             axes = drawing.add_subplot(down, 2, at + 1)
             _expert_axes(axes, kept[kept["cell"] == cell], names_layers=at % 2 == 0)
-            axes.set_title(f"{word}, {names.ratio(ratio)} pruned" if several else word)
+            axes.set_title(word)
         handles = [Patch(facecolor="none", edgecolor="#bb3311", hatch="xxxx", label="no channel")]
         handles += [Patch(facecolor=_shade(level), label=names.share(level)) for level in (0.25, 0.5, 0.75, 1)]
         drawing.legend(handles=handles, loc="outside lower center", ncols=5, title="channels kept", title_fontsize=7)
     caption = (
-        "Each square is an expert, its shade the share of its channels that is kept; experts of a layer go from the "
-        "least to the most kept. Crossed ones keep none. Allocations that keep the same share of every expert of a "
-        "layer are left out."
+        f"{names.ratio(blocks[0])} of all channels are pruned. Each square is an expert, its shade the share of its "
+        "channels that is kept; experts of a layer go from the least to the most kept. Crossed ones keep none. "
+        "Allocations that keep the same share of every expert of a layer are left out."
     )
     return Figure(name, f"Which experts keep their channels: {comparison.model}", caption, drawing)
 
 
 def _budget_blocks(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """Ratio and cells of one channel criterion under several allocations, coverage among them, one cell each."""
+    """Ratio and cells of the channel criterion that met most allocations, coverage among them, one cell for each."""
     cells = plain(comparison)
-    cells = cells[cells["granularity"] == "channel"]
-    found = []
-    for key, group in groups(cells, ["ratio", "criterion"]) if len(cells) else ():
-        words = group.drop_duplicates("allocation")
-        if len(words) > 1 and any(methods.allocation(word)[0] == "coverage" for word in words["allocation"]):
-            found.append((float(key["ratio"]), words))
-    return found
+    cells = cells[cells["granularity"] == "channel"].drop_duplicates(["criterion", "allocation", "ratio"])
+    covered = cells["allocation"].map(lambda word: methods.allocation(word)[0] == "coverage")
+    counts = cells.groupby("criterion", sort=False)["allocation"].nunique()[
+        list(dict.fromkeys(cells.loc[covered, "criterion"]))
+    ]
+    if counts.empty or counts.max() < 2:
+        return []
+    return [
+        (float(key["ratio"]), found) for key, found in groups(cells[cells["criterion"] == counts.idxmax()], ["ratio"])
+    ]
 
 
 def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:

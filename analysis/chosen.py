@@ -61,7 +61,7 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
     """Cell -> its score minus that of the cell it is measured against, paired over items.
 
-    Columns: difference, low, high (95 %), p, p_holm (corrected over all pairs given). NaN where outcomes lack.
+    Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where outcomes lack.
     """
     score = comparison.score(target)
     rows = []
@@ -69,9 +69,7 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
         low, high = comparison.lead(target, cell, other)
         p = float(comparison.p_values(target, cell, [other])[0])
         rows.append((score[cell] - score[other], low, high, p))
-    found = pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
-    found["p_holm"] = uncertainty.holm(found["p"].to_numpy(float)) if len(found) else np.nan
-    return found
+    return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
 
 
 def pooled_difference(

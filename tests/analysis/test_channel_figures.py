@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from handmade import UNPRUNED, cell, cells_of, comparison_of, study_of
+from PIL import Image
+from synthetic import write_store
+
+from analysis import budget_outputs, channel_figures, style
+from analysis.catalogue import CATALOGUE, Material
+from analysis.load import load
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    """Channels and experts, several allocations, ratios and recoveries."""
+    store = write_store(
+        tmp_path_factory.mktemp("channels") / "store",
+        criteria=("heapr", "camera", "reap"),
+        calibrations=("pocket_general",),
+        ratios=(0.25, 0.5, 0.75),
+        allocations=("uniform", "layerwise", "global", "coverage", "coverage, smoothing log"),
+        recoveries=("none", "nf4"),
+        tasks=("gsm8k", "rte"),
+        items=8,
+        overlap=False,
+    )
+    return Material(load(store, "made_up"))
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+def test_every_figure_is_drawn_and_every_table_filled(material: Material, tmp_path: Path) -> None:
+    empty = [name for name in budget_outputs.OUTPUTS if not CATALOGUE[name](material)]
+    assert empty == ["aimer.table2", "aimer.fig2"]
+    for name in ("heapr.fig2", "coverage.fig", "quantized.fig8"):
+        for figure in CATALOGUE[name](material):
+            picture = Image.open(style.write(figure, tmp_path)[0]).convert("RGB")
+            assert picture.width > 600 and len(picture.getcolors(2**24) or []) > 20
+
+
+AXES = [
+    UNPRUNED,
+    *(cell("heapr", "global", ratio=ratio) for ratio in (0.2, 0.6, 0.4)),
+    *(cell("reap", ratio=ratio) for ratio in (0.2, 0.4, 0.6)),
+    *(cell("camera", "layerwise", ratio=ratio) for ratio in (0.2, 0.4)),
+]
+FLOPS = [1, 0.95, 0.85, 0.9, 0.99, 0.98, 0.97, 0.96, 0.92]
+
+
+def test_lines_are_methods_with_enough_ratios() -> None:
+    lines = channel_figures.ratio_lines(cells_of(AXES).iloc[1:])
+    assert {label: cells["ratio"].tolist() for label, cells in lines.items()} == {
+        "HEAPr-G": [0.2, 0.4, 0.6],
+        "REAP": [0.2, 0.4, 0.6],
+    }
+    assert channel_figures.ratio_lines(cells_of(AXES[:3]).iloc[1:]) == {}
+
+
+def test_accuracy_and_flops_are_drawn_against_the_ratio() -> None:
+    solved = [10, 9, 5, 7, 6, 4, 2, 8, 6]
+    comparison = comparison_of(AXES, {"gsm8k": [[1] * n + [0] * (10 - n) for n in solved]})
+    costs = [{"routed_kept": 1.0, "flops_ratio": ratio, "storage_bytes": 1.0} for ratio in FLOPS]
+    figure = channel_figures.ratio_figure(study_of(comparison, costs), comparison, name="heapr.fig2")
+    assert figure is not None
+    left, right = figure.drawing.axes
+    scores = [np.asarray(line.get_ydata(), float).tolist() for line in left.lines if len(line.get_xdata()) == 3]
+    assert sorted(scores) == [pytest.approx([0.6, 0.4, 0.2]), pytest.approx([0.9, 0.7, 0.5])]
+    saved = [np.asarray(line.get_ydata(), float).tolist() for line in right.lines]
+    assert sorted(saved) == [pytest.approx([1, 2, 3]), pytest.approx([5, 10, 15])]
+    [legend] = figure.drawing.legends
+    assert {text.get_text() for text in legend.get_texts()} == {"REAP", "HEAPr-G", "Unpruned"}
+
+
+def plan(cell_number: int, shares: list[list[float]]) -> pd.DataFrame:
+    """What a plan keeps, from shares (layers, experts)."""
+    rows = [
+        {"cell": cell_number, "layer": layer, "expert": expert, "share": share, "null": False}
+        for layer, values in enumerate(shares)
+        for expert, share in enumerate(values)
+    ]
+    return pd.DataFrame(rows)
+
+
+BUDGETS = [UNPRUNED, *(cell("snip", word) for word in ("uniform", "layerwise", "coverage", "coverage, prior usage"))]
+KEPT = pd.concat(
+    [
+        plan(1, [[0.5, 0.5], [0.5, 0.5]]),
+        plan(2, [[0.75, 0.25], [0.5, 0.5]]),
+        plan(3, [[1.0, 0.5], [0.5, 0.0]]),
+        plan(4, [[0.75, 0.75], [0.25, 0.25]]),
+    ]
+)
+
+
+def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
+    shares = channel_figures.layer_shares(cells_of(BUDGETS), KEPT)
+    assert shares.index.tolist() == ["uniform\nlayerwise", "coverage\ncoverage, prior usage"]
+    assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
+
+
+def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
+    comparison = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
+    layers = channel_figures.layer_figure(comparison, KEPT, name="coverage.fig")
+    assert layers is not None and len(layers.drawing.axes[0].lines) == 2
+    experts = channel_figures.expert_figure(comparison, KEPT, name="coverage.fig.experts")
+    assert experts is not None
+    titles = [axes.get_title(loc="left") for axes in experts.drawing.axes]
+    assert titles == ["layerwise", "coverage"], "others keep the same of every expert of a layer"
+    assert [len(axes.patches) for axes in experts.drawing.axes] == [0, 1], "the expert without channels is crossed"
+
+
+def test_without_coverage_or_plans_nothing_is_drawn() -> None:
+    comparison = comparison_of(BUDGETS[:3], {"gsm8k": [[1, 1], [1, 0], [1, 0]]})
+    assert channel_figures.layer_figure(comparison, KEPT, name="f") is None
+    assert channel_figures.expert_figure(comparison, KEPT, name="f") is None
+    none = pd.DataFrame(columns=["cell", "layer", "expert", "share", "null"])
+    both = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
+    assert channel_figures.layer_figure(both, none, name="f") is None
+    assert channel_figures.expert_figure(both, none, name="f") is None
