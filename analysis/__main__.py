@@ -14,7 +14,7 @@ USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER]
 NAME   report (the page with everything; the default), all (every table and figure), or any of
        {names}
 store  the folder a run wrote to
-study  which study in it; by default the newest
+study  which study in it, several with commas between, or all; by default the newest
 out    where to write; by default STORE/reports/STUDY
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
@@ -70,7 +70,8 @@ def main(words: Sequence[str]) -> int:
 
 def _run(request: Request) -> int:
     from analysis import catalogue, report
-    from analysis.load import load, studies
+    from analysis.documents import studies
+    from analysis.load import load
 
     for name in request.names:
         if name not in (*catalogue.CATALOGUE, "all", "report"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import artefacts, names
+from analysis import artefacts, documents, names
 from analysis.evaluations import evaluations, labels
 from analysis.frames import records
-from analysis.reader import SCHEMA, Gap, Reader
+from analysis.reader import Gap, Reader
 from analysis.remarks import remarks
-from moe_lab.errors import UserError, unknown
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """What a cell is made of; `none` and 0 for the unpruned model.
@@ -86,21 +84,12 @@ class Study:
         return artefacts.searches(self.cells, self.reader)
 
 
-def studies(store: Path) -> list[str]:
-    """Names of the studies in a store, the newest first. UserError when there is no store or no study in it."""
-    if not store.is_dir():
-        raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
-    found = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if not found:
-        raise UserError(
-            f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic"
-        )
-    return [path.stem for path in found]
-
-
 def load(store: Path, name: str) -> Study:
-    """Read study `name`. What cannot be read is listed in `gaps`. UserError for an unknown or unreadable study."""
-    document = _document(store, name)
+    """Read study `name`, or several with commas between, or `all`, as one. What cannot be read is listed in `gaps`.
+
+    UserError for an unknown or unreadable study.
+    """
+    document = documents.document(store, documents.chosen(store, name))
     reader = Reader(store)
     cells = _cells(document, reader)
     results, samples, origins = evaluations(document, cells, reader)
@@ -109,7 +98,7 @@ def load(store: Path, name: str) -> Study:
     families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader)
     damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader)
     return Study(
-        name=name,
+        name=str(document.get("study") or name),
         store=store,
         document=document,
         cells=cells,
@@ -128,27 +117,6 @@ def load(store: Path, name: str) -> Study:
 
 _FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 _DAMAGE = ("layer", "expert", "score")
-
-
-def _document(store: Path, name: str) -> dict[str, Any]:
-    known = studies(store)
-    if name not in known:
-        raise unknown("study", name, known)
-    path = store / "studies" / f"{name}.json"
-    try:
-        document = json.loads(path.read_bytes())
-        schema = int(document["schema"])
-        if not document["cells"]:
-            raise UserError(f"study={name} has no cells: {path}")
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"study={name} cannot be read: {path} is damaged, run the study again to write it anew"
-        ) from None
-    if schema > SCHEMA:
-        raise UserError(
-            f"study={name} has schema {schema}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
-        )
-    return dict(document)
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:

@@ -105,4 +105,5 @@ def pareto_table(study: Study, comparisons: Iterable[Comparison], *, name: str =
 def _fronts(found: pd.DataFrame) -> list[str]:
     """For each row the costs at which nothing beats it, in words."""
     marks = found[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
-    return [", ".join(word for word, on in zip(AXES.values(), row, strict=True) if on) for row in marks]
+    words = [word.split(" ")[0] for word in AXES.values()]
+    return ["all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on) for row in marks]

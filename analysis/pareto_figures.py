@@ -33,7 +33,7 @@ def pareto_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
     marks = _marks(pruned)
     with style.look():
         drawing = style.drawing(style.PAGE, 3.0 + 0.16 * -(-len(marks) // 3))
-        grid = drawing.subplots(1, len(AXES), sharey=True)
+        grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
         for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
             _unpruned(axes, found)
             _cells(axes, pruned, axis, marks)

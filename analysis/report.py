@@ -46,7 +46,7 @@ def render_page(material: Material, made: Mapping[str, Sequence[Output]]) -> str
     )
     chapters = [section for section in sections(material, made) if not section.empty]
     return environment.get_template("report.html.j2").render(
-        title=findings.capitalised(study.name.replace("_", " ")),
+        title=findings.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=_bound(findings.what_was_run(study)),
         findings=[

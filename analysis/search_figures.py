@@ -34,11 +34,13 @@ def densities(study: Study, model: str) -> pd.DataFrame:
 def allocations_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
     """001 Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio.
 
-    The criterion is the one that was used with most allocations. None when it had fewer than two.
+    The criterion is the one that was used with most allocations. None where none was used with two.
     """
-    per_criterion = found.groupby("criterion")["allocation"].nunique()
-    if per_criterion.empty or per_criterion.max() < 2:
+    compared = found.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1
+    found = found[compared]
+    if found.empty:
         return None
+    per_criterion = found.groupby("criterion")["allocation"].nunique()
     most = names.in_order(per_criterion.index[per_criterion == per_criterion.max()], names.CRITERIA)
     criterion = "reap" if "reap" in most else most[0]
     shown = found[found["criterion"] == criterion]
@@ -72,7 +74,7 @@ def _panels(shown: pd.DataFrame, by: str, styles: Mapping[str, Line2D]) -> Drawi
     down = -(-len(panels) // across)
     with style.look():
         drawing = style.drawing(style.PAGE * (1 if across > 1 else 0.6), 2.0 * down + 0.5)
-        grid = drawing.subplots(down, across, sharey="row", sharex=True, squeeze=False)
+        grid = drawing.subplots(down, across, sharey="row", squeeze=False)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
         for axes, (key, cells) in zip(grid.flat, panels, strict=False):

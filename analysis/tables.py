@@ -72,7 +72,7 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
         "Pruned": found["ratio"].map(names.ratio),
         "Calibration": found["calibration"].map(names.calibration),
         "Column": found["column"].map(names.benchmark),
-        "Winner": [label(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
+        "Winner": [_winner(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
         "Runner-up": found["runner_up"].map(names.method),
         "Verdict": [verdict(row) for row in records(found)],
     }
@@ -91,6 +91,13 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
         low=found[["lead_low"]].set_axis(["Lead"], axis=1),
         high=found[["lead_high"]].set_axis(["Lead"], axis=1),
     )
+
+
+def _winner(winners: Sequence[str], score: float) -> str:
+    """The winner, or those who share the place, of many the first three."""
+    if len(winners) <= 4 or score == 0:
+        return label(winners, score)
+    return f"{label(winners[:3], score)} and {len(winners) - 3} others"
 
 
 def verdict(win: Mapping[str, Any]) -> str:

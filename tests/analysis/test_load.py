@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from analysis.comparison import compare
-from analysis.load import Study, load, studies
+from analysis.documents import studies
+from analysis.load import Study, load
 from analysis.score_tables import benchmark_table, rank_table
 from moe_lab.errors import UserError
 

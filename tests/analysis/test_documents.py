@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from synthetic import write_store
+
+from analysis import report
+from analysis.__main__ import main
+from analysis.catalogue import Material
+from analysis.documents import chosen, document
+from analysis.load import load
+from analysis.pareto import pareto_table
+from moe_lab.errors import UserError
+
+SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte", "mmlu"), "items": 15}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two studies that share the unpruned model and REAP; only the second has families, and one benchmark less."""
+    root = tmp_path_factory.mktemp("two") / "store"
+    write_store(root, name="experts", criteria=("reap", "man"), overlap=False, **SMALL)
+    write_store(root, name="channels", criteria=("reap", "heapr"), **{**SMALL, "tasks": ("gsm8k", "rte")})
+    return root
+
+
+def test_several_studies_are_read_as_one(store: Path) -> None:
+    study = load(store, "experts,channels")
+    assert study.name == "experts+channels" and study.gaps == []
+    assert study.cells["method"].tolist() == ["none", "reap", "man", "heapr"]
+    benchmarks = study.results.groupby("cell")["benchmark"].agg(sorted).tolist()
+    assert benchmarks == [["gsm8k", "mmlu", "rte"]] * 3 + [["gsm8k", "rte"]]
+    assert set(study.family["calibration"]) == {"pocket_code"}
+    assert list(study.document["config"]) == ["experts", "channels"]
+
+
+def test_the_order_of_studies_does_not_change_what_is_found(store: Path) -> None:
+    one, other = (document(store, names) for names in (["experts", "channels"], ["channels", "experts"]))
+    places = [{json.dumps(e["cell"]): e["evaluate"] for e in found["cells"]} for found in (one, other)]
+    assert places[0] == places[1] and one["families"] == other["families"] != {}
+
+
+def test_all_stands_for_every_study(store: Path) -> None:
+    assert chosen(store, "all") == ["channels", "experts"]
+    assert chosen(store, "experts,experts") == ["experts"]
+    with pytest.raises(UserError, match="did you mean experts"):
+        chosen(store, "channels,expert")
+
+
+def test_all_methods_of_a_store_meet_in_one_table(store: Path, tmp_path: Path) -> None:
+    study = load(store, "all")
+    table = pareto_table(study, Material(study).comparisons)
+    assert sorted(table.frame["Criterion"]) == ["HEAPr", "MAN", "REAP", "Unpruned"]
+    assert main(["report", f"store={store}", "study=all", f"out={tmp_path}"]) == 0
+    assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
+
+
+def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(store, tmp_path / "copy"))
+    path = copy / "studies" / "experts.json"
+    record = json.loads(path.read_text())
+    record["cells"][1]["evaluate"]["gsm8k"] = None
+    record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
+    path.write_text(json.dumps(record))
+    assert len(load(copy, "experts").gaps) == 1 and load(copy, "all").gaps == []
