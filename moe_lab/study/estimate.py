@@ -13,6 +13,7 @@ from typing import Any
 from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.config import ModelConfig
 from moe_lab.models.size import Size, size_of
+from moe_lab.search.settings import FitnessSettings
 from moe_lab.study.identity import Step
 
 
@@ -133,18 +134,30 @@ def _reading(tokens: float, size: Size, speed: Speed) -> float:
     return 2 * size.active * tokens / speed.flops
 
 
+def _token(size: Size, speed: Speed) -> float:
+    """For one more token of each sequence of a batch."""
+    return size.moe_layers * speed.layer + size.bytes / speed.bytes
+
+
 def _ablation(step: Step, size: Size, speed: Speed) -> float:
     """For each expert, the layers from its own on."""
     return _reading(_text(step)["tokens"], size, speed) * size.experts * (size.moe_layers + 1) / 2
 
 
 def _search(step: Step, size: Size, speed: Speed) -> float:
-    """P + (T - 1)(P - m) candidates, and the model itself once a generation, as its answers are not kept."""
+    """P + (T - 1)(P - m) candidates, and the model itself once a generation, as its answers are not kept.
+
+    By speculative decoding, each candidate and the model that judges it generate from every row instead.
+    """
     asked = step.parts["allocation"].settings["parameters"]
     population, elites, generations = (
         int(asked.get(name, getattr(Settings, name))) for name in ("population", "elites", "generations")
     )
     candidates = population + (generations - 1) * (population - elites)
+    if asked.get("fitness") == "spec_dec":
+        rows = -(-int(_text(step)["tokens"]) // int(_text(step)["length"]))
+        tokens = rows * int(asked.get("max_new_tokens", FitnessSettings.max_new_tokens))
+        return 2 * candidates * tokens * _token(size, speed)
     return _passes(PREFIX_REUSE * candidates + generations)(step, size, speed)
 
 
@@ -159,8 +172,8 @@ def _evaluate(step: Step, size: Size, speed: Speed) -> float:
     items = min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
     sequences = items if benchmark["max_new_tokens"] else CHOICES * items
     batches = -(-items // int(benchmark["batch_size"]))
-    step_seconds = size.moe_layers * speed.layer + size.bytes / speed.bytes
-    return _reading(sequences * PROMPT, size, speed) + batches * int(benchmark["max_new_tokens"]) * step_seconds
+    written = batches * int(benchmark["max_new_tokens"]) * _token(size, speed)
+    return _reading(sequences * PROMPT, size, speed) + written
 
 
 WORK: Mapping[str, Work] = {

@@ -1,0 +1,169 @@
+"""Every file under sweeps/ composes, can start, costs what it says, and asks for the cells of its table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from moe_lab import compose as composition
+from moe_lab import config, grid
+from moe_lab.study import run
+from moe_lab.study.estimate import hours
+from moe_lab.study.graph import Graph, build
+from moe_lab.study.preflight import preflight
+
+ROOT = Path(__file__).parents[1]
+SWEEPS = ROOT / "sweeps"
+NAMES = sorted(file.stem for file in SWEEPS.glob("*.yaml"))
+TABLES = {
+    "unified": [1, 2, 5],
+    "evoesap": [1, 2, 5, 6, 7],
+    "heapr": [1, 2],
+    "aimer": [2, 3],
+    "coverage": [3, 5, 6, 7, 8, 11, 13, 16],
+}
+COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
+SCHEMAS = {
+    "allocation": config.AllocationConfig,
+    "calibration": config.CalibrationConfig,
+    "suite": config.SuiteConfig,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra() -> Iterator[None]:
+    """Hydra as `python -m moe_lab --config-dir sweeps` starts it, once for all tests."""
+    composition.register()
+    search_path = create_config_search_path(str(ROOT / "conf"))
+    search_path.prepend("command-line", f"file://{SWEEPS}", anchor="schema")
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2("sweeps", search_path)
+    yield
+    GlobalHydra.instance().clear()
+
+
+@cache
+def request(name: str) -> tuple[config.Config, list[grid.Cell], list[config.BenchmarkConfig]]:
+    settings = composition.typed(compose(name))
+    files = composition.group_files()
+    return settings, grid.cells(settings, files), grid.benchmarks(settings, files)
+
+
+@cache
+def graph(name: str) -> Graph:
+    settings, cells, benchmarks = request(name)
+    return build(settings, [(cells, benchmarks)])
+
+
+def asked(name: str) -> set[tuple[Any, ...]]:
+    """Model, criterion, allocation and ratio of each cell."""
+    return {
+        (cell.model.name, cell.criterion.name, cell.allocation.label or cell.allocation.name, cell.ratio)
+        for cell in request(name)[1]
+    }
+
+
+def test_every_published_table_has_its_file() -> None:
+    assert [f"{paper}_table{number}" for paper in sorted(TABLES) for number in sorted(TABLES[paper], key=str)] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
+    lines = (SWEEPS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    number = name.partition("_table")[2]
+    assert f"Table {number}" in head[0] and max(map(len, lines)) <= 120
+    assert f"# Use: python -m moe_lab --config-dir sweeps --config-name {name}" in head
+    assert any("Should come to: " in line for line in head)
+    assert "study: " + name in lines
+
+
+@pytest.mark.parametrize("file", sorted(SWEEPS.glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_choice_of_one_table_fits_its_schema_and_is_used(file: Path) -> None:
+    loaded = OmegaConf.load(file)
+    group = file.parent.name
+    merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[group]), loaded)
+    assert not OmegaConf.missing_keys(merged)
+    assert merged.label == file.stem.replace("_", " ") if group == "allocation" else merged.name == file.stem
+    assert not (ROOT / "conf" / group / file.name).exists(), "a sweep must not change what a name means"
+    others = [other for other in SWEEPS.rglob("*.yaml") if other != file]
+    assert any(re.search(rf"\b{file.stem}\b", other.read_text(encoding="utf-8")) for other in others)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sweep_can_start_and_costs_what_it_says(name: str) -> None:
+    settings, cells, benchmarks = request(name)
+    assert preflight(settings, [(cells, benchmarks)]) == []
+    said = COST.search((SWEEPS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said is not None
+    _, gpu_hours = hours(graph(name).steps(), settings.resources.gpu_memory)
+    assert float(said[1]) == pytest.approx(gpu_hours, rel=0.1)
+    assert gpu_hours > 0, "a model nothing is known of costs nothing by estimate"
+
+
+def test_a_dry_run_prints_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, cells, benchmarks = request("heapr_table2")
+    dry = replace(settings, dry_run=True, store=str(tmp_path / "store"))
+    assert run.run(dry, [(cells, benchmarks)]) == 0
+    printed = capsys.readouterr().err
+    _, gpu_hours = hours(graph("heapr_table2").steps(), settings.resources.gpu_memory)
+    assert "heapr_table2: 14 cells" in printed and f"{gpu_hours:.2f}" in printed and "gradients" in printed
+
+
+FOUR = {"frequency", "seer", "ean", "reap"}
+
+
+def test_unified_tables_have_their_blocks() -> None:
+    models = {model for model, *_ in asked("unified_table1")}
+    assert len(models) == 4 and len(asked("unified_table1")) == 4 * 8
+    assert len(asked("unified_table5")) == (4 + 2) * 8
+    assert {model for model, _, _, ratio in asked("unified_table5") if ratio == 0.5} == {
+        "ernie_21b_a3b",
+        "qwen3_30b_a3b_instruct",
+    }
+    assert len(request("unified_table2")[1]) == (4 + 2) * 10 * 2
+
+
+def test_evoesap_tables_search_as_published() -> None:
+    generations = {"olmoe_1b_7b": 50, "ernie_21b_a3b": 20, "deepseek_v2_lite_chat": 30, "qwen3_30b_a3b_instruct": 10}
+    for name in ("evoesap_table1", "evoesap_table2", "evoesap_table7"):
+        for cell in request(name)[1]:
+            assert cell.calibration.tokens == 4194304
+            if cell.allocation.name == "evolutionary":
+                assert cell.allocation.parameters["generations"] == generations[cell.model.name]
+                transfers = cell.allocation.parameters.get("max_transfers", 3)
+                assert transfers == (5 if (cell.model.name[:5], cell.criterion.name) == ("qwen3", "reap") else 3)
+        assert {criterion for _, criterion, _, _ in asked(name)} == FOUR
+    assert len(asked("evoesap_table1")) == 3 * 8 and len(asked("evoesap_table2")) == 3 * 8
+    assert len(asked("evoesap_table5")) == 14
+
+
+def test_heapr_and_aimer_tables_have_their_ratios() -> None:
+    ratios = {(model, ratio) for model, _, _, ratio in asked("heapr_table1")}
+    assert ("qwen2_57b_a14b", 0.4) in ratios and len(ratios) == 7
+    assert len(asked("heapr_table2")) == 2 * 2 * 3
+    assert {ratio for model, _, _, ratio in asked("aimer_table2") if model == "olmoe_1b_7b"} == {0.25}
+    assert len(asked("aimer_table3")) == 2 * 7
+
+
+def test_coverage_tables_change_one_thing() -> None:
+    assert len(asked("coverage_table6")) == 11 and len(asked("coverage_table7")) == 5
+    assert len({criterion for _, criterion, _, _ in asked("coverage_table13")}) == 6
+    blocks = [cell.allocation.parameters["align"] for cell in request("coverage_table8")[1]]
+    assert {(align["block"], align["order"]) for align in blocks} == {
+        (block, order) for block in (64, 128) for order in ("remainder", "scores")
+    }
+    smallest = [cell.allocation.parameters["align"]["min_channels"] for cell in request("coverage_table16")[1]]
+    assert sorted(smallest) == [64, 128, 256, 512]
+    assert len({(cell.ratio, cell.recovery.name) for cell in request("coverage_table11")[1]}) == 10
