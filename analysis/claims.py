@@ -188,18 +188,23 @@ def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
 
 
 def layer_interval(differences: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean over layers: the percentile bootstrap, expanded for few layers (Hesterberg 2015).
-
-    Percentiles of resampled layers are too narrow for small numbers of them; their level is that of Student's t times
-    sqrt(n / (n - 1)). With four layers this is from the least to the most of the layers.
-    """
+    """95 % interval of the mean over layers: percentiles of resampled layers at the level of `expanded`."""
     count = len(differences)
     if count < 2 or np.isnan(differences).any():
         return np.nan, np.nan
-    reach = stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
     draws = np.random.default_rng(0).choice(differences, (uncertainty.REPLICATES, count)).mean(axis=1)
-    low, high = uncertainty.percentiles(draws, confidence=float(2 * stats.norm.cdf(reach) - 1))
+    low, high = uncertainty.percentiles(draws, confidence=expanded(count))
     return float(low), float(high)
+
+
+def expanded(count: int) -> float:
+    """The level at which a percentile bootstrap of `count` values covers 95 % (Hesterberg 2015, expanded percentiles).
+
+    Resampling few values spreads too little; the level is that of the normal distribution at Student's t times
+    sqrt(n / (n - 1)). With four layers the interval is from the least to the most of the layers.
+    """
+    reach = stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
+    return float(2 * stats.norm.cdf(reach) - 1)
 
 
 def _t_test(differences: np.ndarray) -> float:

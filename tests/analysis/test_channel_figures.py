@@ -88,7 +88,7 @@ BUDGETS = [UNPRUNED, *(cell("snip", word) for word in ("uniform", "layerwise", "
 KEPT = pd.concat(
     [
         plan(1, [[0.5, 0.5], [0.5, 0.5]]),
-        plan(2, [[0.75, 0.25], [0.5, 0.5]]),
+        plan(2, [[0.7502, 0.25], [0.5, 0.5]]),
         plan(3, [[1.0, 0.5], [0.5, 0.0]]),
         plan(4, [[0.75, 0.75], [0.25, 0.25]]),
     ]

@@ -145,6 +145,12 @@ def test_few_layers_have_wide_intervals() -> None:
     assert np.isnan(claims.layer_interval(np.array([0.3]))).all()
 
 
+def test_the_level_of_few_layers_by_hand() -> None:
+    """Ten layers: t = 2.2622 with 9 degrees of freedom, times sqrt(10 / 9) = 2.3845, which leaves 0.0171 outside."""
+    assert claims.expanded(10) == pytest.approx(1 - 0.0171, abs=5e-5)
+    assert claims.expanded(100_000) == pytest.approx(0.95, abs=1e-4)
+
+
 def test_groups_of_pairs_weigh_alike() -> None:
     """(30 - 10) in one group, the mean of (20 - 10) and (10 - 10) in the other: (20 + 5) / 2 of 40."""
     axes = [UNPRUNED, cell("reap"), cell("ean"), cell("seer"), cell("man")]
