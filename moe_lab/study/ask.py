@@ -29,15 +29,18 @@ def status(store: Store, study: str, state: StudyState, steps: Sequence[StepStat
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for step in steps:
         kinds[step.kind][step.state] += 1
+    total = sum(kinds.values(), Counter[str]())
     seconds = {kind: mean for kind in kinds if (mean := _mean_seconds(store, steps, kind)) is not None}
     rest = left(state, seconds)
-    title = f"{study}: {_span(time.time() - state.started)} since it was last started"
-    table = Table("step", *STATES, "one takes", "left, about", title=title)
+    shown = [name for name in STATES if total[name]]
+    table = Table(title=f"{study}: {_span(time.time() - state.started)} since it was last started")
+    for heading in ("step", *shown, "one takes", "left, about"):
+        table.add_column(heading, no_wrap=True)
     for kind, counts in kinds.items():
         times = (_span(seconds[kind]), _span(rest[kind])) if kind in seconds else ("", "")
-        table.add_row(kind, *(str(counts[name] or "") for name in STATES), *times)
-    total = sum(kinds.values(), Counter[str]())
-    table.add_row("all", *(str(total[name] or "") for name in STATES), "", _span(sum(rest.values())), style="bold")
+        table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
+    known = all(kind in seconds for kind, counts in kinds.items() if counts["pending"] or counts["running"])
+    table.add_row("all", *(str(total[name]) for name in shown), "", _span(sum(rest.values())) if known else "")
     console.print(table)
     for line in [*_jobs(state), *([state.silence] if state.silence else [])]:
         print(line)

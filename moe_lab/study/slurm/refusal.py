@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 WORDS = {
-    "partition": "partition",
     "account": "account",
+    "partition": "partition",
     "qos": "qos",
     "feature": "constraint",
     "time limit": "minutes",

@@ -1,0 +1,57 @@
+"""Small studies of the shipped model, from the command line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+SMALL = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
+RESULTS = (
+    "facts.json",
+    "statistics.safetensors",
+    "scores.parquet",
+    "plan.json",
+    "cost.json",
+    "result.json",
+    "samples.parquet",
+)
+ANNOUNCED = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
+
+
+def command(store: Path, *words: str) -> list[str]:
+    """What a user types."""
+    return [sys.executable, "-m", "moe_lab", *SMALL, *words, f"store={store}"]
+
+
+def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    done = command(store, *words)
+    return subprocess.run(done, capture_output=True, text=True, cwd=store.parent, env=environment)
+
+
+def asked(store: Path, *words: str) -> str:
+    """What `python -m moe_lab.study` answers."""
+    done = [sys.executable, "-m", "moe_lab.study", *words, f"store={store}"]
+    answer = subprocess.run(done, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def results(store: Path) -> dict[str, bytes]:
+    """Everything that was computed, by file; provenance and times are not part of it."""
+    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.glob("*/*/*")) if p.name in RESULTS}
+
+
+def ran(store: Path) -> Counter[str]:
+    """Which steps workers were given, and how often."""
+    lines = [line for log in (store / "logs").glob("*.log") for line in log.read_text().splitlines()]
+    return Counter(found[1] for line in lines if (found := ANNOUNCED.fullmatch(line)))
+
+
+def jobs(printed: str) -> dict[str, str]:
+    """Kind -> id of the array, as a submission prints them."""
+    return {line.split()[1].rstrip(":"): line.split()[0] for line in printed.splitlines() if line[:1].isdigit()}

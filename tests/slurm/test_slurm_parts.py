@@ -1,0 +1,187 @@
+"""Which steps share a job, which jobs are still of use, whose setting a refusal is about, what a step printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.config import LauncherConfig
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.logs import excerpt
+from moe_lab.study.runs import RECORD, Submitted
+from moe_lab.study.schedule import Schedule
+from moe_lab.study.slurm.arrays import arrange
+from moe_lab.study.slurm.pack import Pack, settle
+from moe_lab.study.slurm.refusal import refusal
+from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.slurm.under_way import under_way
+from moe_lab.study.store import Store
+
+SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
+
+
+def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
+    """Steps of some models with some plans each, two benchmarks and the cost for every plan; inputs first."""
+    steps: list[Step] = []
+    for name in models:
+        runtime = {"model": {"name": name}}
+        model = Step("model", name, {"p": Part({"m": name})}, runtime=runtime)
+        whole = Step("cost", name, {}, {"model": model}, runtime)
+        steps += [model, whole]
+        for number in range(cells):
+            plan = Step("plan", f"{name}{number}", {"p": Part({"n": number})}, {"model": model})
+            inputs = {"model": model, "plan": plan}
+            steps += [plan, Step("cost", plan.label, {}, {**inputs, "unpruned": whole}, runtime)]
+            steps += [Step("evaluate", f"{plan.label}-{n}", {"b": Part({"n": n})}, inputs, runtime) for n in range(2)]
+    return steps
+
+
+def ask(steps: Sequence[Step]) -> dict[str, Any]:
+    model = steps[0].runtime.get("model", {}).get("name")
+    return {"gpus": 4 if model == "large" and steps[0].kind == "evaluate" else 0}
+
+
+def test_every_step_is_in_one_job_and_after_its_inputs() -> None:
+    steps = study(5, ("m", "large"))
+    seen: set[str] = set()
+    for array in arrange(steps, ask, SETTINGS):
+        for pack in array.packs:
+            inside: set[str] = set()
+            for step in sorted(pack, key=steps.index):
+                assert {needed.id for needed in step.inputs.values()} <= seen | inside
+                inside.add(step.id)
+        seen |= {step.id for pack in array.packs for step in pack}
+    assert seen == {step.id for step in steps}
+    assert sum(len(pack) for array in arrange(steps, ask, SETTINGS) for pack in array.packs) == len(steps)
+
+
+def test_a_job_evaluates_some_plans_of_one_model() -> None:
+    arrays = [array for array in arrange(study(5, ("m", "large")), ask, SETTINGS) if array.kind == "evaluate"]
+    assert [array.asks["gpus"] for array in arrays] == [0, 4]
+    for array in arrays:
+        assert sorted(len({step.inputs["plan"].id for step in pack}) for pack in array.packs) == [1, 2, 2]
+        assert all(len({step.runtime["model"]["name"] for step in pack}) == 1 for pack in array.packs)
+        for pack in array.packs:
+            assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
+
+
+def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs() -> None:
+    arrays = arrange(study(9), ask, SETTINGS)
+    assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index("evaluate")
+    (plans,) = [array for array in arrays if array.kind == "plan"]
+    assert [len(pack) for pack in plans.packs] == [3, 3, 3]
+
+
+def test_an_array_is_no_longer_than_slurm_takes() -> None:
+    (arrays) = [
+        array for array in arrange(study(1201), ask, replace(SETTINGS, cells_per_job=1)) if array.kind == "evaluate"
+    ]
+    assert [len(array.packs) for array in arrays] == [1000, 201]
+
+
+def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
+    return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()))
+
+
+def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Queued]:
+    return job, Queued(job, name, state, "Dependency", "0:00")
+
+
+def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
+    jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
+    found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "abd")
+    assert found.steps == {"a": "1", "b": "2_0"} and found.hopeless == []
+
+
+def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -> None:
+    jobs = [submitted("1_0", "a"), submitted("1_1", "b"), submitted("2", "c", "1"), submitted("3_0", "d", "2")]
+    queue = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
+    found = under_way(jobs, queue, "abcd")
+    assert found.steps == {"b": "1_1"} and found.hopeless == ["2", "3_0"]
+    assert under_way(jobs, queue, "bcd").hopeless == [], "a is done, its job ended well"
+
+
+def test_a_job_of_another_name_is_another_job() -> None:
+    assert under_way([submitted("1", "a")], dict([queued("1", name="other")]), "a").steps == {}
+
+
+def test_the_job_that_writes_the_record_is_known() -> None:
+    jobs = [submitted("9", "", "1", RECORD)]
+    assert under_way(jobs, dict([queued("9", name="s.record")]), "").recorded == ["9"]
+    assert under_way(jobs, {}, "").recorded == []
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", "partition"),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", "account"),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "qos"),
+        ("sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds)", "minutes"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "memory"),
+        ("sbatch: error: Invalid generic resource (gres) specification", "gpus"),
+        ("sbatch: error: something nobody has thought of", "sbatch"),
+    ],
+)
+def test_a_refusal_names_the_setting(words: str, field: str) -> None:
+    asks = dict.fromkeys(
+        ("partition", "account", "qos", "constraint", "minutes", "memory", "gpus", "cpus", "sbatch"), 7
+    )
+    sentence = refusal("evaluate", asks, words)
+    assert words.removeprefix("sbatch: error: ") in sentence and f"resources.every.{field}" in sentence
+
+
+def test_the_log_of_a_step_is_its_own() -> None:
+    text = "import|10:00:00 plan/a-1|one|10:00:01 plan/b-2|two|10:00:02 plan/a-1|three|four|10:00:03 x/c-3"
+    lines = text.split("|")
+    assert excerpt(lines, "plan/a-1") == ["10:00:02 plan/a-1", "three", "four"]
+    assert excerpt(lines, "plan/b-2") == ["10:00:01 plan/b-2", "two"]
+    assert excerpt(lines, "plan/z-9") == []
+
+
+def test_a_pack_leaves_out_what_has_no_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, given = Store(tmp_path), []
+    there, gone = Step("first", "there"), Step("first", "gone", {"p": Part({"n": 1})})
+    with store.claim(there):
+        pass
+    good, bad = Step("next", "good", {}, {"in": there}), Step("next", "bad", {}, {"in": gone})
+    last = Step("last", "bad", {}, {"in": bad})
+
+    class Worker:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Worker:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def __call__(self, step: Step, scratch: Path) -> None:
+            given.append(step.label)
+
+    monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", Worker)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert Pack(str(tmp_path), [bad, last, good], 1)()["done"] == 2
+    assert given == ["good"] and store.done(good)
+
+
+def test_requeues_come_to_an_end() -> None:
+    found = Pack("s", [], 2).checkpoint()
+    assert found is not None and found.function.requeues == 1
+    assert Pack("s", [], 0).checkpoint() is None
+
+
+def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    done, failed, lost = (Step("k", name, {"p": Part({"n": name})}) for name in ("done", "failed", "lost"))
+    after = [Step("after", step.label, {}, {"in": step}) for step in (failed, lost)]
+    with store.claim(done):
+        pass
+    store.fail(failed, {"message": "no", "user": True})
+    schedule = Schedule([done, failed, lost, *after])
+    settle(schedule, store)
+    assert schedule.finished == {done.id} and set(schedule.skipped) == {step.id for step in after}
+    assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(schedule.failed[lost.id])
+    assert not schedule.waiting

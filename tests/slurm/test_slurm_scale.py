@@ -1,0 +1,114 @@
+"""Submitting a thousand cells, with commands of Slurm that only count: the time it takes, and how many calls."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from studies import command, jobs
+
+CALLS, SECONDS = 20, 10
+SBATCH = """\
+#!/bin/sh
+echo "$@" >> {folder}/sbatch.calls
+cp "$1" {folder}/$(wc -l < {folder}/sbatch.calls).sh
+[ "$(wc -l < {folder}/sbatch.calls)" = "${{REFUSE_AT:-0}}" ] && echo "sbatch: error: $REFUSE" >&2 && exit 1
+echo Submitted batch job $(wc -l < {folder}/sbatch.calls)
+"""
+OTHERS = '#!/bin/sh\necho "$@" >> {folder}/{name}.calls\n'
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Mapping[str, str]:
+    """An environment in which sbatch gives ids away and the other commands do nothing, and all leave a trace."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "srun"):
+        text = SBATCH if name == "sbatch" else OTHERS
+        (folder / name).write_text(text.format(folder=folder, name=name))
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def calls(folder: Path, name: str) -> list[str]:
+    path = folder / "bin" / f"{name}.calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    ratios = ",".join(f"{number / 250:.3f}" for number in range(1, 201))
+    grid = ["grid.criterion=[man,reap,frequency,magnitude,random]", f"grid.ratio=[{ratios}]"]
+    words = command(tmp_path / "store", *grid, "suite.benchmarks=[pocket_boolq]", "launcher=slurm")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=dict(counting))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "1001 cells" in done.stderr
+    assert len(calls(tmp_path, "sbatch")) == len(jobs(done.stdout)) <= CALLS
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= SECONDS
+
+
+def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    words = [
+        "grid.criterion=[man,magnitude]",
+        "suite.benchmarks=[pocket_boolq]",
+        "launcher=slurm",
+        "launcher.parallel=3",
+    ]
+    own = ["+resources.jobs={evaluate: {partition: gpu, sbatch: {nodelist: n7}, setup: [module load cuda]}}"]
+    done = subprocess.run(
+        command(tmp_path / "store", *words, *own, "launcher.cells_per_job=1"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=dict(counting),
+    )
+    assert done.returncode == 0, done.stderr
+    ids = jobs(done.stdout)
+    scripts = {kind: (tmp_path / "bin" / f"{number}.sh").read_text() for kind, number in ids.items()}
+    assert "--dependency" not in scripts["model"]
+    after = {kind: script.split("--dependency=")[1].split()[0] for kind, script in scripts.items() if kind != "model"}
+    assert after["statistics"] == f"afterok:{ids['model']}"
+    assert after["plan"].split(":")[0] == "afterok" and ids["scores"] in after["plan"].split(":")
+    assert {ids["plan"], ids["model"], ids["cost"]} == set(after["evaluate"].split(":")[1:])
+    assert after["record"].split(":")[0] == "afterany" and set(after["record"].split(":")[1:]) == set(ids.values()) - {
+        ids["record"]
+    }
+    assert all("--kill-on-invalid-dep=yes" in script for script in scripts.values())
+    evaluate = scripts["evaluate"]
+    assert all(word in evaluate for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "module load cuda"))
+    assert "--partition" not in scripts["plan"]
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mapping[str, str], at: int) -> None:
+    words = "Batch job submission failed: Invalid account or account/partition combination specified"
+    done = subprocess.run(
+        command(
+            tmp_path / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", "resources.every.account=ours"
+        ),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**counting, "REFUSE_AT": str(at), "REFUSE": words},
+    )
+    assert done.returncode == 2
+    assert words in done.stderr and "resources.every.account" in done.stderr and "account=ours" in done.stderr
+    cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
+    assert cancelled == {str(number) for number in range(1, at)}
+    assert not list((tmp_path / "store" / "runs").glob("*/*"))
+
+
+def test_a_machine_without_slurm_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": "/nowhere"},
+    )
+    assert done.returncode == 2 and "there is no squeue here" in done.stderr and "Traceback" not in done.stderr
