@@ -121,6 +121,40 @@ def test_a_dry_run_prints_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "heapr_table2: 14 cells" in printed and f"{gpu_hours:.2f}" in printed and "gradients" in printed
 
 
+def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, cells, benchmarks = request("evoesap_table1")
+    cluster = config.ResourcesConfig(jobs={"ernie_21b_a3b/search": {"gpus": 2, "partition": "long", "minutes": 77}})
+    slurm = config.LauncherConfig(name="slurm")
+    dry = replace(settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster)
+    assert run.run(dry, [(cells, benchmarks)]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().err.splitlines() if "│" in line]
+    asks = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
+    assert asks["search", "8"][:3] == ["8", "2", "16"] and asks["search", "8"][-2:] == ["77", "long"]
+    assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-1] == "default"
+    assert asks["scores", "1"][:2] == ["8", "0"]
+    assert not (tmp_path / "store" / "runs").exists(), "nothing is submitted"
+
+
+def refusals(name: str, *overrides: str, **allocation: Any) -> list[str]:
+    """What is said of a sweep with other settings, and with other parameters of its allocations."""
+    settings = composition.typed(compose(name, overrides=list(overrides)))
+    files = composition.group_files()
+    cells = [
+        replace(cell, allocation=replace(cell.allocation, parameters={**cell.allocation.parameters, **allocation}))
+        for cell in grid.cells(settings, files)
+    ]
+    return preflight(settings, [(cells, grid.benchmarks(settings, files))])
+
+
+def test_what_the_models_cannot_have_is_refused_before_they_are_there() -> None:
+    (ratio,) = refusals("aimer_table3", "grid.ratio=[0.95]")
+    assert ratio.startswith("ratio=0.95 leaves 7 of 128 experts") and "top_k=8" in ratio
+    (block,) = refusals("coverage_table8", align={"block": 256})
+    assert "align.block=256: the 1408 channels" in block and "352 is the nearest block" in block
+    (search,) = refusals("evoesap_table7", "grid.ratio=[0.95]")[:1]
+    assert "ratio=0.95" in search
+
+
 FOUR = {"frequency", "seer", "ean", "reap"}
 
 

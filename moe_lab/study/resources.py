@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
-from moe_lab.study.estimate import KINDS, Estimate, estimate, gpus
+from moe_lab.study.estimate import KINDS, STREAMED, WORK, Estimate, estimate, gpus
 from moe_lab.study.identity import Step
 
 EVERY = "every"
@@ -42,7 +42,8 @@ def check(settings: ResourcesConfig) -> None:
 
 
 def resources(steps: Sequence[Step], settings: ResourcesConfig) -> dict[str, Any]:
-    """What a job asks for that does `steps`, of one kind and one model, one after the other.
+    """What a job asks for that does `steps` one after the other: of one model (but the small ones), and of one kind
+    (but what else counts for the first, such as the costs of the models it evaluates).
 
     The fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos and
     constraint may be None; sbatch is a mapping and setup a list. What is set for MODEL/KIND counts before MODEL/every,
@@ -78,10 +79,13 @@ def _asked(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
 
 
 def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
-    """What is set for a step, the most general first."""
+    """What is set for a step, the most general first; a job of small steps is about no model."""
     yield settings.every
-    model = (step.runtime.get("model") or {}).get("name")
-    for key in (step.kind, f"{model}/{EVERY}", f"{model}/{step.kind}"):
+    keys = [step.kind]
+    if step.kind in (*WORK, *STREAMED):
+        model = step.runtime["model"]["name"]
+        keys += [f"{model}/{EVERY}", f"{model}/{step.kind}"]
+    for key in keys:
         if key in settings.jobs:
             yield _job(key, settings)
 

@@ -13,7 +13,7 @@ from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
-from moe_lab.study.progress import console, say
+from moe_lab.study.progress import say
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
@@ -38,6 +38,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
         say(f"moe_lab: {notice}")
     say(_summary(config, graph, steps, done))
     if config.dry_run:
+        from moe_lab.study.forecast import show
+
         show(config, steps, done)
         return 0
     schedule = Schedule(steps, done)
@@ -50,27 +52,6 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
 
 def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]) -> str:
     return f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}"
-
-
-def show(config: Config, steps: Sequence[Step], done: set[str]) -> None:
-    """The graph as a table: distinct steps by kind, cached, missing, and what the missing ones take by estimate."""
-    from rich.table import Table
-
-    from moe_lab.study import estimate
-
-    gpu_memory = config.resources.gpu_memory
-    columns = ("step", "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
-    table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
-    for kind in dict.fromkeys(step.kind for step in steps):
-        all_steps = [step for step in steps if step.kind == kind]
-        missing = [step for step in all_steps if step.id not in done]
-        hours, gpu_hours = estimate.hours(missing, gpu_memory)
-        counts = (len(all_steps), len(all_steps) - len(missing), len(missing))
-        table.add_row(kind, *map(str, counts), estimate.memory(missing), f"{hours:.2f}", f"{gpu_hours:.2f}")
-    total = estimate.hours([step for step in steps if step.id not in done], gpu_memory)
-    for column, value in zip(table.columns[-2:], total, strict=True):
-        column.footer = f"{value:.2f}"
-    console.print(table)
 
 
 def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *, retry: str | None) -> None:

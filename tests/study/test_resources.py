@@ -74,7 +74,8 @@ def test_the_most_particular_counts() -> None:
     assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
     assert (asked["partition"], asked["account"], asked["setup"]) == ("long", "me", ["module load cuda"])
     assert asked["sbatch"] == {"exclusive": True, "nice": 7}
-    assert resources([step(kind="search_of_its_own")], cluster)["gpus"] == 4
+    assert resources([step(kind="export")], cluster)["gpus"] == 4
+    assert resources([step(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
     check(cluster)
 
 
