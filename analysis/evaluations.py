@@ -41,7 +41,7 @@ def evaluations(
     for cell, words in labels(cells).items():
         entry = document["cells"][cell]
         errors = entry.get("errors") or {}
-        if "cost" in errors:
+        if "cost" in errors and not entry.get("cost"):
             reader.step(None, f"cost of {words}", errors["cost"])
         for task, name in entry.get("evaluate", {}).items():
             folder = reader.step(name, f"{task} of {words}", errors.get(task))

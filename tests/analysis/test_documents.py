@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from synthetic import write_store
 
@@ -66,4 +67,7 @@ def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Pat
     record["cells"][1]["evaluate"]["gsm8k"] = None
     record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
     path.write_text(json.dumps(record))
-    assert len(load(copy, "experts").gaps) == 1 and load(copy, "all").gaps == []
+    assert len(load(copy, "experts").gaps) == 1
+    for order in ("experts,channels", "channels,experts"):
+        assert np.isfinite(load(copy, order).results.query("cell == 1 and benchmark == 'gsm8k'")["score"]).all()
+        assert load(copy, order).gaps == [], order

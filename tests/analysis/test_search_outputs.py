@@ -21,7 +21,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
         tmp_path_factory.mktemp("search") / "store",
         criteria=("reap", "ean", "heapr"),
         calibrations=("pocket_code",),
-        allocations=("uniform", "global by frequency", "evolutionary"),
+        allocations=("global by frequency", "uniform", "evolutionary"),
         tasks=TASKS,
         items=60,
         overlap=False,
@@ -103,8 +103,13 @@ def test_the_figures_show_what_was_run(material: Material, tmp_path: Path) -> No
     assert legend(first) == ["uniform", "global by frequency", "evolutionary"]
     assert legend(third) == ["EAN", "REAP", "uniform"]
     assert len(first.drawing.axes) == len(third.drawing.axes) == 2 and len(history.drawing.axes) == 4
-    best = history.drawing.axes[0].lines[0].get_ydata()
-    assert np.all(np.diff(np.asarray(best, float)) >= 0) and len(best) == synthetic_plans.GENERATIONS
+    axes = {"criterion": "ean", "calibration": "pocket_code", "ratio": 0.25, "allocation": "evolutionary"}
+    rows = [row for row in synthetic_plans.history(axes) if row["evaluated"]]
+    generations = range(synthetic_plans.GENERATIONS)
+    best = [max(row["fitness"] for row in rows if row["generation"] <= last) for last in generations]
+    mean = [np.mean([row["fitness"] for row in rows if row["generation"] == each]) for each in generations]
+    drawn = [np.asarray(line.get_ydata(), float) for line in history.drawing.axes[0].lines[:2]]
+    assert np.allclose(drawn, [best, mean])
 
 
 def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
