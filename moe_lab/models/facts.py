@@ -59,8 +59,8 @@ def _parameters(model: Any) -> int:
 
 
 def _compare(found: ExpectedConfig, expected: ExpectedConfig, settings: ModelConfig) -> None:
-    """UserError naming the first number that is not as expected."""
-    for name, value in asdict(expected).items():
+    """UserError naming the first number that is not as expected; the sum of all parameters tells least, so last."""
+    for name, value in sorted(asdict(expected).items(), key=lambda item: item[0] == "parameters"):
         if (there := getattr(found, name)) != value:
             raise UserError(
                 f"model={settings.name}: {settings.path} has {name}={there}, but model.expected.{name}={value}: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -337,6 +337,14 @@ def test_a_model_that_differs_is_refused_in_a_sentence(tmp_path: Path, name: str
     setattr(right, name, there + 1)
     with pytest.raises(UserError, match=f"has {name}={there}, but model.expected.{name}={there + 1}"):
         facts(settings)
+
+
+def test_the_most_telling_difference_is_named(tmp_path: Path) -> None:
+    tiny.save("deepseek_v2", tmp_path)
+    right = architecture(tiny.build("deepseek_v2"))
+    other = replace(right, experts=8, parameters=right.parameters - 1)
+    with pytest.raises(UserError, match="has experts=16, but model.expected.experts=8"):
+        facts(ModelConfig(name="t", path=str(tmp_path), expected=other))
 
 
 def test_expectations_survive_the_way_through_a_job() -> None:
