@@ -14,7 +14,7 @@ from analysis.comparison import Comparison, Panel
 from analysis.coverage import coverage_summary
 from analysis.frames import groups, records
 from analysis.load import Study
-from analysis.quantized import four_bits
+from analysis.quantized import recovery_findings
 from analysis.winners import LEVEL, SETTINGS, wins
 
 NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -70,7 +70,8 @@ def _how_much(pruned: pd.DataFrame) -> str:
 def _stored(pruned: pd.DataFrame) -> str:
     """How weights were treated after pruning, where that differs."""
     found = names.in_order(pruned["recovery"], names.RECOVERIES)
-    words = ["as they are" if word == "none" else f"with {names.RECOVERIES.get(word, word)}" for word in found]
+    spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in found)
+    words = [f"with {word}" if word else "as they are" for word in spelled]
     return "" if found == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
 
 
@@ -237,5 +238,5 @@ def headline(study: Study, comparisons: Sequence[Comparison], found: pd.DataFram
     said += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
     for comparison in comparisons:
         said += [("Best average", sentence) for sentence in best_plan(comparison)]
-        said += [("Fewer bits", sentence) for sentence in four_bits(study, comparison)]
+        said += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]
     return [*said, ("Completeness", completeness(study))]

@@ -55,9 +55,9 @@ def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str
         study,
         blocks,
         name=name,
-        title="Pruning and four bits together",
-        caption="Rows name how weights are stored. Difference: Avg minus that of 16 bits at the same ratio, paired. "
-        "Storage: weights on disk, with the scales of quantised ones.",
+        title="Pruning and recovery together",
+        caption="Rows name how pruned models were quantised or fine-tuned. Difference: Avg minus that of 16 bits at the "
+        "same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
         costs={**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)},
     )
 
@@ -90,6 +90,7 @@ def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -
     with style.look():
         drawing = style.drawing(style.PAGE * 0.75, 3.0)
         axes = drawing.add_subplot()
+        named: set[tuple[float, float]] = set()
         for at, (key, line) in enumerate(groups(points, ["label"])):
             shade = _SHADES[at % len(_SHADES)]
             axes.vlines(line["storage"], line["low"], line["high"], color=shade, linewidth=1.4, alpha=0.6)
@@ -97,6 +98,10 @@ def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -
             axes.plot(line["storage"], line["score"], marker, linestyle="-", markersize=4.5, linewidth=1.2, color=shade)
             axes.plot([], [], marker, linestyle="-", markersize=4.5, color=shade, label=key["label"])
             for point in records(line.dropna(subset=["storage", "score"])):
+                place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
+                if place in named:  # a point of this ratio with as many bytes has the words already
+                    continue
+                named.add(place)
                 axes.annotate(
                     names.ratio(point["ratio"]),
                     (point["storage"], point["score"]),
@@ -123,8 +128,8 @@ def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -
 _SHADES = ("#15181e", "#ee7733", "#2277bb", "#117733", "#aa4499", "#b39a25")
 
 
-def four_bits(study: Study, comparison: Comparison) -> list[str]:
-    """What each other recovery costs against 16 bits at the same ratios, in Avg and in bytes: a sentence each."""
+def recovery_findings(study: Study, comparison: Comparison) -> list[str]:
+    """What each recovery changes against 16 bits at the same ratios, in Avg and in bytes: a sentence each."""
     return [
         sentence
         for cells in sweeps(comparison)
@@ -146,10 +151,10 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
     sizes = [cost(study, chosen, "storage_bytes").to_numpy() for chosen in (changed, plain)]
     share = float(np.mean(sizes[0] / sizes[1]))
     where = "at one ratio" if found["pairs"] == 1 else f"mean over {found['pairs']} ratios"
+    noise = "within" if found["low"] <= 0 <= found["high"] else "beyond"
+    size = "" if np.isnan(share) else f", and takes {names.share(share)} of the bytes" if share < 0.995 else ""
     return (
-        f"{recovery(name)} instead of {PLAIN} changes the average of {comparison.model} by "
-        f"{names.signed(found['difference'])} (95 % interval {names.signed(found['low'])} to "
-        f"{names.signed(found['high'])}, {where}), which is "
-        f"{'within' if found['low'] <= 0 <= found['high'] else 'beyond'} noise"
-        f"{'' if np.isnan(share) else f', and takes {names.share(share)} of the bytes'}."
+        f"{recovery(name)} changes the average of {comparison.model} by {names.signed(found['difference'])} against "
+        f"{PLAIN} without fine-tuning (95 % interval {names.signed(found['low'])} to {names.signed(found['high'])}, "
+        f"{where}), which is {noise} noise{size}."
     )

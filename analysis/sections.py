@@ -12,7 +12,7 @@ import pandas as pd
 from analysis import findings
 from analysis.catalogue import Material, Output
 from analysis.load import Study
-from analysis.quantized import four_bits
+from analysis.quantized import recovery_findings
 from analysis.remarks import versions
 from analysis.views import winner_views
 
@@ -41,7 +41,7 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
     """All chapters in the order of the page, empty ones included; `made`: all outputs by the catalogue's names."""
     study = material.study
     effect = [sentence for comparison in material.comparisons for sentence in findings.calibration_effect(comparison)]
-    bits = [sentence for comparison in material.comparisons for sentence in four_bits(study, comparison)]
+    recovery = [sentence for comparison in material.comparisons for sentence in recovery_findings(study, comparison)]
     maps = winner_views(material)
     return [
         Section(
@@ -75,7 +75,13 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             outputs=[output for name in _CHANNELS for output in made[name]],
             filters={"heapr.table1": "*Model|Pruned", "heapr.table2": "Model|Pruned"},
         ),
-        Section("bits", "Bits", "Fewer bits", bits, [*made["quantized.fig8"], *made["quantized.table11"]]),
+        Section(
+            "recovery",
+            "Recovery",
+            "Fewer bits, fine-tuning, and what they change",
+            recovery,
+            [*made["quantized.fig8"], *made["quantized.table11"]],
+        ),
         Section(
             "weights",
             "Weights",

@@ -9,8 +9,6 @@ from handmade import UNPRUNED, cell, comparison_of, study_of
 from analysis import findings
 from analysis.winners import winner_map
 
-EVERY = {"gsm8k": 40}
-
 
 def study(axes: list[dict[str, Any]], solved: list[int]) -> tuple[Any, Any]:
     comparison = comparison_of(axes, {"gsm8k": [[1] * n + [0] * (40 - n) for n in solved]})
@@ -44,7 +42,7 @@ def test_bits_are_said_and_ratio_zero_is_no_pruning() -> None:
     assert "That gave four models, each" in said
     about = findings.headline(found, [comparison], winner_map([comparison]))
     assert not any("With 0 %" in sentence for _, sentence in about)
-    assert [word for word, _ in about] == ["Winners", "Best average", "Fewer bits", "Completeness"]
+    assert [word for word, _ in about] == ["Winners", "Best average", "Recovery", "Completeness"]
 
 
 def test_wins_and_averages_name_what_was_removed_and_who_competes() -> None:

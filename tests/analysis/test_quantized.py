@@ -6,7 +6,7 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
 from analysis import quantized
-from analysis.quantized import MEBIBYTE, four_bits, recovery_table, storage_figure, storage_points, sweeps
+from analysis.quantized import MEBIBYTE, recovery_findings, recovery_table, storage_figure, storage_points, sweeps
 
 AXES = [
     UNPRUNED,
@@ -69,17 +69,17 @@ def test_the_figure_is_logarithmic_and_names_ratios() -> None:
     assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["16 bits", "NF4"]
 
 
-def test_what_four_bits_cost_is_said_with_an_interval() -> None:
+def test_what_recovery_findings_cost_is_said_with_an_interval() -> None:
     """-2 of 40 items at both ratios; (3 / 8 + 2 / 5) / 2 of the bytes."""
-    [said] = four_bits(study_of(SWEEP, COSTS), SWEEP)
-    assert "NF4 instead of 16 bits changes the average of m by −0.050 (95 % interval −0.1" in said
+    [said] = recovery_findings(study_of(SWEEP, COSTS), SWEEP)
+    assert "NF4 changes the average of m by −0.050 against 16 bits without fine-tuning (95 % interval −0.1" in said
     assert "mean over 2 ratios" in said and "takes 39 % of the bytes" in said
 
 
 def test_missing_bytes_and_results_are_left_out() -> None:
-    assert "bytes" not in four_bits(study_of(SWEEP), SWEEP)[0]
+    assert "bytes" not in recovery_findings(study_of(SWEEP), SWEEP)[0]
     lost = made([40, None, 22, 38, 40, 3])
-    assert "at one ratio)" in four_bits(study_of(lost, COSTS), lost)[0]
+    assert "at one ratio)" in recovery_findings(study_of(lost, COSTS), lost)[0]
     points = storage_points(study_of(lost, COSTS), lost)
     assert points["score"].isna().tolist() == [False, False, False, True]
     assert len(storage_figure(lost, points, name="f").drawing.axes[0].texts) == 3
@@ -88,5 +88,5 @@ def test_missing_bytes_and_results_are_left_out() -> None:
 def test_a_study_without_recoveries_has_nothing_to_show() -> None:
     plain = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [[1, 1], [1, 0]]})
     study = study_of(plain, COSTS[:2])
-    assert recovery_table(study, [plain]).frame.empty and four_bits(study, plain) == []
+    assert recovery_table(study, [plain]).frame.empty and recovery_findings(study, plain) == []
     assert isinstance(storage_points(study, plain), pd.DataFrame) and storage_points(study, plain).empty
