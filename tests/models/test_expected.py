@@ -343,7 +343,7 @@ def test_the_most_telling_difference_is_named(tmp_path: Path) -> None:
     tiny.save("deepseek_v2", tmp_path)
     right = architecture(tiny.build("deepseek_v2"))
     other = replace(right, experts=8, parameters=right.parameters - 1)
-    with pytest.raises(UserError, match="has experts=16, but model.expected.experts=8"):
+    with pytest.raises(UserError, match=r"has experts=16, but model\.expected\.experts=8"):
         facts(ModelConfig(name="t", path=str(tmp_path), expected=other))
 
 
