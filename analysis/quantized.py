@@ -56,7 +56,7 @@ def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str
         blocks,
         name=name,
         title="Pruning and recovery together",
-        caption="Rows name how pruned models were quantised or fine-tuned. Difference: Avg minus that of 16 bits at the "
+        caption="Rows name how pruned models were quantised or tuned. Difference: Avg minus that of 16 bits at the "
         "same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
         costs={**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)},
     )
