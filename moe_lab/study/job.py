@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import subprocess
 import traceback
 from dataclasses import dataclass
@@ -72,16 +73,33 @@ def error_document(error: BaseException) -> dict[str, Any]:
     }
 
 
+NOTED = "code_state.json"
+"""In a copy of the package: what `code_state` was where it was copied from."""
+
+
 @lru_cache(maxsize=1)
 def code_state() -> dict[str, Any]:
     """Version of moe_lab; in a checkout also the commit and a digest of what was edited since."""
-
-    def git(*words: str) -> str:
-        folder = Path(moe_lab.__file__).parent
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
-
+    noted = Path(moe_lab.__file__).parent / NOTED
+    if noted.exists():
+        copied: dict[str, Any] = json.loads(noted.read_text())
+        return copied
     state: dict[str, Any] = {"version": moe_lab.__version__}
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # installed, not a checkout
-        edits = git("diff", "HEAD", "--", ".")
-        state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edits)[:12] if edits else None}
+        edited = _git("diff", "HEAD", "--", ".")
+        state |= {"commit": _git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state
+
+
+def edits() -> str:
+    """What was edited in the package since the commit, as a diff; "" for nothing, and outside a checkout."""
+    if code_state().get("edits") is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy
+        return _git("diff", "HEAD", "--", ".")
+    return ""
+
+
+def _git(*words: str) -> str:
+    folder = Path(moe_lab.__file__).parent
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.study.identity import Step
-from moe_lab.study.job import code_state
+from moe_lab.study.job import code_state, edits
 from moe_lab.study.store import Store, write_json
 
 RECORD = "record"
@@ -53,6 +53,11 @@ class Run:
         return self.folder / "jobs"
 
     @property
+    def code(self) -> Path:
+        """Where the copy of the code is that the jobs run, with snapshot=true."""
+        return self.folder / "code"
+
+    @property
     def about(self) -> dict[str, Any]:
         """When, by which code, and all steps of the study, done ones too: id, folder, ids of inputs."""
         document: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
@@ -60,13 +65,15 @@ class Run:
 
 
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
-    """A new run of the study."""
+    """A new run of the study; says what it is of, and by which code."""
     folder = (
         _folder(store, study) / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{uuid.uuid4().hex[:4]}"
     )
     folder.mkdir(parents=True)
     rows = [[step.id, step.folder, [needed.id for needed in step.inputs.values()]] for step in steps]
     write_json(folder / "run.json", {"study": study, "time": time.time(), "code": code_state(), "steps": rows})
+    if changes := edits():
+        (folder / "edits.diff").write_text(changes)
     return Run(folder)
 
 

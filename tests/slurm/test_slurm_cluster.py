@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -203,3 +204,25 @@ def test_cancel_and_wait(cluster: Cluster, tmp_path: Path) -> None:
     assert time.monotonic() - before < 30
     _, errors = run.communicate(timeout=LONG)
     assert run.returncode == 1 and "the same command goes on from here" in errors
+
+
+def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, inline: Path, tmp_path: Path) -> None:
+    """snapshot=true: what is edited while jobs are in the queue, even in the folder they start in, does not matter."""
+    tmp_path.chmod(0o755)
+    checkout, store = tmp_path / "checkout", tmp_path / "store"
+    root = Path(__file__).parents[2]
+    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
+        shutil.copytree(root / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(inline, store)
+    for plan in (store / "plan").glob("*-random-*"):
+        shutil.rmtree(plan)
+    cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=drain", "reason=test")
+    done = subprocess.run(
+        command(store, *LITTLE, *SLURM, "snapshot=true"), cwd=checkout, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and set(jobs(done.stdout)) == {"plan", "record"}, done.stderr
+    for file in checkout.glob("moe_lab/study/**/*.py"):
+        file.write_text("raise RuntimeError('edited')\n")
+    cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
+    until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
+    assert results(store) == results(inline)

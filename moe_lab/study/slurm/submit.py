@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ from moe_lab.study.progress import say
 from moe_lab.study.resources import check, resources
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule
-from moe_lab.study.slurm import scheduler
+from moe_lab.study.slurm import scheduler, snapshot
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.refusal import refusal
@@ -47,6 +49,8 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
     _check_limits(arrays, config.launcher.signal_seconds)
     submission = Submission(study, run, dict(found.steps))
     try:
+        if config.snapshot:
+            snapshot.take(run.code)
         for array in arrays:
             submission.add(array)
         submission.close()
@@ -105,7 +109,11 @@ class Submission:
     ) -> list[str]:
         """Submit jobs that ask for the same; their ids."""
         settings = self.study.config.launcher
-        executor = SlurmExecutor(self.run.logs, max_num_timeout=settings.max_requeues, python=settings.python)
+        python = settings.python or shlex.quote(sys.executable)
+        setup = list(asks["setup"])
+        if self.study.config.snapshot:
+            python, setup = snapshot.started(self.run.code, python), [*setup, *snapshot.settings(self.run.code)]
+        executor = SlurmExecutor(self.run.logs, max_num_timeout=settings.max_requeues, python=python)
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
         executor.update_parameters(
@@ -113,7 +121,7 @@ class Submission:
             time=asks["minutes"],
             mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
-            setup=list(asks["setup"]) or None,
+            setup=setup or None,
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
