@@ -93,7 +93,7 @@ def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Qu
 
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
-    found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "abd")
+    found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
     assert found.steps == {"a": "1", "b": "2_0"} and found.hopeless == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,6 +83,30 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     evaluate = scripts["evaluate"]
     assert all(word in evaluate for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "module load cuda"))
     assert "--partition" not in scripts["plan"]
+
+
+def test_a_multirun_is_one_submission(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    words = ["suite.benchmarks=[pocket_boolq]", "launcher=slurm", "hydra/launcher=study", "criterion=man,magnitude"]
+    both = command(tmp_path / "store", *words, "ratio=0.25,0.5")
+    both.insert(3, "-m")
+    done = subprocess.run(both, capture_output=True, text=True, cwd=tmp_path, env=dict(counting))
+    assert done.returncode == 0 and "5 cells" in done.stderr, done.stderr
+    assert list(jobs(done.stdout)).count("record") == 1 == len(list((tmp_path / "store" / "runs").glob("*/*")))
+    assert all("under way" not in line for line in done.stderr.splitlines())
+
+
+def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "moe_lab",
+        "+experiment=task_agnostic",
+        "launcher=slurm",
+        f"store={tmp_path / 'store'}",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=dict(counting))
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    assert done.returncode == 0 and done.stdout in page, done.stdout
 
 
 @pytest.mark.parametrize("at", [1, 4])

@@ -148,10 +148,14 @@ def _announce(submission: Submission, kept: Mapping[str, str]) -> None:
     for array in dict.fromkeys((job.array, job.kind) for job in submission.run.jobs):
         tasks = [job for job in submission.run.jobs if job.array == array[0]]
         steps = sum(len(job.steps) for job in tasks)
-        print(f"{array[0]}  {array[1]}: {len(tasks)} jobs, {steps} steps", flush=True)
+        print(f"{array[0]}  {array[1]}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
     if kept:
         say(f"{study}: {len(kept)} more steps are under way in jobs {_named(kept.values())}")
     say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 def _named(jobs: Iterable[str]) -> str:
