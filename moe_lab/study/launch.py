@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from moe_lab.config import LauncherConfig
-from moe_lab.errors import unknown
+from moe_lab.errors import UserError, unknown
 from moe_lab.study.execute import Here, Worker
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import watch
@@ -75,10 +75,15 @@ def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
 Launcher = Callable[[Schedule, Study, Run], bool]
 """Runs the steps of a schedule; says whether they have come to their end."""
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
+LEAST = {"processes": 1, "cells_per_job": 1, "steps_per_job": 1, "parallel": 1, "max_requeues": 0, "signal_seconds": 1}
 
 
 def launcher(settings: LauncherConfig) -> Launcher:
-    """The launcher by name. UserError for an unknown one."""
+    """The launcher by name. UserError for an unknown one, and for numbers that cannot be."""
     if settings.name not in LAUNCHERS:
         raise unknown("launcher", settings.name, LAUNCHERS)
+    for name, least in LEAST.items():
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise UserError(f"launcher.{name}={value}: expected at least {least}")
     return LAUNCHERS[settings.name]

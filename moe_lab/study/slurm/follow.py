@@ -12,9 +12,10 @@ from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.pack import settle
 
-LOOK_EVERY = 2.0
-"""Seconds between two looks at the store; the scheduler, which many ask, is asked a fifth as often."""
-ASK_EVERY = 5 * LOOK_EVERY
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the store."""
+ASK_EVERY = 5.0
+"""Seconds between two questions to the scheduler, whom many ask."""
 
 
 def follow(schedule: Schedule, study: Study) -> None:
