@@ -83,6 +83,13 @@ class Cluster:
         )
 
     @property
+    def impatient(self) -> Path:
+        """The configuration for a command that does not wait long for a controller that is not there."""
+        path = self.folder / "impatient.conf"
+        path.write_text(self.configuration.read_text() + "MessageTimeout=2\n")
+        return path
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """What points Slurm's commands at this cluster."""
         return {**os.environ, "SLURM_CONF": str(self.configuration)}

@@ -34,7 +34,7 @@ BROKEN = [
 ]
 LITTLE = ["criterion=random", "grid.ratio=[0.25,0.5]", "suite.benchmarks=[]", "study=little"]
 """A study in which nothing is evaluated: model, scores, plans, costs."""
-SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
+SLURM = ["launcher=slurm", "launcher.cells_per_job=8"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def tidy(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.ask("scancel", "--user=root")
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
-    until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
+    _wait_for_the_end(cluster)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def swept(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [run.returncode for run in both] == [0, 0]
     assert all("record" in jobs(text) for text in printed)
     assert not list(store.glob("evaluate/*/manifest.json")), "the command returns when jobs are submitted"
-    until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
+    _wait_for_the_end(cluster)
     return store
 
 
@@ -101,7 +101,9 @@ def test_a_mistake_stops_what_needs_it_and_nothing_else(swept: Path) -> None:
     assert "failed" in asked(swept, "status", "broken")
 
 
-def test_the_same_command_survives_what_clusters_do(cluster: Cluster, inline: Path, tmp_path: Path) -> None:
+def test_the_same_command_survives_what_clusters_do(
+    cluster: Cluster, inline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cancelled job; a worker killed; a job requeued, then told to make room, the controller restarted meanwhile; a
     node that is drained: the same command completes the study, nothing is lost, and nothing is done twice."""
     tmp_path.chmod(0o755)
@@ -113,30 +115,18 @@ def test_the_same_command_survives_what_clusters_do(cluster: Cluster, inline: Pa
         assert done.returncode == 0, done.stderr
         return jobs(done.stdout)
 
-    def running(kind: str, job: str) -> str:
-        """Wait until a step of the kind is worked on in the job; its log so far."""
-        log = store / "logs" / f"slurm-{job}.log"
-        until(lambda: log.exists() and f" {kind}/" in log.read_text(), LONG, f"{kind} does not start in {job}")
-        return log.read_text()
-
-    def ended() -> None:
-        until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
-
-    def state(job: str) -> str:
-        return cluster.ask("squeue", "-h", "-o", "%T", "-j", job).strip()
-
     first = submit()
     assert "under way" in moe_lab(store, *words).stderr, "what is in the queue is not submitted again"
-    running("model", first["model"])
+    _wait_for_work(store, "model", first["model"])
     cluster.ask("scancel", first["model"])
-    ended()
+    _wait_for_the_end(cluster)
     assert not results(store) and "cancelled" in asked(store, "why", "little")
 
     shutil.copytree(inline / "model", store / "model", dirs_exist_ok=True)  # saves its time
     second = submit()
-    running("cost", second["cost"])
+    _wait_for_work(store, "cost", second["cost"])
     os.kill(_worker(store / "logs" / f"slurm-{second['cost']}.log"), signal.SIGKILL)
-    ended()
+    _wait_for_the_end(cluster)
     assert "was not finished" in next((store / "runs").glob(f"little/*/jobs/{second['record']}_0_log.err")).read_text()
     assert Counter(name.split("/")[0] for name in results(store)) == {"model": 1, "scores": 1, "plan": 2}
 
@@ -144,26 +134,43 @@ def test_the_same_command_survives_what_clusters_do(cluster: Cluster, inline: Pa
     assert set(third) == {"cost", "evaluate", "record"}, "only what is missing"
     job = third["cost"]
     for interrupt in (["scontrol", "requeue", job], ["scancel", "--signal=TERM", job]):
-        running("cost", job)
+        _wait_for_work(store, "cost", job)
         (store / "logs" / f"slurm-{job}.log").unlink()
         cluster.ask(*interrupt)
-        until(lambda: state(job) == "PENDING", LONG, f"{interrupt} did not requeue: {cluster.ask('squeue')}")
+        until(lambda: _state(cluster, job) == "PENDING", LONG, f"{interrupt} did not requeue: {cluster.ask('squeue')}")
         if interrupt[0] == "scontrol":
             cluster.end("slurmctld")
-            assert "does not answer" in asked(store, "status", "little")
+            with monkeypatch.context() as patched:
+                patched.setenv("SLURM_CONF", str(cluster.impatient))
+                assert "does not answer" in asked(store, "status", "little")
             cluster.launch("slurmctld", "-D")
-            until(lambda: state(job) == "PENDING", LONG, "the job did not outlive the controller")
+            until(lambda: _state(cluster, job) == "PENDING", LONG, "the job did not outlive the controller")
         else:
             cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=drain", "reason=test")
         cluster.ask("scontrol", "update", f"jobid={job}", "starttime=now")
     until(lambda: "drain" in cluster.ask("sinfo", "-h", "-o", "%T"), LONG, "not drained")
     assert "pending" in asked(store, "why", "little")
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
-    ended()
+    _wait_for_the_end(cluster)
     mine, theirs = results(store), results(inline)
     assert len(mine) == 7 and all(theirs[name] == content for name, content in mine.items())
     assert not list(store.glob("*/.*")) and "all 7 steps are done" in asked(store, "why", "little")
     assert "7 of them" in moe_lab(store, *words).stderr
+
+
+def _wait_for_work(store: Path, kind: str, job: str) -> None:
+    """Until a step of the kind is worked on in the job."""
+    log = store / "logs" / f"slurm-{job}.log"
+    until(lambda: log.exists() and f" {kind}/" in log.read_text(), LONG, f"{kind} does not start in {job}")
+
+
+def _wait_for_the_end(cluster: Cluster) -> None:
+    """Until the queue is empty."""
+    until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
+
+
+def _state(cluster: Cluster, job: str) -> str:
+    return cluster.ask("squeue", "-h", "-o", "%T", "-j", job).strip()
 
 
 def _worker(log: Path) -> int:
@@ -198,7 +205,7 @@ def test_cancel_and_wait(cluster: Cluster, tmp_path: Path) -> None:
     until(lambda: "record" in cluster.ask("squeue", "-h", "-o", "%j"), LONG, "not all is submitted")
     before = time.monotonic()
     assert "cancelled 6 jobs" in asked(store, "cancel", "little")
-    until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
+    _wait_for_the_end(cluster)
     assert time.monotonic() - before < 30
     _, errors = run.communicate(timeout=LONG)
     assert run.returncode == 1 and "the same command goes on from here" in errors
@@ -222,5 +229,5 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, 
     for file in checkout.glob("moe_lab/study/**/*.py"):
         file.write_text("raise RuntimeError('edited')\n")
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
-    until(lambda: not cluster.ask("squeue", "-h"), LONG, cluster.ask("squeue"))
+    _wait_for_the_end(cluster)
     assert results(store) == results(inline)
