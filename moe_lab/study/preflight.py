@@ -43,8 +43,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(files.check, cell.model))
     for cell in _each(cells, "criterion"):
         yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
-    known = [cell for cell in cells if _is_known(cell)]
-    for cell in _each([cell for cell in known if reads_text(cell)], "calibration"):
+    for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
         yield from said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))

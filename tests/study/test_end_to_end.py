@@ -62,7 +62,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shared_steps_ran_once(finished: Path) -> None:
     kinds = Counter(name.split("/")[0] for name in ran(finished))
-    assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "evaluate": 9}
+    assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "cost": 9, "evaluate": 9}
     assert set(ran(finished).values()) == {1}
     assert not list((finished / "partial").glob("*")) if (finished / "partial").exists() else True
 
@@ -94,7 +94,7 @@ def test_a_second_sweep_runs_only_what_is_new(finished: Path) -> None:
     done = moe_lab(finished, "grid.criterion=[man,frequency]", "grid.calibration=[pocket_code,pocket_math]")
     assert done.returncode == 0, done.stderr
     new = ran(finished) - before
-    assert Counter(name.split("/")[0] for name in new) == {"scores": 2, "plan": 2, "evaluate": 2}
+    assert Counter(name.split("/")[0] for name in new) == {"scores": 2, "plan": 2, "cost": 2, "evaluate": 2}
     assert all("frequency" in name for name in new)
 
 
