@@ -38,10 +38,11 @@ def main() -> None:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import ask, explain, register
+    from moe_lab.compose import addable, ask, explain, register
     from moe_lab.errors import UserError
 
     register()
+    sys.argv[1:] = map(addable, sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come back to us instead of being printed by Hydra
     exit_code = 0
 
@@ -58,6 +59,11 @@ def main() -> None:
         give_up(str(error))
     except (hydra.errors.HydraException, OmegaConfBaseException) as error:
         give_up(explain(error))
+    except ValueError as error:  # what Hydra says of GROUP=null
+        if not str(error).startswith("Config group override"):
+            raise
+        empty = [word for word in sys.argv[1:] if word.endswith("=null")]
+        give_up(f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices")
     except KeyboardInterrupt:
         print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
         sys.exit(130)

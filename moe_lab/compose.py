@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -73,6 +74,11 @@ def ask(configs: Sequence[DictConfig], overrides: Sequence[str] | None = None) -
 
 def _task_overrides() -> Sequence[str]:
     return list(HydraConfig.get().overrides.task)
+
+
+def addable(argument: str) -> str:
+    """The argument as Hydra takes it: parameters are open to names their file does not have, so `++` adds or sets."""
+    return f"++{argument}" if re.match(r"(allocation|criterion)\.parameters\.", argument) else argument
 
 
 def explain(error: BaseException) -> str:

@@ -59,6 +59,9 @@ class ModelConfig:
         if isinstance(self.expected, dict):  # as it comes back from a job's JSON
             self.expected = ExpectedConfig(**self.expected)
 
+    search: dict[str, Any] = field(default_factory=dict)
+    """Parameters of allocation=evolutionary published for this model; what the allocation sets goes before."""
+
 
 @dataclass
 class CriterionConfig:

@@ -154,7 +154,19 @@ class _Choices:
             gates,
             seeds,
         )
-        return [Cell(*point, self.texts.of(*point[3:5])) for point in product]
+        cells = [Cell(*point, self.texts.of(*point[3:5])) for point in product]
+        return [replace(cell, allocation=self._searched(cell)) if cell.model.search else cell for cell in cells]
+
+    def _searched(self, cell: Cell) -> AllocationConfig:
+        """The cell's allocation; one that searches, with what was published for the model."""
+        if cell.allocation.search is None:
+            return cell.allocation
+        key = (cell.model.name, str(id(cell.allocation)))
+        if key not in self._loaded:
+            parameters = {**cell.model.search, **cell.allocation.parameters}
+            self._loaded[key] = replace(cell.allocation, parameters=parameters)
+        found: AllocationConfig = self._loaded[key]
+        return found
 
     def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
         """The objects that the names of an axis stand for; the configuration's own when there is no name."""

@@ -83,10 +83,20 @@ def test_other_texts_are_named_by_what_reads_them() -> None:
     assert all(text.tokens != 1024 for text in cell.texts.values())  # those of the calibration set are set, not theirs
 
 
+def test_what_was_published_for_a_model_is_its_default_search() -> None:
+    grid = {"model": ["qwen3_30b_a3b_instruct", "pocket_olmoe"], "allocation": ["evolutionary", "uniform"]}
+    found = {
+        (c.model.name, c.allocation.name): c.allocation.parameters for c in cells(config(**grid), Counting().files())
+    }
+    assert found["qwen3_30b_a3b_instruct", "evolutionary"]["generations"] == 10
+    assert "generations" not in found["pocket_olmoe", "evolutionary"]
+    assert not found["qwen3_30b_a3b_instruct", "uniform"]
+
+
 def test_an_unknown_text_names_the_setting_and_the_nearest() -> None:
     settings = config()
     settings.flops_text = "pocket_excrpt"
-    with pytest.raises(UserError, match="flops_text=pocket_excrpt.*did you mean pocket_excerpt"):
+    with pytest.raises(UserError, match=r"flops_text=pocket_excrpt.*did you mean pocket_excerpt"):
         cells(settings, Counting().files())
 
 

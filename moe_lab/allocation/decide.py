@@ -92,7 +92,7 @@ def fits(
     `layers` as in `allocate`; for channels each also has a width, or nothing is said about blocks. ratio_basis=model
     is left for later when `model` is None.
     """
-    if settings.get("ratio_basis", "routed") == "model" and model is None:
+    if settings.get("ratio_basis", "routed") != "routed" and model is None:
         return
     with _of_routed(settings, model) as ratio:
         if granularity == "channel":

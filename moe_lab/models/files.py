@@ -57,6 +57,17 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     return found if {"n_experts", "top_k"} <= set(found) else None
 
 
+def quantization(settings: ModelConfig) -> str | None:
+    """How config.json says the weights are quantised, such as fp8 or gptq; None for plain ones, and for a model that is
+    not on this machine."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
+
+
 def local_folder(settings: ModelConfig) -> Path:
     """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check` does."""
     check(settings)

@@ -208,6 +208,8 @@ def make_channel_plan(
     if set(scores) != set(keep):
         raise UserError(f"allocation: budgets are of layers {sorted(keep)}, but scores are of layers {sorted(scores)}")
     masks = {layer: _best_channels(layer, scores[layer], keep[layer]) for layer in sorted(scores)}
+    if not any(mask.any() for mask in masks.values()):
+        raise UserError("allocation: keeps no channel of any expert, expected at least one: choose a smaller ratio")
     routable = {layer: mask.any(1) | (zero_expert == "keep_null") for layer, mask in masks.items()}
     plan = Plan(
         experts={layer: tuple(numpy.flatnonzero(flags).tolist()) for layer, flags in routable.items()},

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from moe_lab import allocation, criteria, tracking
+from moe_lab.allocation import evolution
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import said, unknown
+from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
@@ -56,6 +57,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:
             yield from said(partial(sources.check_answers, text))
+    yield from _check_plain_weights(config, cells)
     yield from _check_allocations(cells)
 
 
@@ -69,25 +71,56 @@ def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
     for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
         yield from said(partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity))
         if cell.allocation.by is not None:
-            yield from said(partial(criteria.check, cell.allocation.by, {}))
+            yield from said(partial(_check_by, cell.allocation.by))
     for cell in _each([cell for cell in cells if not _is_known(cell)], "allocation"):
         yield from said(partial(allocation.check, cell.allocation))
     for cell in {(id(c.model), id(c.criterion), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
         yield from said(partial(_try_ratio, cell))
 
 
+def _check_by(name: str) -> None:
+    """UserError unless allocation.by names a criterion of experts that needs no parameters."""
+    criteria.check(name, {})
+    if criteria.get(name).granularity != "expert":
+        raise UserError(f"allocation.by={name} scores channels, expected a criterion that scores experts")
+
+
 def _try_ratio(cell: Cell) -> None:
-    """UserError when the ratio cannot be had, as far as config.json tells; the plan step knows the groups too."""
-    if (shape := files.expert_shape(cell.model)) is not None:
-        layer = {**shape, "n_group": 1, "topk_group": 1}
-        settings = {**plain(cell.allocation), "ratio": cell.ratio}
-        allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
-        step = allocation.get(cell.allocation.name).step
-        if step == "search":
-            search_settings(settings, {"layers": {0: layer}}, cell.seed)
-        if step == "reconstruction":
-            limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
-            check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
+    """UserError when the ratio cannot be had, as far as config.json tells; the plan step knows the groups too.
+
+    A share of all parameters (ratio_basis=model) is left to the plan step, which knows how many there are.
+    """
+    shape = files.expert_shape(cell.model)
+    if shape is None or cell.allocation.ratio_basis != "routed":
+        return
+    layer = {**shape, "n_group": 1, "topk_group": 1}
+    settings = {**plain(cell.allocation), "ratio": cell.ratio}
+    allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
+    step = allocation.get(cell.allocation.name).step
+    if step == "search":
+        found = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
+        evolution.check(found.problem, found.evolution)
+    if step == "reconstruction":
+        limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
+        check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
+
+
+def _check_plain_weights(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """A quantised checkpoint can be read and masked; whatever needs its weights as numbers cannot be done."""
+    for cell in cells:
+        if cell.criterion.name not in criteria.CRITERIA or (method := files.quantization(cell.model)) is None:
+            continue
+        criterion = criteria.get(cell.criterion.name)
+        wants = {
+            f"criterion={criterion.name}": criterion.granularity == "channel" or "weights" in criterion.needs,
+            f"recovery={cell.recovery.name}": cell.recovery.name != "none",
+            f"export={config.export}": config.export is not None,
+        }
+        for what in (name for name, wanted in wants.items() if wanted):
+            yield (
+                f"{what} needs plain weights, but model={cell.model.name} is stored as {method}: expected a checkpoint "
+                "in bfloat16 or float32"
+            )
 
 
 def _each(cells: Sequence[Cell], group: str) -> Iterator[Cell]:

@@ -178,6 +178,10 @@ def test_channel_plans_keep_budgets_and_come_back(experts: int, width: int, data
     rows = st.lists(st.integers(-2, 2).map(float), min_size=width, max_size=width)
     scores = numpy.array(data.draw(st.lists(rows, min_size=experts, max_size=experts)))
     keep = numpy.array(data.draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts)))
+    if not keep.any():
+        with pytest.raises(UserError, match="keeps no channel"):
+            make_channel_plan({7: scores}, {7: keep}, top_k=1, provenance={})
+        return
     made = make_channel_plan({7: scores}, {7: keep}, top_k=1, provenance={"a": 1})
     assert made.widths(7) == tuple(keep)
     for row, mask in zip(scores, made.channels[7], strict=True):

@@ -102,7 +102,9 @@ def tiny_on_meta() -> torch.nn.Module:
 
 def test_a_search_for_stacked_experts_refuses_it() -> None:
     model = tiny.build("olmoe")
-    with pytest.raises(UserError, match=r"neither scored nor pruned: model\.layers\.0\.mlp\.experts is not a stack of experts"):
+    with pytest.raises(
+        UserError, match=r"neither scored nor pruned: .*layers\.0\.mlp\.experts is not a stack of experts"
+    ):
         moe_layers(prune(model, channel_plan(model)))
 
 

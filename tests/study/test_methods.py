@@ -17,7 +17,7 @@ SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens
 SHORT_SEARCH = [
     "allocation=pocket_evolutionary",
     "allocation.parameters.population=4",
-    "+allocation.parameters.elites=2",
+    "allocation.parameters.elites=2",
     "allocation.parameters.generations=2",
 ]
 CHANNELS = [
@@ -137,12 +137,16 @@ def test_an_uneven_model_is_exported_and_loads_with_its_own_code(store: Path) ->
         (["criterion=man", "allocation=layerwise"], "allocates channels, but the criterion scores experts"),
         (["allocation=pocket_evolutionary", "allocation.search=pocket_math"], "holds no answers"),
         (["allocation=reconstruction"], "is the largest feasible ratio"),
-        (["criterion=heapr", "allocation=coverage", "+allocation.parameters.align.block=7"], "8 is the nearest block"),
+        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=7"], "8 is the nearest block"),
         (["recovery=nf5"], "did you mean nf4"),
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
         (["export=natural", "recovery=nf4"], "expected recovery=none in a study that exports"),
         (["export=naturel"], "did you mean natural"),
         (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
+        (["allocation=global", "allocation.by=heapr"], "by=heapr scores channels"),
+        (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),
+        (["criterion=heapr", "allocation=coverage", "allocation.parameters.prior=usge"], "did you mean usage"),
+        (["calibration=null"], "calibration=null names no file"),
         (["flops_text=pocket_exerpt"], "did you mean pocket_excerpt"),
     ],
 )
@@ -151,3 +155,18 @@ def test_what_cannot_be_is_said_before_anything_runs(tmp_path: Path, words: list
     assert done.returncode == 2
     assert sentence in " ".join((done.stderr + done.stdout).split())
     assert not (tmp_path / "store").exists()
+
+
+def test_a_quantised_checkpoint_is_not_taken_for_plain_weights(tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe"
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in shipped.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config.json").unlink()
+    stated = {**json.loads((shipped / "config.json").read_text()), "quantization_config": {"quant_method": "gptq"}}
+    (model / "config.json").write_text(json.dumps(stated))
+    where = ["model=local", f"model.path={model}", "model.name=quantised"]
+    for words in (["criterion=aimer"], ["criterion=heapr", "allocation=global"], ["recovery=nf4"], ["export=natural"]):
+        done = moe_lab(tmp_path / "store", *where, *words)
+        assert done.returncode == 2 and "is stored as gptq" in done.stderr + done.stdout, words
