@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from benchmarks.random_model import random_model
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.channel_mask import sorted_function
 from moe_lab.pruning.mask import mask
@@ -36,7 +37,7 @@ def main() -> int:
     """Measure, print, compare with the bar."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    model = _model(arguments)
+    model = random_model(arguments.experts, arguments)
     plan = half(model)
     pruned = prune(model, plan)
     print(
@@ -69,32 +70,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
     parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
     return parser.parse_args()
-
-
-def _model(arguments: argparse.Namespace) -> PreTrainedModel:
-    """A random model in OLMoE architecture, eager, its router widened so that experts are not used evenly."""
-    config = AutoConfig.for_model(
-        "olmoe",
-        vocab_size=1024,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.width,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=arguments.hidden // 64,
-        num_experts=arguments.experts,
-        num_experts_per_tok=arguments.top_k,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, experts_implementation="eager"
-    )
-    for layer in moe_layers(model):
-        for part in layer.routing:
-            torch.nn.init.normal_(part.tensor, std=arguments.hidden**-0.5)
-    model.eval().requires_grad_(False)
-    return model
 
 
 def half(model: PreTrainedModel) -> Plan:

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from benchmarks.random_model import random_model
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import intermediate, output
 from moe_lab.statistics.backward import differentiable, forward_and_backward
@@ -41,7 +42,7 @@ def main() -> int:
     torch.set_num_threads(1)
     failed = False
     for n_experts in arguments.experts:
-        model = _model(n_experts, arguments)
+        model = random_model(n_experts, arguments)
         whole, part = _batch(arguments.rows, arguments.length), _batch(arguments.every_rows, arguments.length)
         print(
             f"{n_experts} experts, top-{arguments.top_k}, {arguments.layers} layers, hidden {arguments.hidden}",
@@ -79,32 +80,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3, help="pairs measured for the first two ratios")
     parser.add_argument("--every-pairs", type=int, default=3, help="pairs measured for the last ratio")
     return parser.parse_args()
-
-
-def _model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedModel:
-    """A random model in OLMoE architecture; its router is widened so that experts are not used evenly."""
-    config = AutoConfig.for_model(
-        "olmoe",
-        vocab_size=1024,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.width,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=arguments.hidden // 64,
-        num_experts=n_experts,
-        num_experts_per_tok=arguments.top_k,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, experts_implementation="eager"
-    )
-    for layer in moe_layers(model):
-        for part in layer.routing:
-            torch.nn.init.normal_(part.tensor, std=arguments.hidden**-0.5)
-    model.eval().requires_grad_(False)
-    return model
 
 
 def _batch(rows: int, length: int) -> Batch:

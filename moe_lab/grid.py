@@ -129,6 +129,7 @@ class _Choices:
         self.config, self.files = config, files
         self.texts = _Texts(files, config.flops_text)
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._published: dict[tuple[str, int], AllocationConfig] = {}
 
     def cells(self, grid: GridConfig) -> list[Cell]:
         """The product of one grid's axes."""
@@ -161,12 +162,11 @@ class _Choices:
         """The cell's allocation; one that searches, with what was published for the model."""
         if cell.allocation.search is None:
             return cell.allocation
-        key = (cell.model.name, str(id(cell.allocation)))
-        if key not in self._loaded:
+        key = (cell.model.name, id(cell.allocation))
+        if key not in self._published:
             parameters = {**cell.model.search, **cell.allocation.parameters}
-            self._loaded[key] = replace(cell.allocation, parameters=parameters)
-        found: AllocationConfig = self._loaded[key]
-        return found
+            self._published[key] = replace(cell.allocation, parameters=parameters)
+        return self._published[key]
 
     def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
         """The objects that the names of an axis stand for; the configuration's own when there is no name."""

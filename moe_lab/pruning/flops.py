@@ -9,8 +9,8 @@ depends on the length of its row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.families import DISK_SHARED
+from moe_lab.models.watch import watched
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.dispatch import run
@@ -48,7 +49,8 @@ def flops_per_token(model: PreTrainedModel, plan: Plan | None, batches: Sequence
     fixed: dict[tuple[int, ...], Counter[str]] = {}
     total: Counter[str] = Counter()
     positions = valid_tokens = 0
-    with mask(model, plan) if plan is not None else nullcontext(), _routed(layers) as routed:
+    routed = _Routed(layers)
+    with mask(model, plan) if plan is not None else nullcontext(), watched(layers, routed.add):
         for ids, valid in batches:
             routed.valid = valid.flatten()
             if ids.shape in fixed:
@@ -103,25 +105,6 @@ class _Routed:
     def add(self, layer: MoELayer, index: torch.Tensor) -> None:
         chosen = index[self.valid.to(index.device)].flatten()
         self.tokens[layer.index] += torch.bincount(chosen, minlength=layer.n_experts).cpu()
-
-
-@contextmanager
-def _routed(layers: Sequence[MoELayer]) -> Iterator[_Routed]:
-    """Counts the calls of the experts while open."""
-    routed = _Routed(layers)
-
-    def before(layer: MoELayer) -> Any:
-        def count(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            routed.add(layer, named["top_k_index"] if "top_k_index" in named else inputs[1])
-
-        return count
-
-    hooks = [layer.experts.register_forward_pre_hook(before(layer), with_kwargs=True) for layer in layers]
-    try:
-        yield routed
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _count(model: PreTrainedModel, layers: Sequence[MoELayer], ids: torch.Tensor, valid: torch.Tensor) -> Counter[str]:

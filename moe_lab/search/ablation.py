@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.watch import chosen_experts, watched
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics.gather import CHECKPOINT, Batch, description
@@ -82,10 +83,15 @@ class _Reader:
         self.ids, self.valid = ids, valid
         self.copies = max(1, _tokens_at_once(model) // ids.numel())
         self.states: States = {}
-        with _routed_to(layers) as self.used:
+        self.used: dict[int, torch.Tensor] = {}
+        with watched(layers, self._note):
             self.whole = self._likelihood(1, (0,) * len(layers), self.states)
         if not bool(self.whole.isfinite().all()):
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
+
+    def _note(self, layer: MoELayer, index: torch.Tensor) -> None:
+        """Remember which experts got a token, ascending."""
+        self.used[layer.index] = index.unique().cpu()
 
     def losses(self, place: int) -> torch.Tensor:
         """(E,) fp64: what the summed loss gains without each expert of the MoE layer number `place`, 0 for those that
@@ -116,7 +122,7 @@ def _silenced(layer: MoELayer, experts: torch.Tensor) -> Iterator[None]:
     """While open, the tokens come in len(experts) equal parts, and part c gets nothing from expert experts[c]."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        index = named["top_k_index"] if "top_k_index" in named else inputs[1]
+        index = chosen_experts(inputs, named)
         weights = named["top_k_weights"] if "top_k_weights" in named else inputs[2]
         owner = experts.repeat_interleave(len(index) // len(experts))[:, None].to(index.device)
         quiet = weights.masked_fill(index == owner, 0)
@@ -129,25 +135,6 @@ def _silenced(layer: MoELayer, experts: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-@contextmanager
-def _routed_to(layers: Sequence[MoELayer]) -> Iterator[dict[int, torch.Tensor]]:
-    """Layer -> ids of the experts that got a token while this was open, ascending."""
-    used: dict[int, torch.Tensor] = {}
-
-    def keep(layer: MoELayer) -> Any:
-        def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            used[layer.index] = (named["top_k_index"] if "top_k_index" in named else inputs[1]).unique().cpu()
-
-        return before
-
-    hooks = [layer.experts.register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in layers]
-    try:
-        yield used
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _predicting(valid: torch.Tensor) -> torch.Tensor:

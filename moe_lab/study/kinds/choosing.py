@@ -8,14 +8,13 @@ from typing import Any
 from moe_lab.config import CalibrationConfig
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import (
-    NO_SUMS,
-    STATISTICS,
     evidence,
     expert_scores,
     facts,
     model_and_tokenizer,
     routers,
     rows,
+    sums,
     write_table,
 )
 
@@ -97,10 +96,8 @@ def _settings(job: Job) -> dict[str, Any]:
 
 def _evidence(job: Job) -> dict[str, Any]:
     """What the allocation reads besides the scores, by name: layer -> sums, or another criterion's scores."""
-    from moe_lab.statistics.read import read
-
-    found: dict[str, Any] = {name: read(job.input(name, STATISTICS)) for name in job.inputs if name not in NO_SUMS}
-    return {**found, "by": expert_scores(job, "by")} if "by" in job.inputs else found
+    other = {"by": expert_scores(job, "by")} if "by" in job.inputs else {}
+    return {**sums(job), **other}
 
 
 def _provenance(job: Job) -> dict[str, Any]:

@@ -44,13 +44,18 @@ def facts(job: Job) -> dict[str, Any]:
     return {**found, "layers": {int(layer): about for layer, about in found["layers"].items()}}
 
 
-def evidence(job: Job) -> dict[int, dict[str, Any]]:
-    """Layer -> the arrays of all sums the job was given, by name."""
+def sums(job: Job) -> dict[str, dict[int, dict[str, Any]]]:
+    """All sums the job was given: the step's role -> layer -> arrays by name."""
     from moe_lab.statistics.read import read
 
+    return {role: read(job.input(role, STATISTICS)) for role in sorted(set(job.inputs) - set(NO_SUMS))}
+
+
+def evidence(job: Job) -> dict[int, dict[str, Any]]:
+    """Layer -> the arrays of all sums the job was given, by name."""
     merged: dict[int, dict[str, Any]] = {}
-    for role in sorted(set(job.inputs) - set(NO_SUMS)):
-        for layer, arrays in read(job.input(role, STATISTICS)).items():
+    for layers in sums(job).values():
+        for layer, arrays in layers.items():
             merged.setdefault(layer, {}).update(arrays)
     return merged
 
