@@ -10,6 +10,7 @@ import pandas as pd
 
 from analysis import (
     budget_outputs,
+    diagnostics,
     expert_figures,
     figures,
     names,
@@ -89,7 +90,10 @@ def _proxy(material: Material) -> list[Output]:
     if material.proxy.empty:
         return []
     name = "unified.fig3"
-    return [expert_figures.proxy_figure(material.proxy, name=name), tables.proxy_table(material.proxy, name=name)]
+    return [
+        expert_figures.proxy_figure(material.proxy, name=name),
+        tables.proxy_table(material.study, material.proxy, name=name),
+    ]
 
 
 def _pooled_overlap(material: Material) -> list[Output]:
@@ -98,7 +102,7 @@ def _pooled_overlap(material: Material) -> list[Output]:
     name = "unified.fig4"
     return [
         expert_figures.pooled_figure(material.overlaps, name=name),
-        tables.overlap_table(material.overlaps, name=name),
+        tables.overlap_table(material.study, material.overlaps, name=name),
     ]
 
 
@@ -250,7 +254,7 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "evoesap.search": _searches,
     "coverage": _coverage,
     "unified.table3": _memory,
-    **{name: _of_study(function) for name, function in budget_outputs.OUTPUTS.items()},
+    **{name: _of_study(function) for name, function in {**budget_outputs.OUTPUTS, **diagnostics.OUTPUTS}.items()},
     "artefacts": _artefacts,
     "gaps": _gaps,
 }

@@ -93,8 +93,8 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "ranks",
             "Ranks",
             "Scores and ranks",
-            outputs=made["ranks"],
-            filters={"ranks": "*Model|Pruned|Calibration"},
+            outputs=[*made["ranks"], *made["ranks.cd"]],
+            filters={"ranks": "*Model|Pruned|Calibration", "ranks.cd": "*Model|Pruned|Calibration|Over"},
         ),
         Section(
             "search",

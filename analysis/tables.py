@@ -44,19 +44,25 @@ class Table:
 
 
 def setting(study: Study) -> str:
-    """What every caption states: items, seed, calibration tokens, gate, intervals and library versions."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
+    """What captions of scores state: items, metrics, and what `reading` states, with the level of intervals."""
     sizes = study.results["n"]
+    if not len(sizes):
+        return f"No results; {reading(study)}"
     items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
+    metrics = names.listing(sorted(set(study.results["metric"].astype(str))))
+    level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
+    return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}"
+
+
+def reading(study: Study) -> str:
+    """What captions of numbers from a pass over a text state: seed, gate, calibration tokens, library versions."""
+    pruned = study.cells[study.cells["criterion"] != "none"]
     tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
-    libraries = ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items())
     parts = [
-        f"n = {items} items a benchmark",
         f"seed {_several(pruned['seed'])}",
         f"gate {_several(pruned['gate'])}",
         f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
-        f"{names.share(uncertainty.CONFIDENCE)} intervals",
-        libraries,
+        ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items()),
     ]
     return "; ".join(part for part in parts if part) + "."
 
@@ -149,13 +155,13 @@ def coverage_table(study: Study, *, name: str = "coverage") -> Table:
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
-        "Rare: fewer than a tenth of the tokens an even load would give.",
+        f"Rare: fewer than a tenth of the tokens an even load would give. {reading(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[2:], "{:,.0f}"),
     )
 
 
-def overlap_table(overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
+def overlap_table(study: Study, overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
     """Overlap over calibration sets of every S(b, alpha, beta), by three readings, with chance levels."""
     columns = ["Model", "Pruned", "Variant", "b", "α", "β", "Triple", "Pairwise", "Jaccard"]
     chance = ["Triple, by chance", "Pairwise, by chance", "Jaccard, by chance"]
@@ -181,7 +187,7 @@ def overlap_table(overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        "pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for every expert and left out.",
+        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for every expert. {reading(study)}",
         frame=frame,
         formats=shown,
         best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
@@ -189,7 +195,7 @@ def overlap_table(overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
     )
 
 
-def proxy_table(found: pd.DataFrame, *, name: str = "proxy") -> Table:
+def proxy_table(study: Study, found: pd.DataFrame, *, name: str = "proxy") -> Table:
     """Fig. 3 as numbers: how many of the experts with the lowest exact damage the proxy S(0,1,1) finds too."""
     columns = ["Model", "Calibration", "Pruned", "Overlap", "Lowest layer", "By chance"]
     frame = pd.DataFrame(columns=columns)
@@ -202,7 +208,7 @@ def proxy_table(found: pd.DataFrame, *, name: str = "proxy") -> Table:
         name=name,
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
-        "layers, the lowest layer, and what random sets would share.",
+        f"layers, the lowest layer, and what random sets would share. {reading(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[3:], SCORE),
     )

@@ -53,7 +53,9 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
     """What tables read of a study besides its comparison; `costs`, one row per cell."""
     names_of = comparison.benchmarks.columns
-    results = pd.DataFrame({"n": [comparison.outcomes[name].shape[1] for name in names_of], "benchmark": names_of})
+    results = pd.DataFrame(
+        {"n": [comparison.outcomes[name].shape[1] for name in names_of], "benchmark": names_of, "metric": "acc"}
+    )
     return SimpleNamespace(
         cells=comparison.cells,
         results=results,
