@@ -23,7 +23,9 @@ import yaml
 
 from moe_lab.allocation.uniform import uniform
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.evaluation.run import Policy, Subject, evaluate
+from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.run import evaluate
+from moe_lab.evaluation.subject import Subject
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan, make_plan

@@ -202,11 +202,35 @@ class _Texts:
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite, with its limit and, if it names one, its text. UserError for an unknown one."""
-    found = [choose(BenchmarkConfig, "benchmark", name, files) for name in config.suite.benchmarks]
-    return [
-        replace(benchmark, limit=config.suite.limit, task=config.suite.path or benchmark.task) for benchmark in found
-    ]
+    """The benchmarks of the suite as the protocol asks them, with what the rest of the configuration says about them.
+
+    UserError for an unknown benchmark, and for a field of the protocol that is none.
+    """
+    for name in config.protocol.benchmarks:
+        if name not in (EVERY, *files.names("benchmark")):
+            raise unknown(f"protocol={config.protocol.name}: benchmark", name, [EVERY, *files.names("benchmark")])
+    return [_benchmark(name, config, files) for name in config.suite.benchmarks]
+
+
+EVERY = "every"
+"""In a protocol: all benchmarks of published data."""
+_JUDGED = ("wildbench",)
+
+
+def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
+    found = choose(BenchmarkConfig, "benchmark", name, files)
+    differing = config.protocol.benchmarks
+    overrides = {**(differing.get(EVERY, {}) if found.data else {}), **differing.get(name, {})}
+    origin = f"protocol={config.protocol.name}: benchmark {name}"
+    asked = typed(BenchmarkConfig, OmegaConf.create({**plain(found), **overrides}), origin) if overrides else found
+    return replace(
+        asked,
+        limit=config.suite.limit,
+        task=config.suite.path or asked.task,
+        root=config.data_root if asked.data else None,
+        judge=config.judge if asked.harness in _JUDGED else None,
+        python=config.interpreters.get(asked.harness),
+    )
 
 
 def plain(settings: object) -> dict[str, Any]:

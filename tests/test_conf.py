@@ -23,6 +23,9 @@ SCHEMAS: dict[str, type] = {
     "recovery": config.RecoveryConfig,
     "benchmark": config.BenchmarkConfig,
     "suite": config.SuiteConfig,
+    "protocol": config.ProtocolConfig,
+    "judge": config.JudgeConfig,
+    "backend": config.BackendConfig,
     "launcher": config.LauncherConfig,
     "resources": config.ResourcesConfig,
     "tracker": config.TrackerConfig,
@@ -154,9 +157,10 @@ def test_the_shipped_texts_fill_their_rows(name: str) -> None:
 
 
 def documented() -> list[Any]:
-    """(class, field, whether a sentence stands under it) for each field in config.py."""
+    """(class, field, whether a sentence stands under it) for each field in the configuration."""
     found = []
-    for node in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
+    sources = [file.read_text(encoding="utf-8") for file in Path(config.__file__).parent.glob("*.py")]
+    for node in (node for source in sources for node in ast.parse(source).body):
         if isinstance(node, ast.ClassDef):
             for line, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):

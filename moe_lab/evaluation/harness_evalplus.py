@@ -1,4 +1,4 @@
-"""EvalPlus's problems on the loaded model: direct completion, then grading in a process of its own (`grade.py`)."""
+"""EvalPlus's problems: direct completion, then grading in a process of its own (`grade.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,45 +17,45 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.grade import GradeRequest
 from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.policy import LIMITED, NAMESPACES, Policy
-from moe_lab.evaluation.subject import GenSpec, Subject
 from moe_lab.evaluation.suite import check_count, data_files, is_closed_world
 from moe_lab.results import Sample
 
 
-def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Complete every problem's prompt once, greedily, and grade the programs on the base and on all (plus) tests.
+def ask(benchmark: BenchmarkConfig) -> list[Question]:
+    """Every problem's prompt, to be completed."""
+    return [Question(task, problem["prompt"].strip() + "\n") for task, problem in _problems(benchmark).items()]
 
-    A right answer to plus has passed base too. Raises UserError where programs may not run, RuntimeError with the
-    grader's last words where grading itself fails.
+
+def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
+    """Texts that end a completion."""
+    return (*EOS, *extra_eos_for_direct_completion(dataset_of(_problems(benchmark))))
+
+
+def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+    """Grade completions on the base and on all (plus) tests. A right answer to plus has passed base too.
+
+    Raises UserError where programs may not run, RuntimeError with the grader's last words where grading itself fails.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
-    file = data_files(benchmark)[-1]
-    problems = read_problems(file)
-    check_count(benchmark, len(problems))
-    problems = dict(list(problems.items())[: benchmark.limit])
-    dataset = dataset_of(problems)
-    prompts = {task: problem["prompt"].strip() + "\n" for task, problem in problems.items()}
-    stop = (*EOS, *extra_eos_for_direct_completion(dataset))
-    spec = GenSpec(benchmark.max_new_tokens, stop, benchmark.batch_size)
-    completions = dict(zip(prompts, subject.generate(list(prompts.values()), spec), strict=True))
-    programs = {task: prompts[task] + completions[task].replace("\t", "    ") for task in problems}
+    dataset = dataset_of(_problems(benchmark))
     request = GradeRequest(
         dataset=dataset,
-        data=str(file),
-        programs=programs,
+        data=str(data_files(benchmark)[-1]),
+        programs={answer.item: answer.prompt + answer.output.replace("\t", "    ") for answer in answers},
         confined=protection == NAMESPACES,
         closed_world_only=protection == LIMITED,
         cache=str(_cache_folder()),
         **benchmark.parameters,
     )
-    graded = grade(request)
+    verdicts = run_grader(request)["verdicts"]
     samples = [
-        _sample(name, metric, task, prompts[task], completions[task], graded["verdicts"][task])
+        _sample(name, metric, answer, verdicts[answer.item])
         for name, metric in benchmark.reports.items()
-        for task in problems
+        for answer in answers
     ]
     results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
     protocol = {
@@ -63,10 +63,16 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
         "sandbox": protection,
         "seconds": request.seconds,
         "memory_mib": request.memory_mib,
-        "stop": list(stop),
-        "prompt": next(iter(prompts.values())),
+        "stop": list(stops(benchmark)),
     }
     return Graded(results, samples, protocol)
+
+
+def _problems(benchmark: BenchmarkConfig) -> dict[str, dict[str, Any]]:
+    """Task id -> problem, as many as the benchmark's limit lets through."""
+    problems = read_problems(data_files(benchmark)[-1])
+    check_count(benchmark, len(problems))
+    return dict(list(problems.items())[: benchmark.limit])
 
 
 def read_problems(file: Path) -> dict[str, dict[str, Any]]:
@@ -85,7 +91,7 @@ def dataset_of(problems: Mapping[str, Any]) -> str:
     return kinds.pop()
 
 
-def grade(request: GradeRequest) -> dict[str, Any]:
+def run_grader(request: GradeRequest) -> dict[str, Any]:
     """Grade in a clean process: no torch, an empty folder, and an environment without anything of ours in it."""
     with tempfile.TemporaryDirectory(prefix="moe_lab-grade-") as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "verdicts.json")
@@ -111,14 +117,14 @@ def _cache_folder() -> Path:
     return Path(base, "moe_lab", "expected")
 
 
-def _sample(name: str, metric: str, task: str, prompt: str, completion: str, verdict: Mapping[str, str]) -> Sample:
+def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str]) -> Sample:
     status = verdict[metric]
     said = status if not verdict["reason"] or status == "pass" else f"{status}: {verdict['reason']}"
     return Sample(
         benchmark=name,
-        item=task,
+        item=answer.item,
         outcome=float(status == "pass"),
-        prompt_hash=prompt_hash(prompt),
-        output=completion,
+        prompt_hash=prompt_hash(answer.prompt),
+        output=answer.output,
         extracted=said,
     )

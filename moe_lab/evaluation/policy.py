@@ -1,4 +1,4 @@
-"""What a user allows: whether programs a model wrote may run, and behind which walls."""
+"""What a user allows: to run programs a model wrote, and behind which walls; to ask a judge; to read pickles."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class Policy:
     """Programs a model wrote may run at all."""
     sandbox: str = "auto"
     """auto, namespaces or none; see `protection`."""
+    allow_judge: bool = False
+    """What the model wrote may be sent to a judge."""
+    allow_pickled_data: bool = False
+    """Data that can run code when read may be read."""
 
     def protection(self, *, closed_world: bool) -> str:
         """Behind which walls programs run here: NAMESPACES, LIMITED or UNCONFINED.

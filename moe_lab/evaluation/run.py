@@ -1,4 +1,4 @@
-"""Evaluate one benchmark on one loaded model and write its folder."""
+"""Evaluate one benchmark on one model, at once or in two phases, and write its folder."""
 
 from __future__ import annotations
 
@@ -11,33 +11,85 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import suite
+from moe_lab.evaluation import generation, suite
+from moe_lab.evaluation.generation import Answer, Generator, GenSpec
 from moe_lab.evaluation.graded import Graded
 from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
 from moe_lab.results import SCHEMA, Result, ResultFile
 
-__all__ = ["Policy", "Subject", "evaluate"]
-
-ADAPTERS = {
+HARNESSES = {
     "lm_eval": "moe_lab.evaluation.harness_lm_eval",
     "evalplus": "moe_lab.evaluation.harness_evalplus",
+    "evalscope": "moe_lab.evaluation.harness_evalscope",
+    "wildbench": "moe_lab.evaluation.harness_wildbench",
     "stories": "moe_lab.evaluation.stories",
     "perplexity": "moe_lab.evaluation.perplexity",
 }
-"""Harness -> module with evaluate(subject, benchmark, policy) -> Graded; imported when first used."""
+"""Harness -> module, imported when first used. Those in `suite.TWO_PHASES` have
+
+    ask(benchmark) -> list[Question]
+    stops(benchmark) -> tuple of texts that end an answer
+    grade(answers, benchmark, policy) -> Graded
+
+without torch; the others have evaluate(subject, benchmark, policy) -> Graded.
+"""
+ANSWERS = "answers.jsonl"
 
 
-def evaluate(subject: Subject, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
-    """Run the benchmark and write out/result.json and out/samples.parquet.
+def _harness(benchmark: BenchmarkConfig) -> Any:
+    return importlib.import_module(HARNESSES[benchmark.harness])
+
+
+def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
+    problems = suite.preflight([benchmark], policy)
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def evaluate(subject: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
+    """Run the benchmark on a loaded model (`subject.Subject`) and write out/result.json and out/samples.parquet.
 
     A benchmark that fails raises; nothing is averaged over the items that are left. Raises UserError for what
     `suite.preflight` would have said.
     """
-    problems = suite.preflight([benchmark], policy)
-    if problems:
-        raise UserError("; ".join(problems))
-    graded: Graded = importlib.import_module(ADAPTERS[benchmark.harness]).evaluate(subject, benchmark, policy)
+    _check(benchmark, policy)
+    if benchmark.harness in suite.TWO_PHASES:
+        answers = generate(subject, benchmark, out, out / "partial.jsonl")
+        (out / "partial.jsonl").unlink()
+        return grade(answers, benchmark, out, policy=policy)
+    return _finish(_harness(benchmark).evaluate(subject, benchmark, policy), benchmark, out)
+
+
+def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partial: Path) -> list[Answer]:
+    """Ask every question of the benchmark and write out/answers.jsonl; see `generation.collect` for `partial`."""
+    harness = _harness(benchmark)
+    questions = harness.ask(benchmark)
+    if len({question.item for question in questions}) < len(questions):
+        raise RuntimeError(f"benchmark {benchmark.name} has two items of one name")
+    if benchmark.limit is None:
+        suite.check_count(benchmark, len(questions))
+    spec = GenSpec(
+        benchmark.max_new_tokens,
+        harness.stops(benchmark),
+        benchmark.batch_size,
+        benchmark.max_length,
+        special_tokens=not benchmark.chat,
+    )
+    answers = generation.collect(generator, questions, spec, partial)
+    out.mkdir(parents=True, exist_ok=True)
+    generation.write(answers, out / ANSWERS)
+    return answers
+
+
+def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
+    """Grade what was generated and write out/result.json and out/samples.parquet; needs no model."""
+    _check(benchmark, policy)
+    graded: Graded = _harness(benchmark).grade(answers, benchmark, policy)
+    graded.protocol.setdefault("prompt", answers[0].prompt)
+    return _finish(graded, benchmark, out)
+
+
+def _finish(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> list[Result]:
     _check_complete(graded, benchmark)
     _write(graded, benchmark, out)
     return graded.results

@@ -6,9 +6,10 @@ import json
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import GenSpec, Subject
+from moe_lab.evaluation.subject import Subject
 from moe_lab.evaluation.suite import check_count, data_files
 from moe_lab.pocket.stories import grade
 from moe_lab.results import Sample

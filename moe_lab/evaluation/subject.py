@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from moe_lab.errors import UserError
+from moe_lab.evaluation.generation import GenSpec, Messages
 
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
-
-
-@dataclass(frozen=True)
-class GenSpec:
-    """How to generate. Always greedily: the checkpoint's own sampling settings and penalties are not used."""
-
-    max_new_tokens: int
-    """Tokens after which a text ends in any case."""
-    stop: tuple[str, ...] = ()
-    """Texts at which generation ends; they and what follows are cut off. Only generated text is looked at."""
-    batch_size: int = 64
-    """Prompts in one forward pass."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +24,8 @@ class Subject:
     """A transformers causal language model in eval mode."""
     tokenizer: Any
     """Its tokenizer."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What its chat template is given besides the messages."""
 
     @property
     def max_length(self) -> int | None:
@@ -42,27 +33,44 @@ class Subject:
         length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length
 
+    def render(self, messages: Messages) -> str:
+        """The conversation as the prompt that asks for its next message. UserError without a chat template."""
+        if not self.tokenizer.chat_template:
+            raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments
+        )
+        return text
+
     def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
         """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
 
-        Batches are left-padded and sorted by length. Raises UserError for a prompt that leaves too little room.
+        Raises UserError for a prompt that leaves too little room.
         """
-        lengths = [len(ids) for ids in self.tokenizer(list(prompts)).input_ids] if prompts else []
+        return [text for _, text in sorted(self.stream(prompts, spec))]
+
+    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+        """(index, text) of each prompt as `generate` gives it, batch after batch: left-padded, the longest first."""
+        if not prompts:
+            return
+        lengths = [len(ids) for ids in self._encoded(prompts, spec).input_ids]
         self._check_room(lengths, spec)
         order = sorted(range(len(prompts)), key=lambda index: (-lengths[index], index))
-        texts = [""] * len(prompts)
         for start in range(0, len(order), spec.batch_size):
             chosen = order[start : start + spec.batch_size]
-            for index, text in zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True):
-                texts[index] = text
-        return texts
+            yield from zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True)
+
+    def _encoded(self, prompts: Sequence[str], spec: GenSpec, **form: Any) -> Any:
+        return self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens, **form)
 
     def _check_room(self, lengths: Sequence[int], spec: GenSpec) -> None:
-        longest = max(lengths, default=0)
-        if self.max_length is not None and longest + spec.max_new_tokens > self.max_length:
+        longest = max(lengths)
+        room = min((length for length in (self.max_length, spec.max_length) if length is not None), default=None)
+        if room is not None and longest + spec.max_new_tokens > room:
             raise UserError(
-                f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the model's "
-                f"{self.max_length} tokens: lower max_new_tokens to {max(0, self.max_length - longest)} or less"
+                f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the "
+                f"{'model' if room == self.max_length else 'benchmark'}'s {room} tokens: lower max_new_tokens to "
+                f"{max(0, room - longest)} or less"
             )
 
     def _end_tokens(self) -> list[int]:
@@ -72,7 +80,7 @@ class Subject:
 
     @torch.inference_mode()
     def _batch(self, prompts: list[str], spec: GenSpec) -> list[str]:
-        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        encoded = self._encoded(prompts, spec, return_tensors="pt", padding=True, padding_side="left")
         prompt = encoded.input_ids.to(self.model.device)
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]

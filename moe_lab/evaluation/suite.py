@@ -8,36 +8,47 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import BenchmarkConfig
+from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
+from moe_lab.evaluation import mirror
 from moe_lab.evaluation.policy import Policy
 from moe_lab.paths import PREFIX, resolve
 
-PACKAGES: Mapping[str, str | None] = {"lm_eval": "lm-eval", "evalplus": "evalplus", "stories": None, "perplexity": None}
+PACKAGES: Mapping[str, str | None] = {
+    "lm_eval": "lm-eval",
+    "evalplus": "evalplus",
+    "evalscope": None,  # in an interpreter of its own
+    "wildbench": None,
+    "stories": None,
+    "perplexity": None,
+}
 """Harness -> the distribution that does its grading, if it is not moe_lab itself."""
 METRICS: Mapping[str, tuple[str, ...]] = {
     "evalplus": ("base", "plus"),
+    "wildbench": ("score",),
     "stories": ("score",),
     "perplexity": ("perplexity", "bits_per_byte", "loss"),
 }
-"""Harness -> metrics it can report; lm_eval's are those of the task."""
-PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "lm_eval": (),
-    "evalplus": ("seconds", "memory_mib", "processes"),
-    "stories": (),
-    "perplexity": ("length",),
-}
-"""Harness -> what benchmark.parameters may hold."""
-_GENERATING = ("evalplus", "stories")
+"""Harness -> metrics it can report; the others' are those of the task."""
+ASKING: Mapping[str, tuple[str, ...]] = {"perplexity": ("length",)}
+"""Harness -> what benchmark.parameters may hold that changes what the model is asked."""
+GRADING: Mapping[str, tuple[str, ...]] = {"evalplus": ("seconds", "memory_mib", "processes")}
+"""Harness -> what benchmark.parameters may hold that changes only how answers are graded."""
+TWO_PHASES = ("evalplus", "evalscope", "wildbench")
+"""Harnesses that grade texts without the model: generating and grading are steps of their own."""
+_GENERATING = (*TWO_PHASES, "stories")
+_RUNNING = ("processes",)
+"""Parameters that change no result."""
 
 
-def policy(allow_code_execution: bool, sandbox: str) -> Policy:
+def policy(config: Config) -> Policy:
     """The policy of a study."""
-    return Policy(allow_code_execution, sandbox)
+    return Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
 
 
 def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files a benchmark is made of, the one with the items last. UserError naming the one that is missing."""
+    """The files a benchmark without a mirror is made of, the one with the items last. UserError naming the one that is
+    missing."""
     if not benchmark.task:
         raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
     task = Path(resolve(benchmark.task)).expanduser().absolute()
@@ -49,7 +60,9 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the benchmark's files."""
+    """sha256 over the benchmark's files, or over what its mirror says of them."""
+    if benchmark.data is not None:
+        return mirror.digest(benchmark)
     digest = hashlib.sha256()
     for file in data_files(benchmark):
         content = file.read_bytes()
@@ -62,19 +75,38 @@ def is_closed_world(benchmark: BenchmarkConfig) -> bool:
     return benchmark.task.startswith(PREFIX)
 
 
-def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Everything about a benchmark that can change its results; not its name, batch size or place."""
-    package = PACKAGES.get(benchmark.harness)
+def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """Everything about a benchmark that can change what a model answers; not its name, batch size or place."""
+    package = PACKAGES[benchmark.harness]
+    named = ("task", "subset", "split") if benchmark.data is not None else ()
+    asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
         "version": version(package) if package else None,
         "data": data_digest(benchmark),
+        **{name: getattr(benchmark, name) for name in asking},
+        "parameters": _parameters(benchmark, ASKING),
+    }
+
+
+def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """Everything about a benchmark that can change its results; a judge counts by what it is, not where."""
+    judge = benchmark.judge
+    return {
+        **asked(benchmark),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
-        "max_new_tokens": benchmark.max_new_tokens,
-        "limit": benchmark.limit,
-        "parameters": {name: value for name, value in benchmark.parameters.items() if name != "processes"},
+        "parameters": {**_parameters(benchmark, ASKING), **_parameters(benchmark, GRADING)},
+        **({"judge": {name: getattr(judge, name) for name in _JUDGE}} if judge else {}),
     }
+
+
+_JUDGE = ("model", "temperature", "max_tokens", "extra")
+
+
+def _parameters(benchmark: BenchmarkConfig, phase: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    known = phase.get(benchmark.harness, ())
+    return {name: value for name, value in benchmark.parameters.items() if name in known and name not in _RUNNING}
 
 
 def preflight(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
@@ -88,7 +120,7 @@ def _problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield str(unknown(f"{name}: harness", benchmark.harness, PACKAGES))
         return
     yield from said(lambda: _check_package(benchmark))
-    yield from said(lambda: _check_items(benchmark))
+    yield from said(lambda: _check_items(benchmark) if benchmark.data is None else mirror.check(benchmark))
     yield from _wrong_settings(benchmark, name)
     if runs_programs(benchmark):
         yield from said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
@@ -106,9 +138,10 @@ def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
         known = METRICS.get(benchmark.harness)
         if known is not None and metric not in known:
             yield str(unknown(f"{name}: metric", metric, known))
+    known_parameters = (*ASKING.get(benchmark.harness, ()), *GRADING.get(benchmark.harness, ()))
     for parameter in benchmark.parameters:
-        if parameter not in PARAMETERS[benchmark.harness]:
-            yield str(unknown(f"{name}: parameter", parameter, PARAMETERS[benchmark.harness]))
+        if parameter not in known_parameters:
+            yield str(unknown(f"{name}: parameter", parameter, known_parameters))
     if benchmark.harness in _GENERATING and benchmark.max_new_tokens < 1:
         yield f"{name}: max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
     if benchmark.limit is not None and benchmark.limit < 1:

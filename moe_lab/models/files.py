@@ -68,6 +68,19 @@ def quantization(settings: ModelConfig) -> str | None:
     return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
 
 
+def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
+    """UserError when a model on this machine has no chat template, which `benchmark` asks through."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
+        return
+    described = folder / "tokenizer_config.json"
+    if not described.is_file() or not read_json(described).get("chat_template"):
+        raise UserError(
+            f"benchmark {benchmark} asks through a chat template, and model={settings.name} has none: expected an "
+            "instruction-tuned model, or chat: false in the benchmark or protocol"
+        )
+
+
 def local_folder(settings: ModelConfig) -> Path:
     """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check` does."""
     check(settings)

@@ -54,6 +54,8 @@ CHOICES = 4
 ITEMS = 1000
 """Items of a benchmark that does not say how many it has."""
 
+_GRADING = 4 * 2**30
+"""Bytes that grading may take: a program it runs is let have no more."""
 BASE = 600 * 2**20
 """Bytes of Python with torch and transformers loaded."""
 ROOM = 1.1
@@ -82,6 +84,8 @@ class Estimate:
 
 def estimate(step: Step) -> Estimate | None:
     """What `step` takes; None when it depends on a model of which nothing is known."""
+    if step.kind == "grade":
+        return Estimate(_GRADING, SMALL + GRADED * _items(step.runtime["benchmark"]), SMALL, False)
     if step.kind not in WORK and step.kind not in STREAMED:
         return Estimate(BASE, SMALL, SMALL, False)
     size = size_of(ModelConfig(**step.runtime["model"]))
@@ -169,11 +173,15 @@ def _finetune(step: Step, size: Size, speed: Speed) -> float:
 def _evaluate(step: Step, size: Size, speed: Speed) -> float:
     """Prompts are read; answers are generated to the limit, one token of each sequence of a batch at a time."""
     benchmark = step.runtime["benchmark"]
-    items = min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
+    items = _items(benchmark)
     sequences = items if benchmark["max_new_tokens"] else CHOICES * items
     batches = -(-items // int(benchmark["batch_size"]))
     written = batches * int(benchmark["max_new_tokens"]) * _token(size, speed)
     return _reading(sequences * PROMPT, size, speed) + written
+
+
+def _items(benchmark: Mapping[str, Any]) -> int:
+    return min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
 
 
 WORK: Mapping[str, Work] = {
@@ -187,11 +195,14 @@ WORK: Mapping[str, Work] = {
     "finetune": _finetune,
     "cost": _passes(1),
     "evaluate": _evaluate,
+    "generate": _evaluate,
 }
 """Kind of step that loads the model -> seconds of its work."""
 STREAMED = ("weights", "channel_weights", "export")
 """Kinds of step that read the checkpoint once, on the CPU, and never hold more than a piece of it."""
-KINDS = (*WORK, *STREAMED, "model", "scores", "family", "plan")
+GRADED = 2.0
+"""Seconds of one core that grading a text takes, most of them tests of a program."""
+KINDS = (*WORK, *STREAMED, "grade", "model", "scores", "family", "plan")
 """All kinds of step; the last ones take seconds and little memory."""
 
 
@@ -200,7 +211,7 @@ def _memory(step: Step, size: Size) -> float:
     changed = step.kind == "finetune" or "finetune" in step.inputs or "storage" in step.parts
     weights = ROOM * size.bytes * (2 if changed else 1)
     logits = min(LOGITS, 4 * size.parameters / size.hidden)  # a vocabulary has no more words than parameters allow
-    if step.kind == "evaluate":
+    if step.kind in ("evaluate", "generate"):
         benchmark = step.runtime["benchmark"]
         written = int(benchmark["max_new_tokens"])
         row = (PROMPT + written) * CACHE * size.hidden * size.moe_layers if written else PROMPT * logits

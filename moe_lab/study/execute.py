@@ -94,7 +94,7 @@ class Here:
         self.worker.__exit__(*exception)
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        if step.kind == "evaluate":
+        if step.kind in ("evaluate", "generate", "grade"):
             self.worker(step, scratch)
             return
         from moe_lab.study.kinds import perform

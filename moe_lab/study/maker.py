@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,16 +220,54 @@ class Maker:
         tuned: Step | None,
         recovery: RecoveryConfig,
     ) -> Step:
-        """One benchmark on the model under one plan, recovered if that is asked for."""
+        """One benchmark on the model under one plan, recovered if that is asked for: the step that has its results.
+
+        Where texts are graded without the model, generating them is a step of its own before it.
+        """
+
+        def make() -> tuple[Part, Mapping[str, Any]]:
+            runtime = {"benchmark": plain(benchmark), "policy": asdict(suite.policy(self.config))}
+            return Part(suite.identity(benchmark)), runtime
+
+        part, runtime = self._once(("benchmark", benchmark), make)
+        if benchmark.harness in suite.TWO_PHASES:
+            generate = self.generate(model, plan, benchmark, tuned, recovery)
+            return Step("grade", generate.label, {"benchmark": part}, {"generate": generate}, runtime)
+        label, storage, inputs = self._pruned(model, plan, tuned, recovery)
+        return Step(
+            "evaluate",
+            f"{label}-{benchmark.name}",
+            {"benchmark": part, **storage},
+            inputs,
+            self._once(("evaluate", model, benchmark), lambda: {"model": plain(model), **runtime}),
+        )
+
+    def generate(
+        self,
+        model: ModelConfig,
+        plan: Step | None,
+        benchmark: BenchmarkConfig,
+        tuned: Step | None,
+        recovery: RecoveryConfig,
+    ) -> Step:
+        """The texts that answer one benchmark, by the model that is loaded or by a server of its checkpoint."""
 
         def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
-            policy = {"allow_code_execution": self.config.allow_code_execution, "sandbox": self.config.sandbox}
-            runtime = {"model": plain(model), "benchmark": plain(benchmark), "policy": policy}
-            return {"benchmark": Part(suite.identity(benchmark))}, runtime
+            asked = suite.asked(benchmark)
+            if benchmark.chat:
+                asked["template_arguments"] = dict(model.template_arguments)
+            parts = {"benchmark": Part(asked)}
+            if backend.name == "server":
+                parts["backend"] = Part({"name": backend.name, "command": backend.command})
+            runtime = {"model": plain(model), "benchmark": plain(benchmark), "backend": plain(backend)}
+            return parts, runtime
 
-        parts, runtime = self._once(("benchmark", model, benchmark), make)
+        backend = self.config.backend
+        parts, runtime = self._once(("generate", model, benchmark), make)
         label, storage, inputs = self._pruned(model, plan, tuned, recovery)
-        return Step("evaluate", f"{label}-{benchmark.name}", {**parts, **storage}, inputs, runtime)
+        if backend.name == "server" and plan:
+            inputs["checkpoint"] = self.export(model, plan)
+        return Step("generate", f"{label}-{benchmark.name}", {**parts, **storage}, inputs, runtime)
 
     def cost(self, cell: Cell, plan: Step | None) -> Step:
         """Parameters, storage, and FLOPs with the routing that the pruned model really has."""
@@ -242,5 +280,5 @@ class Maker:
 
     def export(self, model: ModelConfig, plan: Step) -> Step:
         """The pruned model as a checkpoint."""
-        parts = {"shape": Part({"export": self.config.export})}
+        parts = {"shape": Part({"export": self.config.export or "natural"})}
         return Step("export", plan.label, parts, {"model": self.model(model), "plan": plan}, {"model": plain(model)})

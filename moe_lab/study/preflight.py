@@ -21,6 +21,7 @@ from moe_lab.search.subsets import check_removals
 from moe_lab.study import resources
 from moe_lab.study.maker import reads_text
 
+BACKENDS = ("hf", "server")
 ANSWERED = ("search", "instructions")
 """Texts that are of no use without answers."""
 
@@ -39,26 +40,38 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield str(unknown("export", config.export, SHAPES))
     yield from said(partial(tracking.check, config.tracker))
     yield from said(partial(resources.check, config.resources))
-    yield from suite.preflight(benchmarks, suite.policy(config.allow_code_execution, config.sandbox))
+    yield from suite.preflight(benchmarks, suite.policy(config))
     for cell in _each(cells, "model"):
         yield from said(partial(files.check, cell.model))
+        for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):
+            yield from said(partial(files.check_chat_template, cell.model, benchmark.name))
     for cell in _each(cells, "criterion"):
         yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
     for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
         yield from said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))
-        if config.export and cell.recovery.name != "none":
-            yield (
-                f"export={config.export} writes what pruning leaves, before recovery={cell.recovery.name}: expected "
-                "recovery=none in a study that exports, or export=null"
-            )
+    yield from _check_backend(config, cells)
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:
             yield from said(partial(sources.check_answers, text))
     yield from _check_plain_weights(config, cells)
     yield from _check_allocations(cells)
+
+
+def _check_backend(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
+    if config.backend.name not in BACKENDS:
+        yield str(unknown("backend.name", config.backend.name, BACKENDS))
+    for cell in (cell for cell in _each(cells, "recovery") if cell.recovery.name != "none"):
+        if config.backend.name == "server":
+            yield f"backend=server serves what is exported, before recovery={cell.recovery.name}: expected backend=hf"
+        if config.export:
+            yield (
+                f"export={config.export} writes what pruning leaves, before recovery={cell.recovery.name}: expected "
+                "recovery=none in a study that exports, or export=null"
+            )
 
 
 def _is_known(cell: Cell) -> bool:

@@ -17,10 +17,11 @@ from miniature import problem, write_lines
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
+from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.evaluation.programs import namespaces_missing
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.subject import GenSpec, Subject
+from moe_lab.evaluation.subject import Subject
 
 ALLOWED = Policy(allow_code_execution=True, sandbox="auto" if not namespaces_missing() else "none")
 TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12

@@ -13,7 +13,7 @@ from miniature import problem, write_lines
 
 from moe_lab.evaluation.closed_world import leaves_closed_world
 from moe_lab.evaluation.grade import GradeRequest
-from moe_lab.evaluation.harness_evalplus import grade
+from moe_lab.evaluation.harness_evalplus import run_grader as grade
 from moe_lab.evaluation.programs import namespaces_missing
 from moe_lab.paths import resolve
 

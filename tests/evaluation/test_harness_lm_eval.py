@@ -19,9 +19,10 @@ from miniature import write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.harness_lm_eval import evaluate
 from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import GenSpec, Subject
+from moe_lab.evaluation.subject import Subject
 from moe_lab.paths import resolve
 
 ARC = BenchmarkConfig(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.subject import GenSpec, Subject
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.subject import Subject
 from moe_lab.paths import resolve
 
 

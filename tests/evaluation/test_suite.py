@@ -33,21 +33,21 @@ def test_all_problems_are_reported_together() -> None:
         replace(CODE, name="gone", task="gone.jsonl"),
         replace(CODE, name="count", expected=164),
     ]
-    found = suite.preflight(benchmarks, suite.policy(False, "auto"))
+    found = suite.preflight(benchmarks, Policy(False, "auto"))
     for says in ("allow_code_execution=false", "did you mean lm_eval", "gone.jsonl", "60 items and should have 164"):
         assert sum(says in sentence for sentence in found) == 1, says
 
 
 def test_what_is_right_is_silent() -> None:
-    assert suite.preflight([CODE], suite.policy(True, "none")) == []
+    assert suite.preflight([CODE], Policy(True, "none")) == []
 
 
 def test_preflight_imports_neither_torch_nor_a_harness() -> None:
     program = (
         "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
-        "import moe_lab.results\n"
+        "from moe_lab.evaluation.policy import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
-        "assert len(suite.preflight([b], suite.policy(True, 'auto'))) == 1\nsuite.identity(b)\n"
+        "assert len(suite.preflight([b], Policy(True, 'auto'))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )

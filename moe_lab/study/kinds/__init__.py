@@ -32,6 +32,8 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
         choosing.reconstruction,
         pruned.finetune,
         pruned.evaluate,
+        pruned.generate,
+        pruned.grade,
         pruned.cost,
         pruned.export,
     )

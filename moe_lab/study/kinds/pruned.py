@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows
 from moe_lab.study.store import write_json
@@ -70,14 +70,55 @@ def finetune(job: Job) -> None:
 def evaluate(job: Job) -> None:
     """One benchmark on the model, pruned and recovered as the job says."""
     from moe_lab.evaluation import run
+    from moe_lab.evaluation.subject import Subject
 
     with _subject(job) as (network, tokenizer):
-        run.evaluate(
-            run.Subject(network, tokenizer),
-            BenchmarkConfig(**job.runtime["benchmark"]),
-            Path(job.scratch),
-            policy=run.Policy(**job.runtime["policy"]),
-        )
+        run.evaluate(Subject(network, tokenizer), _benchmark(job), Path(job.scratch), policy=_policy(job))
+
+
+def generate(job: Job) -> None:
+    """The texts that answer one benchmark."""
+    from moe_lab.evaluation import run
+
+    with _generator(job) as generator:
+        run.generate(generator, _benchmark(job), Path(job.scratch), Path(job.partial, "answers.jsonl"))
+
+
+@contextmanager
+def _generator(job: Job) -> Iterator[Any]:
+    """What generates: the job's model, loaded, or behind a server that is started for it."""
+    model = ModelConfig(**job.runtime["model"])
+    backend = BackendConfig(**job.runtime["backend"])
+    if backend.name == "server":
+        from moe_lab.evaluation.server import serving
+        from moe_lab.models.files import local_folder
+
+        checkpoint = job.input("checkpoint", "checkpoint") if "checkpoint" in job.inputs else local_folder(model)
+        with serving(checkpoint, backend, model, job.name) as generator:
+            yield generator
+        return
+    from moe_lab.evaluation.subject import Subject
+
+    with _subject(job) as (network, tokenizer):
+        yield Subject(network, tokenizer, model.template_arguments)
+
+
+def grade(job: Job) -> None:
+    """The results of texts that were generated; needs no model."""
+    from moe_lab.evaluation import generation, run
+
+    answers = generation.read(job.input("generate", run.ANSWERS))
+    run.grade(answers, _benchmark(job), Path(job.scratch), policy=_policy(job))
+
+
+def _benchmark(job: Job) -> BenchmarkConfig:
+    return BenchmarkConfig(**job.runtime["benchmark"])
+
+
+def _policy(job: Job) -> Any:
+    from moe_lab.evaluation.policy import Policy
+
+    return Policy(**job.runtime["policy"])
 
 
 def cost(job: Job) -> None:

@@ -50,8 +50,10 @@ def arrange(
 
 
 def _kind(step: Step) -> str:
-    """The kind of job a step goes into: its own, but what a pruned model costs is counted where it is evaluated."""
-    return "evaluate" if step.kind == "cost" and "plan" in step.inputs else step.kind
+    """The kind of job a step goes into: its own, but what needs a pruned model is done where it is loaded anyway."""
+    costs = step.kind == "cost" and "plan" in step.inputs
+    generates = step.kind == "generate" and step.runtime["backend"]["name"] == "hf"
+    return "evaluate" if costs or generates else step.kind
 
 
 def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
@@ -76,6 +78,8 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
     """The steps of each job: many small ones, some cells of one model, or one of any other kind."""
     if kind in SMALL:
         return _cut([[step] for step in steps], settings.steps_per_job)
+    if kind == "grade":
+        return _cut([[step] for step in steps], settings.cells_per_job)
     if kind != "evaluate":
         return [[step] for step in steps]
     models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""What can be set: typed groups, a sentence under each field. Checked before anything heavy is imported."""
+"""What is pruned, by what, on which text, how much of it, and what then: one dataclass per axis of the grid."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ class ModelConfig:
         if isinstance(self.expected, dict):  # as it comes back from a job's JSON
             self.expected = ExpectedConfig(**self.expected)
 
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given besides the messages, such as enable_thinking: false."""
     search: dict[str, Any] = field(default_factory=dict)
     """Parameters of allocation=evolutionary published for this model; what the allocation sets goes before."""
 
@@ -168,126 +170,6 @@ class RecoveryConfig:
 
 
 @dataclass
-class BenchmarkConfig:
-    """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
-
-    name: str = MISSING
-    """The word used for this run in file names."""
-    harness: str = MISSING
-    """Who asks and grades: lm_eval, evalplus, stories or perplexity."""
-    task: str = MISSING
-    """The harness's task: a task file, a data file, or `pocket:benchmarks/FILE`."""
-    reports: dict[str, str] = field(default_factory=dict)
-    """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
-    expected: int | None = None
-    """Number of items the benchmark has; another number is an error unless `limit` is set."""
-    max_new_tokens: int = 0
-    """Generation limit; 0 for benchmarks that generate nothing."""
-    batch_size: int = 64
-    """Sequences in one forward pass."""
-    executes_code: bool = False
-    """Whether grading runs what the model wrote; needs allow_code_execution=true."""
-    limit: int | None = None
-    """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    """Anything else the harness takes."""
-
-
-@dataclass
-class SuiteConfig:
-    """A list of benchmarks."""
-
-    name: str = MISSING
-    """The word used for the suite."""
-    benchmarks: list[str] = field(default_factory=list)
-    """Names of files in conf/benchmark."""
-    path: str | None = None
-    """The text file of suite=perplexity."""
-    limit: int | None = None
-    """Evaluate only the first N items of each benchmark; the report says so."""
-
-
-@dataclass
-class LauncherConfig:
-    """Where the steps of a study run."""
-
-    name: str = "local"
-    """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
-    processes: int | None = None
-    """Processes of launcher=local; null takes one per GPU, or one per CPU core at most."""
-    cells_per_job: int = 16
-    """Pruned models that one Slurm job evaluates on weights it loads once."""
-    steps_per_job: int = 256
-    """Small steps, such as scores and plans, that one Slurm job does."""
-    parallel: int = 64
-    """Jobs of one array that may run at the same time."""
-    max_requeues: int = 3
-    """How often a job that is interrupted, by its time limit or for another job, is put back into the queue."""
-    signal_seconds: int = 120
-    """Seconds before its time limit at which a job is told to stop."""
-    python: str | None = None
-    """What starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter of now."""
-
-
-@dataclass
-class JobConfig:
-    """What a Slurm job asks for; null takes what stands further up, and at last an estimate."""
-
-    gpus: int | None = None
-    """GPUs; null takes as many as hold the model and the work."""
-    cpus: int | None = None
-    """CPU cores."""
-    memory: float | None = None
-    """Main memory in GiB."""
-    minutes: int | None = None
-    """Time limit; what is interrupted by it goes on from where it was."""
-    partition: str | None = None
-    """Partition, as sinfo names it."""
-    account: str | None = None
-    """Account the time is charged to."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features a node must have, such as h100."""
-    sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further options of sbatch, such as nodelist: node7, exclusive: true."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines before Python starts, such as module load cuda."""
-
-
-@dataclass
-class ResourcesConfig:
-    """What Slurm jobs ask for, by model and kind of step; the most particular that is set counts."""
-
-    name: str = "default"
-    """The word used for the cluster."""
-    gpu_memory: float = 80.0
-    """GiB of one GPU of the cluster."""
-    cpus_per_gpu: int = 8
-    """CPU cores that are asked for with each GPU."""
-    margin: float = 2.0
-    """Time asked for, as a multiple of the estimate."""
-    longest: int = 1440
-    """Minutes that are asked for at most; longer work is requeued and goes on."""
-    every: JobConfig = field(default_factory=JobConfig)
-    """All jobs."""
-    jobs: dict[str, Any] = field(default_factory=dict)
-    """KIND, MODEL/every or MODEL/KIND -> fields of `every`, for jobs with steps of that kind, or with that model."""
-
-
-@dataclass
-class TrackerConfig:
-    """Who else is told about results; the store always is."""
-
-    name: str = "none"
-    """none or wandb."""
-    project: str = "moe_lab"
-    """Project of the tracker."""
-    mode: str | None = None
-    """online or offline; null is online when a key is configured, offline otherwise."""
-
-
-@dataclass
 class GridConfig:
     """A list per axis; cells are their product. An axis left empty takes the group's own choice."""
 
@@ -307,61 +189,3 @@ class GridConfig:
     """Gates to weigh expert outputs with."""
     seed: list[int] = field(default_factory=list)
     """Seeds."""
-
-
-@dataclass
-class Config:
-    """One study: the default cell, the grid around it, and how it runs."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
-    criterion: CriterionConfig = field(default_factory=CriterionConfig)
-    """How experts are scored."""
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    """What the model reads while it is scored."""
-    allocation: AllocationConfig = field(default_factory=AllocationConfig)
-    """How many experts, or channels, each layer and expert loses."""
-    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """What is done to a pruned model before it is evaluated."""
-    suite: SuiteConfig = field(default_factory=SuiteConfig)
-    """What pruned models are evaluated on."""
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    """Where steps run."""
-    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
-    """What Slurm jobs ask for."""
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Who else is told."""
-    grid: GridConfig = field(default_factory=GridConfig)
-    """Lists per axis; cells are their product."""
-    more: list[GridConfig] = field(default_factory=list)
-    """Further grids of the same study; an axis left empty takes the list of `grid`."""
-    ratio: float = 0.25
-    """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
-    seed: int = 42
-    """Seed of the calibration order and of random choices."""
-    gate: str = "model"
-    """What multiplies an expert's output: model (its own), renormalized (the papers' equation), double_softmax."""
-    study: str = "study"
-    """Name of the study: its list of cells and its report are stored under it."""
-    store: str = "store"
-    """Folder of all steps and results."""
-    overlap: bool = False
-    """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
-    report: bool = True
-    """Write tables, figures and the HTML report at the end."""
-    dry_run: bool = False
-    """Print the graph of steps and stop."""
-    export: str | None = None
-    """Also write each pruned model as a checkpoint: natural (what is kept), masked, padded or padded_stock."""
-    flops_text: str = "pocket_excerpt"
-    """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
-    allow_code_execution: bool = False
-    """Let benchmarks run programs the model wrote, in a sandbox."""
-    sandbox: str = "auto"
-    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
-    wait: bool = False
-    """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
-    snapshot: bool = False
-    """With launcher=slurm: jobs run a copy of the code as it is now, whatever is edited meanwhile."""
-    retry: str | None = None
-    """failed: run steps again that ended with an error; null leaves their error standing."""

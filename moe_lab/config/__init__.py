@@ -1,0 +1,112 @@
+"""What can be set: typed groups, a sentence under each field. Checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_lab.config.evaluation import BackendConfig, BenchmarkConfig, JudgeConfig, ProtocolConfig, SuiteConfig
+from moe_lab.config.pruning import (
+    GATES,
+    AllocationConfig,
+    CalibrationConfig,
+    CriterionConfig,
+    ExpectedConfig,
+    GridConfig,
+    ModelConfig,
+    RecoveryConfig,
+)
+from moe_lab.config.running import JobConfig, LauncherConfig, ResourcesConfig, TrackerConfig
+
+__all__ = [
+    "GATES",
+    "AllocationConfig",
+    "BackendConfig",
+    "BenchmarkConfig",
+    "CalibrationConfig",
+    "Config",
+    "CriterionConfig",
+    "ExpectedConfig",
+    "GridConfig",
+    "JobConfig",
+    "JudgeConfig",
+    "LauncherConfig",
+    "ModelConfig",
+    "ProtocolConfig",
+    "RecoveryConfig",
+    "ResourcesConfig",
+    "SuiteConfig",
+    "TrackerConfig",
+]
+
+
+@dataclass
+class Config:
+    """One study: the default cell, the grid around it, and how it runs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    criterion: CriterionConfig = field(default_factory=CriterionConfig)
+    """How experts are scored."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """What the model reads while it is scored."""
+    allocation: AllocationConfig = field(default_factory=AllocationConfig)
+    """How many experts, or channels, each layer and expert loses."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What is done to a pruned model before it is evaluated."""
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    """What pruned models are evaluated on."""
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    """How it is asked."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """Who grades what only a reader can grade."""
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    """What generates."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """Where steps run."""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    """What Slurm jobs ask for."""
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    """Who else is told."""
+    grid: GridConfig = field(default_factory=GridConfig)
+    """Lists per axis; cells are their product."""
+    more: list[GridConfig] = field(default_factory=list)
+    """Further grids of the same study; an axis left empty takes the list of `grid`."""
+    ratio: float = 0.25
+    """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
+    seed: int = 42
+    """Seed of the calibration order and of random choices."""
+    gate: str = "model"
+    """What multiplies an expert's output: model (its own), renormalized (the papers' equation), double_softmax."""
+    study: str = "study"
+    """Name of the study: its list of cells and its report are stored under it."""
+    store: str = "store"
+    """Folder of all steps and results."""
+    overlap: bool = False
+    """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
+    report: bool = True
+    """Write tables, figures and the HTML report at the end."""
+    dry_run: bool = False
+    """Print the graph of steps and stop."""
+    export: str | None = None
+    """Also write each pruned model as a checkpoint: natural (what is kept), masked, padded or padded_stock."""
+    flops_text: str = "pocket_excerpt"
+    """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
+    allow_code_execution: bool = False
+    """Let benchmarks run programs the model wrote, in a sandbox."""
+    sandbox: str = "auto"
+    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
+    allow_judge: bool = False
+    """Send the model's answers to the judge's endpoint."""
+    allow_pickled_data: bool = False
+    """Read data sets that hold pickles, which can run code when read (LiveCodeBench's hidden tests)."""
+    data_root: str = "~/.cache/moe_lab/data"
+    """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
+    interpreters: dict[str, Any] = field(default_factory=dict)
+    """Harness -> the Python that runs it, where it cannot live beside this one; `make evalscope` makes one."""
+    wait: bool = False
+    """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
+    snapshot: bool = False
+    """With launcher=slurm: jobs run a copy of the code as it is now, whatever is edited meanwhile."""
+    retry: str | None = None
+    """failed: run steps again that ended with an error; null leaves their error standing."""

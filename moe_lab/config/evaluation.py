@@ -1,0 +1,120 @@
+"""What pruned models are asked, how, and who answers and grades."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class JudgeConfig:
+    """A language model that grades texts, behind an OpenAI-compatible endpoint."""
+
+    name: str = MISSING
+    """The word used for the judge."""
+    model: str = MISSING
+    """The model's name at the endpoint."""
+    url: str = MISSING
+    """Base address of the endpoint, such as http://localhost:8000/v1."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key; endpoints without keys need none."""
+    temperature: float = 0.0
+    """Temperature of the judge's replies."""
+    max_tokens: int = 2048
+    """Tokens of a reply at most."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Anything else the endpoint takes in a request, such as reasoning_effort: low."""
+    attempts: int = 8
+    """How often a request is sent while the endpoint is busy, broken or away."""
+    unparsable_attempts: int = 3
+    """How often a text is sent again whose reply holds no score."""
+    parallel: int = 8
+    """Requests under way at the same time."""
+    timeout: float = 120.0
+    """Seconds to wait for one reply."""
+
+
+@dataclass
+class BackendConfig:
+    """What generates the texts of benchmarks."""
+
+    name: str = "hf"
+    """hf (the loaded model) or server (an exported checkpoint behind a server that is started and stopped)."""
+    command: str | None = None
+    """Command line that starts the server, with {checkpoint}, {port} and {name}."""
+    ready_seconds: float = 1800.0
+    """Seconds the server may take until it answers."""
+
+
+@dataclass
+class BenchmarkConfig:
+    """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
+
+    name: str = MISSING
+    """The word used for this run in file names."""
+    harness: str = MISSING
+    """Who asks and grades: lm_eval, evalplus, evalscope, wildbench, stories or perplexity."""
+    task: str = MISSING
+    """The harness's task: its own name for it, a task file, a data file, or `pocket:benchmarks/FILE`."""
+    data: str | None = None
+    """Data set on the hub, such as allenai/ai2_arc; it is read from its mirror under data_root."""
+    subset: str | None = None
+    """Configuration of the data set, such as ARC-Challenge."""
+    split: str | None = None
+    """Split of the data set that is asked."""
+    reports: dict[str, str] = field(default_factory=dict)
+    """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
+    expected: int | None = None
+    """Number of items the benchmark has; another number is an error unless `limit` is set."""
+    shots: int = 0
+    """Solved examples in front of each question."""
+    chat: bool = False
+    """Ask through the model's chat template."""
+    max_new_tokens: int = 0
+    """Generation limit; 0 for benchmarks that generate nothing."""
+    max_length: int | None = None
+    """Tokens of prompt and answer together at most; null takes what the model can read."""
+    batch_size: int = 64
+    """Sequences in one forward pass."""
+    executes_code: bool = False
+    """Whether grading runs what the model wrote; needs allow_code_execution=true."""
+    limit: int | None = None
+    """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Anything else the harness takes."""
+    root: str | None = None
+    """Set by data_root."""
+    judge: JudgeConfig | None = None
+    """Set by the group judge where the harness asks one."""
+    python: str | None = None
+    """Set by interpreters.HARNESS."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.judge, dict):  # as it comes back from a job's JSON
+            self.judge = JudgeConfig(**self.judge)
+
+
+@dataclass
+class SuiteConfig:
+    """A list of benchmarks."""
+
+    name: str = MISSING
+    """The word used for the suite."""
+    benchmarks: list[str] = field(default_factory=list)
+    """Names of files in conf/benchmark."""
+    path: str | None = None
+    """The text file of suite=perplexity."""
+    limit: int | None = None
+    """Evaluate only the first N items of each benchmark; the report says so."""
+
+
+@dataclass
+class ProtocolConfig:
+    """How a paper asks its benchmarks, where that differs from their files."""
+
+    name: str = MISSING
+    """The word used for the protocol."""
+    benchmarks: dict[str, Any] = field(default_factory=dict)
+    """Benchmark -> the fields that differ; `every` holds for all that have `data`."""

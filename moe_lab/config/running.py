@@ -1,0 +1,86 @@
+"""Where the steps of a study run, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class LauncherConfig:
+    """Where the steps of a study run."""
+
+    name: str = "local"
+    """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
+    processes: int | None = None
+    """Processes of launcher=local; null takes one per GPU, or one per CPU core at most."""
+    cells_per_job: int = 16
+    """Pruned models that one Slurm job evaluates on weights it loads once."""
+    steps_per_job: int = 256
+    """Small steps, such as scores and plans, that one Slurm job does."""
+    parallel: int = 64
+    """Jobs of one array that may run at the same time."""
+    max_requeues: int = 3
+    """How often a job that is interrupted, by its time limit or for another job, is put back into the queue."""
+    signal_seconds: int = 120
+    """Seconds before its time limit at which a job is told to stop."""
+    python: str | None = None
+    """What starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter of now."""
+
+
+@dataclass
+class JobConfig:
+    """What a Slurm job asks for; null takes what stands further up, and at last an estimate."""
+
+    gpus: int | None = None
+    """GPUs; null takes as many as hold the model and the work."""
+    cpus: int | None = None
+    """CPU cores."""
+    memory: float | None = None
+    """Main memory in GiB."""
+    minutes: int | None = None
+    """Time limit; what is interrupted by it goes on from where it was."""
+    partition: str | None = None
+    """Partition, as sinfo names it."""
+    account: str | None = None
+    """Account the time is charged to."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features a node must have, such as h100."""
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    """Further options of sbatch, such as nodelist: node7, exclusive: true."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before Python starts, such as module load cuda."""
+
+
+@dataclass
+class ResourcesConfig:
+    """What Slurm jobs ask for, by model and kind of step; the most particular that is set counts."""
+
+    name: str = "default"
+    """The word used for the cluster."""
+    gpu_memory: float = 80.0
+    """GiB of one GPU of the cluster."""
+    cpus_per_gpu: int = 8
+    """CPU cores that are asked for with each GPU."""
+    margin: float = 2.0
+    """Time asked for, as a multiple of the estimate."""
+    longest: int = 1440
+    """Minutes that are asked for at most; longer work is requeued and goes on."""
+    every: JobConfig = field(default_factory=JobConfig)
+    """All jobs."""
+    jobs: dict[str, Any] = field(default_factory=dict)
+    """KIND, MODEL/every or MODEL/KIND -> fields of `every`, for jobs with steps of that kind, or with that model."""
+
+
+@dataclass
+class TrackerConfig:
+    """Who else is told about results; the store always is."""
+
+    name: str = "none"
+    """none or wandb."""
+    project: str = "moe_lab"
+    """Project of the tracker."""
+    mode: str | None = None
+    """online or offline; null is online when a key is configured, offline otherwise."""

@@ -1,0 +1,114 @@
+"""Questions, texts that answer them, and how texts are generated; without a model, and without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: role and content of each message."""
+
+
+@dataclass(frozen=True)
+class GenSpec:
+    """How to generate. Always greedily: the checkpoint's own sampling settings and penalties are not used."""
+
+    max_new_tokens: int
+    """Tokens after which a text ends in any case."""
+    stop: tuple[str, ...] = ()
+    """Texts at which generation ends; they and what follows are cut off. Only generated text is looked at."""
+    batch_size: int = 64
+    """Prompts in one forward pass."""
+    max_length: int | None = None
+    """Tokens of prompt and text together at most; None is what the model can read."""
+    special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens to a prompt; a chat template has written them already."""
+
+
+class Generator(Protocol):
+    """What generates texts: a loaded model, or a server."""
+
+    def render(self, messages: Messages) -> str:
+        """The conversation as the prompt that asks for its next message."""
+        ...
+
+    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+        """(index of the prompt, the text that follows it), in the order in which they are done."""
+        ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item of a benchmark."""
+
+    item: str
+    """Which item; no two of a benchmark are called alike."""
+    prompt: str | Messages
+    """Text to go on with, or a conversation for the model's chat template."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said to a question."""
+
+    item: str
+    prompt: str
+    """As the model read it."""
+    output: str
+
+
+def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, partial: Path) -> list[Answer]:
+    """An answer to every question, in their order; all prompts are of one sort, as `spec.special_tokens` says.
+
+    Answers are written to `partial` as they come. What a killed process had of the same prompts is taken from there,
+    a line it was writing aside.
+    """
+    prompts = [
+        question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt)
+        for question in questions
+    ]
+    names = [f"{number} {_digest(prompt)}" for number, prompt in enumerate(prompts)]
+    found = dict(_saved(partial))
+    missing = [number for number, name in enumerate(names) if name not in found]
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("a", encoding="utf-8") as lines:
+        lines.write("\n")  # ends a line that was cut off
+        for index, text in generator.stream([prompts[number] for number in missing], spec):
+            name = names[missing[index]]
+            found[name] = text
+            lines.write(json.dumps([name, text]) + "\n")
+            lines.flush()
+    return [
+        Answer(question.item, prompt, found[name])
+        for question, prompt, name in zip(questions, prompts, names, strict=True)
+    ]
+
+
+def _digest(prompt: str) -> str:
+    return hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _saved(partial: Path) -> Iterator[tuple[str, str]]:
+    if not partial.exists():
+        return
+    for line in partial.read_text(encoding="utf-8").splitlines():
+        try:
+            name, text = json.loads(line)
+        except ValueError:
+            continue
+        yield name, text
+
+
+def write(answers: Sequence[Answer], file: Path) -> None:
+    """One JSON line per answer."""
+    file.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
+
+
+def read(file: Path) -> list[Answer]:
+    """The answers as written."""
+    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [Answer(**row) for row in rows]

@@ -1,0 +1,167 @@
+"""Local copies of benchmark data, laid out as on the hub, with a manifest of what is in them.
+
+`python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER]` makes them (mirror_make.py).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError, unknown
+
+MANIFEST = "moe_lab.json"
+_COMMAND = "python -m moe_lab.evaluation.mirror"
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""File of a mirror -> its subset, split, rows, bytes, sha256, digest of its rows, source, revision."""
+
+
+def folder(benchmark: BenchmarkConfig) -> Path:
+    """The mirror of the benchmark's data. UserError with the command that makes it when there is none."""
+    assert benchmark.data is not None and benchmark.root is not None
+    found = Path(benchmark.root).expanduser().absolute() / benchmark.data
+    if not (found / MANIFEST).is_file():
+        raise UserError(
+            f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} has no mirror of it: "
+            f"{_COMMAND} {benchmark.name} data_root={benchmark.root}"
+        )
+    return found
+
+
+def digest(benchmark: BenchmarkConfig) -> str:
+    """sha256 over the rows a benchmark reads, as the manifest says: the split it asks, all splits if it has examples.
+
+    It depends on neither the file format nor where the data came from.
+    """
+    read = _entries(benchmark, None if benchmark.shots else benchmark.split)
+    names = sorted([entry["subset"], entry["split"], entry["digest"]] for entry in read.values())
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()
+
+
+def check(benchmark: BenchmarkConfig) -> None:
+    """UserError when the mirror is missing, is damaged, or has another number of rows than it should have."""
+    rows = sum(entry["rows"] for entry in _entries(benchmark, benchmark.split).values())
+    wanted = expected_rows(benchmark)
+    if wanted is not None and rows != wanted:
+        raise UserError(
+            f"benchmark {benchmark.name}: {_place(benchmark)} has {rows} rows and should have {wanted}: "
+            f"its data is not the published set, or expected is wrong"
+        )
+    verify(benchmark)
+
+
+def verify(benchmark: BenchmarkConfig) -> None:
+    """UserError naming the first file that is not the one the manifest describes."""
+    place = folder(benchmark)
+    for name, entry in _entries(benchmark, None if benchmark.shots else benchmark.split).items():
+        file = place / name
+        state = file.stat() if file.is_file() else None
+        if state is None or _sha256(file, state.st_size, state.st_mtime_ns) != entry["sha256"]:
+            raise UserError(
+                f"benchmark {benchmark.name}: {file} {'is missing' if state is None else 'is not the file'} "
+                f"that {MANIFEST} describes: make the mirror again with {_COMMAND} {benchmark.name} "
+                f"data_root={benchmark.root}"
+            )
+
+
+def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+    """The rows that are asked, in order: those of benchmark.subset (null: of all) and benchmark.split."""
+    place = folder(benchmark)
+    return [row for name in _entries(benchmark, benchmark.split) for row in read_rows(place / name)]
+
+
+def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
+    """Subset -> split -> files of the mirror; a data set without subsets has one that is called default."""
+    place = folder(benchmark)
+    found: dict[str, dict[str, list[Path]]] = {}
+    for name, entry in _entries(benchmark, None).items():
+        found.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(place / name)
+    return found
+
+
+def expected_rows(benchmark: BenchmarkConfig) -> int | None:
+    """Rows of the split that is asked; more than the benchmark's items where the harness chooses among them."""
+    known: int | None = known_data(benchmark).get("rows", {}).get(benchmark.split, benchmark.expected)
+    return known
+
+
+def known_data(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+    """What data_sets.yaml says of the benchmark's data: columns, names of files people have, and so on."""
+    of_data = _data_sets().get(benchmark.data, {})
+    of_subset: Mapping[str, Any] = of_data.get(benchmark.subset or "default", {})
+    return of_subset
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a .parquet, .jsonl or .jsonl.gz file."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        found: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+        return found
+    content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    return [json.loads(line) for line in content.decode("utf-8").split("\n") if line.strip()]
+
+
+def manifest(place: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a mirror's manifest, {} where there is none. UserError for a manifest that cannot be read."""
+    file = place / MANIFEST
+    if not file.is_file():
+        return {}
+    try:
+        found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again") from None
+    return found
+
+
+def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
+    """The manifest's entries of the benchmark's subset and of `split`, None for every one."""
+    every = manifest(folder(benchmark))
+    of_subset = {n: e for n, e in every.items() if benchmark.subset in (None, e["subset"])}
+    found = {n: e for n, e in of_subset.items() if split in (None, e["split"])}
+    if not found:
+        field, has = ("split", of_subset) if of_subset else ("subset", every)
+        wanted = str(split if of_subset else benchmark.subset)
+        names = sorted({entry[field] for entry in has.values()})
+        raise UserError(
+            f"{unknown(f'benchmark {benchmark.name}: {field}', wanted, names)}: the mirror {folder(benchmark)} lacks "
+            f"it, {_COMMAND} {benchmark.name} data_root={benchmark.root} adds it"
+        )
+    return found
+
+
+def _place(benchmark: BenchmarkConfig) -> str:
+    return " ".join(word for word in (str(folder(benchmark)), benchmark.subset, benchmark.split) if word)
+
+
+@lru_cache(maxsize=1024)
+def _sha256(file: Path, size: int, changed: int) -> str:
+    """Once for every state of a file: a worker checks the same mirror before each of many plans."""
+    found = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _data_sets() -> Mapping[str, Any]:
+    import yaml
+
+    found: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+if __name__ == "__main__":
+    from moe_lab.evaluation.mirror_make import main
+
+    sys.exit(main(sys.argv[1:]))
