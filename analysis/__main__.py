@@ -10,12 +10,14 @@ from pathlib import Path
 from moe_lab.errors import UserError, unknown
 
 USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER]
+python -m analysis diff A B [store=store] [out=FOLDER]
 
 NAME   report (the page with everything; the default), all (every table and figure), or any of
        {names}
 store  the folder a run wrote to
 study  which study in it, several with commas between, or all; by default the newest
 out    where to write; by default STORE/reports/STUDY
+diff   what changed from A to B: two studies of the store, two stores (or STORE:STUDY), or two plan.json files
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
 
@@ -68,14 +70,36 @@ def main(words: Sequence[str]) -> int:
         return 2
 
 
+def _diff(request: Request) -> int:
+    """Tables and sentences about what changed; 1 when something stands on one side only."""
+    from analysis import differences, render
+
+    found = differences.diff(request.names[1:], request.store)
+    out = request.out or found.folder
+    try:
+        for table in found.tables:
+            for path in render.write(table, out):
+                print(path)
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    print("\n".join(found.sentences))
+    return 0 if found.complete else 1
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"out={out} cannot be written ({error.strerror}): name a folder you own")
+
+
 def _run(request: Request) -> int:
+    if request.names[0] == "diff":
+        return _diff(request)
     from analysis import catalogue, report
     from analysis.documents import studies
     from analysis.load import load
 
     for name in request.names:
         if name not in (*catalogue.CATALOGUE, "all", "report"):
-            raise unknown("name", name, [*catalogue.CATALOGUE, "all", "report"])
+            raise unknown("name", name, [*catalogue.CATALOGUE, "all", "report", "diff"])
     newest = studies(request.store)[0]
     study = load(request.store, request.study or newest)
     if study.results.empty:
@@ -93,7 +117,7 @@ def _run(request: Request) -> int:
                 print(f"analysis: {name} needs results that study={study.name} does not have", file=sys.stderr)
                 return 1
     except OSError as error:
-        raise UserError(f"out={out} cannot be written ({error.strerror}): name a folder you own") from None
+        raise _unwritable(out, error) from None
     for gap in study.gaps:
         print(f"analysis: {gap.where}: {gap.what}", file=sys.stderr)
     return 1 if study.gaps else 0

@@ -88,7 +88,7 @@ def rank_test(
     Ranks are taken as for Avg Rank: on values rounded to three decimals, ties sharing the mean of their ranks.
     """
     cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
-    values = _blocks(comparison, panel, over).loc[list(cells.values())].set_axis(list(cells), axis=0)
+    values = _blocks(comparison, panel, over).reindex(list(cells.values())).set_axis(list(cells), axis=0)
     complete = values.notna().all(axis=1)
     kept = values[complete].round(ranks.PRINTED_DECIMALS)
     if min(kept.shape) < FEWEST:
@@ -112,8 +112,9 @@ def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
     if over == COLUMNS:
         return comparison.columns[list(panel.columns(comparison))]
     benchmarks = comparison.benchmarks
-    asked = [name for name in benchmarks if benchmarks.loc[list(panel.cells.values()), name].notna().any()]
-    stems = {name: names.SAME_ITEMS.get(str(name), str(name)) for name in asked}
+    run = benchmarks.reindex(list(panel.cells.values())).notna().any()
+    asked = [str(name) for name in run.index[run]]
+    stems = {name: names.SAME_ITEMS.get(name, name) for name in asked}
     groups = {stem: [name for name in asked if stems[name] == stem] for stem in dict.fromkeys(stems.values())}
     return pd.DataFrame({stem: benchmarks[found].mean(axis=1, skipna=False) for stem, found in groups.items()})
 

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic_plans
+from scipy.stats import binomtest, norm
+from synthetic import write_store
+
+from analysis import __main__ as command
+from analysis import plan_changes
+from analysis.difference_tables import kept_table, score_table
+from analysis.differences import diff
+from analysis.load import load
+from analysis.sides import beside, side
+from analysis.uncertainty import holm
+from moe_lab.errors import UserError
+
+AXES = {"calibration": "pocket_code", "ratio": 0.5, "allocation": "global"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Studies: both (two criteria, two sets), code (one of the sets, one criterion more), man, seer, short."""
+    root = tmp_path_factory.mktemp("diff") / "store"
+    few = {"items": 40, "ratios": (0.5,), "overlap": False, "tasks": ("gsm8k", "wildbench", "mmlu")}
+    write_store(root, name="both", criteria=("frequency", "heapr"), calibrations=("pocket_code", "pocket_math"), **few)
+    write_store(root, name="code", criteria=("frequency", "heapr", "man"), calibrations=("pocket_code",), **few)
+    for name in ("man", "seer"):
+        write_store(root, name=name, criteria=(name,), calibrations=("pocket_code",), allocations=("global",), **few)
+    return root
+
+
+def masks(axes: dict) -> np.ndarray:
+    return synthetic_plans.channel_masks(axes)
+
+
+def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
+    plans = [{**AXES, "criterion": name} for name in ("heapr", "camera")]
+    found = plan_changes.changes(*(plan_changes.layers(synthetic_plans.plan(axes)) for axes in plans))
+    one, other = map(masks, plans)
+    assert found["channels_both"].tolist() == (one & other).sum(axis=(1, 2)).tolist()
+    assert found["channels_out"].tolist() == (one & ~other).sum(axis=(1, 2)).tolist()
+    assert found["channels_in"].tolist() == (~one & other).sum(axis=(1, 2)).tolist()
+    whole = {**AXES, "criterion": "man"}
+    mixed = plan_changes.changes(
+        plan_changes.layers(synthetic_plans.plan(plans[0])), plan_changes.layers(synthetic_plans.plan(whole))
+    )
+    for row, (layer, removed) in zip(mixed.to_dict("records"), enumerate(synthetic_plans.removed(whole)), strict=True):
+        assert row["layer"] == layer and row["out"] == tuple(range(removed)) and row["in"] == ()
+        full = np.zeros((32, 64), bool)
+        full[removed:] = True
+        assert row["channels_in"] == (full & ~one[layer]).sum() and row["channels_both"] == (full & one[layer]).sum()
+        assert row["jaccard"] == pytest.approx((32 - removed) / 32) == pytest.approx(row["chance"])
+
+
+def test_chance_is_what_random_plans_come_to() -> None:
+    first = {0: plan_changes.LayerPlan(1000, dict.fromkeys(range(500)), None)}
+    kept = np.random.default_rng(0).choice(1000, 250, replace=False).tolist()
+    [row] = plan_changes.changes(first, {0: plan_changes.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
+    assert row["jaccard"] == pytest.approx(row["chance"], abs=0.03) and row["chance"] == pytest.approx(125 / 625)
+
+
+def test_scores_are_paired_and_corrected(store: Path) -> None:
+    sides = beside(side("man", store), side("seer", store))
+    assert sides.told == {"criterion": ("man", "seer")} and len(sides.pairs) == 2 and sides.alone == ((), ())
+    table = score_table(sides, benchmarks=True, name="t").frame
+    assert set(table["Criterion"]) == {"Unpruned", "MAN → SEER"}
+    assert set(table.loc[table["Criterion"] == "Unpruned", "Verdict"]) == {"same"}
+    row = table[(table["Criterion"] != "Unpruned") & (table["Of"] == "GSM8K")].iloc[0]
+    outcomes = []
+    for study in (sides.first, sides.second):
+        pruned = study.cells.index[study.cells["criterion"] != "none"][0]
+        samples = study.samples[(study.samples["cell"] == pruned) & (study.samples["benchmark"] == "gsm8k")]
+        outcomes.append(samples.sort_values("item")["outcome"].to_numpy())
+    lost, won = ((outcomes[at] > outcomes[1 - at]).sum() for at in (0, 1))
+    assert row["Test"] == "paired" and row["B − A"] == pytest.approx(outcomes[1].mean() - outcomes[0].mean())
+    assert row["p"] == pytest.approx(binomtest(int(min(lost, won)), int(lost + won)).pvalue)
+    assert np.allclose(table["p (Holm)"], holm(table["p"].to_numpy(float)), equal_nan=True)
+    assert table["p"].notna().sum() == 3  # answers that are the same are not tested
+
+
+def test_other_items_are_compared_by_their_standard_errors(store: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(store, tmp_path / "store"))
+    for file in (other / "evaluate").glob("*gsm8k*/samples.parquet"):
+        pd.read_parquet(file).assign(item=lambda frame: "other/" + frame["item"]).to_parquet(file, index=False)
+    sides = beside(side("man", store), side(f"{other}:seer", store))
+    table = score_table(sides, benchmarks=True, name="t")
+    position = table.frame.index[(table.frame["Criterion"] != "Unpruned") & (table.frame["Of"] == "GSM8K")][0]
+    row = table.frame.loc[position]
+    study = sides.first
+    errors = [
+        found.results.query("benchmark == 'gsm8k'").set_index("cell")["stderr"].iloc[-1]
+        for found in (study, sides.second)
+    ]
+    z = row["B − A"] / np.hypot(*errors)
+    assert row["Test"] == "unpaired" and row["p"] == pytest.approx(2 * norm.sf(abs(z)))
+    assert table.high.loc[position, "B − A"] == pytest.approx(row["B − A"] + 1.96 * np.hypot(*errors), abs=1e-4)
+
+
+def test_cells_without_a_counterpart_are_named(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["diff", "both", "code", f"store={store}", f"out={store / 'out'}"]) == 1
+    said = capsys.readouterr().out
+    assert "3 cells stand on both sides." in said and "0 of 2 plans keep something else." in said
+    assert "2 cells stand in A only: pocket_olmoe frequency pocket_math 0.5" in said
+    assert "1 cells" not in said and "One cell stands in B only: pocket_olmoe man pocket_code 0.5" in said
+    assert (store / "out" / "diff.averages.csv").exists() and (store / "out" / "diff.settings.html").exists()
+
+
+def test_plans_that_differ_are_listed_layer_by_layer(store: Path, tmp_path: Path) -> None:
+    files = []
+    for name in ("man", "seer"):
+        study = load(store, name)
+        folder = study.cells["plan_folder"].dropna().iloc[0]
+        files.append(store / folder)
+    found = diff([str(files[0]), str(files[1] / "plan.json")], store)
+    [table] = found.tables
+    assert list(table.frame["Layer"]) == ["0", "1", "2", "3"] and "channels" not in " ".join(table.frame)
+    kept = kept_table(beside(side("man", store), side("seer", store)))
+    out = [len(words.split()) for words in kept.frame["Experts only in A"]]
+    assert out == list(kept.frame["Only in A"]) and kept.frame["Only in A"].sum() + kept.frame["Only in B"].sum() > 0
+    changed = table.frame[table.frame["Only in A"] + table.frame["Only in B"] > 0]
+    assert list(kept.frame["Experts only in B"]) == list(changed["Experts only in B"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["man"], "1 given"),
+        (["man", "sear"], "did you mean seer"),
+        (["man", "PLAN"], "the other is none"),
+        (["BROKEN", "PLAN"], "cannot be read as a plan"),
+        (["NARROW", "PLAN"], "layer 0 has 8 experts in one and 32 in the other"),
+        (["SHALLOW", "PLAN"], "layer 1 is in one of them only"),
+        (["man", "nowhere:seer"], "no study of store"),
+    ],
+)
+def test_mistakes_are_sentences(
+    store: Path, tmp_path: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: dict[str, Callable[[], object]] = {
+        "PLAN": lambda: synthetic_plans.plan({**AXES, "criterion": "man"}),
+        "BROKEN": lambda: {"layers": 3},
+        "NARROW": lambda: {"layers": {str(i): {"experts": 8, "keep": [0]} for i in range(4)}},
+        "SHALLOW": lambda: {"layers": {"0": {"experts": 32, "keep": [0]}}},
+    }
+    for name, make in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(make()))
+    given = [str(tmp_path / f"{word}.json") if word in made else word for word in words]
+    assert command.main(["diff", *given, f"store={store}"]) == 2
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(UserError):
+        diff(given, store)
