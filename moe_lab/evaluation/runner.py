@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.evaluation.confinement import enter, limit_process, new_process_tree
-from moe_lab.evaluation.values import decode, encode_result
+from moe_lab.evaluation.values import HUGE, decode, encode_result
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 _LEAST_WAIT = 0.01
@@ -48,6 +48,8 @@ class Request:
     """Bytes of address space of each process of the program."""
     output: int
     """Bytes of encoded results the program may send."""
+    parts: int = HUGE
+    """A value of more parts than this comes back as its hash."""
 
 
 def main(root: str | None, hidden: list[str]) -> None:
@@ -227,7 +229,7 @@ def _call_program(request: Request) -> None:
     function = names[request.entry_point]
     _send("loaded")
     for encoded in request.inputs:
-        _send(json.dumps(encode_result(function(*decode(encoded)))))
+        _send(json.dumps(encode_result(function(*decode(encoded)), request.parts)))
 
 
 def _send(line: str) -> None:

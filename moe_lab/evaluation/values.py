@@ -104,9 +104,9 @@ _LIKE: dict[type, type] = {
 _BY_NAME = {kind.__name__: kind for kind in _LIKE}
 
 
-def encode_result(value: Any) -> Any:
-    """As `encode`, but a value of more than HUGE parts becomes its hash."""
-    if _left_over(value, HUGE) < 0:
+def encode_result(value: Any, parts: int = HUGE) -> Any:
+    """As `encode`, but a value of more than `parts` parts becomes its hash."""
+    if _left_over(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
 
