@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -22,6 +23,8 @@ from moe_lab.study import resources
 from moe_lab.study.maker import reads_text
 
 BACKENDS = ("hf", "server")
+NAME = re.compile(r"\w[\w.+-]*")
+"""What a study may be called."""
 ANSWERED = ("search", "instructions")
 """Texts that are of no use without answers."""
 
@@ -34,8 +37,7 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
-    if config.retry not in (None, "failed"):
-        yield f"retry={config.retry} is unknown: expected failed or null"
+    yield from _check_words(config)
     if config.export not in (None, *SHAPES):
         yield str(unknown("export", config.export, SHAPES))
     yield from said(partial(tracking.check, config.tracker))
@@ -72,6 +74,16 @@ def _check_backend(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
                 f"export={config.export} writes what pruning leaves, before recovery={cell.recovery.name}: expected "
                 "recovery=none in a study that exports, or export=null"
             )
+
+
+def _check_words(config: Config) -> Iterator[str]:
+    if not NAME.fullmatch(config.study):
+        yield (
+            f"study={config.study} cannot be called so, as its folder and jobs are: expected letters, digits and "
+            "_ . + - after the first"
+        )
+    if config.retry not in (None, "failed"):
+        yield f"retry={config.retry} is unknown: expected failed or null"
 
 
 def _is_known(cell: Cell) -> bool:
