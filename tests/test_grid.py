@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from moe_lab.config import CalibrationConfig, Config, CriterionConfig, GridConfig, ModelConfig, SuiteConfig
+from moe_lab.config import (
+    CalibrationConfig,
+    Config,
+    CriterionConfig,
+    GridConfig,
+    ModelConfig,
+    ProtocolConfig,
+    SuiteConfig,
+)
 from moe_lab.errors import UserError
 from moe_lab.grid import Files, benchmarks, cells
 
@@ -141,4 +149,27 @@ def test_suite_gives_its_text_and_limit_to_its_benchmarks() -> None:
 def test_an_unknown_benchmark_is_a_sentence() -> None:
     settings = replace(config(), suite=SuiteConfig(name="s", benchmarks=["pocket_humanevil"]))
     with pytest.raises(UserError, match="did you mean pocket_humaneval"):
+        benchmarks(settings, Counting().files())
+
+
+def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> None:
+    settings = config()
+    settings.suite = SuiteConfig(name="s", benchmarks=["pocket_arc_easy", "arc_easy", "mmlu"], limit=3)
+    settings.protocol = ProtocolConfig(name="p", benchmarks={"every": {"max_length": 99}, "mmlu": {"shots": 5}})
+    settings.data_root = "there"
+    own, easy, mmlu = benchmarks(settings, Counting().files())
+    assert (own.max_length, own.root) == (None, None) and {easy.max_length, mmlu.max_length} == {99}
+    assert (easy.shots, mmlu.shots) == (0, 5) and easy.root == "there"
+    assert {own.limit, easy.limit, mmlu.limit} == {3}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "says"),
+    [({"mmul": {"shots": 5}}, "did you mean mmlu"), ({"mmlu": {"shot": 5}}, "shot"), ({"mmlu": {"shots": "a"}}, "'a'")],
+)
+def test_a_wrong_protocol_is_one_sentence(protocol: dict[str, object], says: str) -> None:
+    settings = config()
+    settings.suite = SuiteConfig(name="s", benchmarks=["mmlu"])
+    settings.protocol = ProtocolConfig(name="p", benchmarks=protocol)
+    with pytest.raises(UserError, match=f"protocol=p.*{says}"):
         benchmarks(settings, Counting().files())

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from moe_lab.config import Config, GridConfig, ModelConfig, SuiteConfig
+from moe_lab.config import (
+    AllocationConfig,
+    BackendConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    CriterionConfig,
+    GridConfig,
+    ModelConfig,
+    SuiteConfig,
+)
 from moe_lab.grid import Files, benchmarks, cells, choose
 from moe_lab.study.graph import Graph, build
+from moe_lab.study.identity import Step
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
@@ -99,3 +112,40 @@ def test_ten_thousand_cells_in_five_seconds() -> None:
     steps = made.steps()
     assert len(made.cells) == 10_201 and len(steps) > 100_000
     assert time.process_time() - start <= 5
+
+
+CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"})
+
+
+def code_steps(benchmark: BenchmarkConfig, *, pruned: bool = False, **settings: Any) -> dict[str, Step]:
+    """The steps of the unpruned, or the pruned, model on a benchmark with programs."""
+    config = Config(
+        model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
+        criterion=CriterionConfig(name="man"),
+        calibration=choose(CalibrationConfig, "calibration", "pocket_code", FILES),
+        allocation=AllocationConfig(name="uniform"),
+        **settings,
+    )
+    made = build(config, [(cells(config, FILES), [benchmark])])
+    grade = next(cell for cell in made.cells if (cell.plan is not None) == pruned).evaluate["code"]
+    return {"grade": grade, **grade.inputs}
+
+
+def test_programs_are_generated_once_however_they_are_graded() -> None:
+    first = code_steps(CODE)
+    assert first["grade"].kind == "grade" and set(first) == {"grade", "generate"}
+    for other in (
+        replace(CODE, reports={"mbpp": "plus"}),
+        replace(CODE, parameters={"seconds": 9.0}),
+    ):
+        again = code_steps(other)
+        assert again["generate"].id == first["generate"].id and again["grade"].id != first["grade"].id
+    assert code_steps(replace(CODE, parameters={"processes": 7}))["grade"].id == first["grade"].id
+    assert code_steps(replace(CODE, max_new_tokens=9))["generate"].id != first["generate"].id
+
+
+def test_a_server_generates_from_the_exported_checkpoint() -> None:
+    server = BackendConfig(name="server", command="serve {checkpoint}")
+    unpruned, pruned = (code_steps(CODE, pruned=pruned, backend=server)["generate"] for pruned in (False, True))
+    assert "checkpoint" not in unpruned.inputs and pruned.inputs["checkpoint"].kind == "export"
+    assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
