@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import NoReturn
+
+from moe_lab.paths import conf
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
 
@@ -15,12 +16,6 @@ START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language mode
                     suite=perplexity suite.path=FILE        your model, your text
 
 `python -m moe_lab --help` lists every choice."""
-
-
-def conf() -> Path:
-    """The folder of configuration groups: packed into the wheel, or at the top of a checkout."""
-    packed = Path(__file__).parent / "conf"
-    return packed if packed.is_dir() else Path(__file__).parents[1] / "conf"
 
 
 def give_up(sentence: str) -> NoReturn:

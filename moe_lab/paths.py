@@ -10,6 +10,12 @@ PREFIX = "pocket:"
 DATA = Path(__file__).parent / "pocket" / "data"
 
 
+def conf() -> Path:
+    """The folder of configuration groups: packed into the wheel, or at the top of a checkout."""
+    packed = Path(__file__).parent / "conf"
+    return packed if packed.is_dir() else Path(__file__).parents[1] / "conf"
+
+
 def resolve(path: str) -> str:
     """The file or folder that `pocket:NAME` stands for; any other path or hub id as it is.
 

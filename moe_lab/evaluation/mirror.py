@@ -95,7 +95,7 @@ def expected_rows(benchmark: BenchmarkConfig) -> int | None:
 
 def known_data(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """What data_sets.yaml says of the benchmark's data: columns, names of files people have, and so on."""
-    of_data = _data_sets().get(benchmark.data, {})
+    of_data = _data_sets().get(str(benchmark.data), {})
     of_subset: Mapping[str, Any] = of_data.get(benchmark.subset or "default", {})
     return of_subset
 

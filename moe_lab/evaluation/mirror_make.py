@@ -1,0 +1,192 @@
+"""Make mirrors, from the hub or from files a user has: what `python -m moe_lab.evaluation.mirror` does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig, SuiteConfig
+from moe_lab.errors import UserError, unknown
+from moe_lab.evaluation import mirror
+from moe_lab.evaluation.mirror_sources import Part, parts
+from moe_lab.paths import conf
+
+
+def main(words: Sequence[str]) -> int:
+    """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
+
+    0, or 2 with a sentence for each benchmark whose data could not be had; the others are made all the same.
+    """
+    try:
+        names, root, source = _arguments(words)
+        wanted = benchmarks(names, root)
+    except UserError as error:
+        print(f"moe_lab: {error}", file=sys.stderr)
+        return 2
+    failed = False
+    for benchmark in wanted:
+        try:
+            print("\n".join(make(benchmark, source)), flush=True)
+        except UserError as error:
+            failed = True
+            print(f"moe_lab: {error}", file=sys.stderr, flush=True)
+    return 2 if failed else 0
+
+
+def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
+    """Write the mirror of the benchmark's data from `source`, None for the hub; a line on each split it wrote.
+
+    Nothing is written unless every row has its columns and the split that is asked has as many rows as it should.
+    """
+    assert benchmark.data is not None and benchmark.root is not None
+    place = Path(benchmark.root).expanduser().absolute() / benchmark.data
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".mirror-", dir=place.parent) as scratch:
+        found = list(parts(benchmark, source, Path(scratch)))
+        _check(benchmark, found)
+        entries = {**mirror.manifest(place), **dict(_write(part, place) for part in found)}
+    _put(place / "README.md", _readme(str(benchmark.data), entries).encode())
+    _put(place / mirror.MANIFEST, json.dumps({"files": entries}, indent=1, sort_keys=True).encode())
+    mirror.check(benchmark)
+    return _lines(benchmark, found)
+
+
+def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
+    """The benchmarks with data that names of benchmarks and suites stand for, each once."""
+    known = {group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")}
+    listed: list[str] = []
+    for name in names:
+        if name in known["benchmark"]:
+            listed.append(name)
+        elif name in known["suite"]:
+            listed += _loaded("suite", name, SuiteConfig(path="")).benchmarks
+        else:
+            raise unknown("benchmark or suite", name, [*known["benchmark"], *known["suite"]])
+    found = [_loaded("benchmark", name, BenchmarkConfig(root=root)) for name in dict.fromkeys(listed)]
+    with_data = [benchmark for benchmark in found if benchmark.data is not None]
+    if not with_data:
+        raise UserError(f"{', '.join(names)} needs no mirror: its data comes with moe_lab, or is a file of yours")
+    return with_data
+
+
+def _loaded(group: str, name: str, schema: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    file = OmegaConf.load(conf() / group / f"{name}.yaml")
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), file))
+
+
+def _arguments(words: Sequence[str]) -> tuple[list[str], str, Path | None]:
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    names = [word for word in words if "=" not in word]
+    for setting in settings:
+        if setting not in ("data_root", "from"):
+            raise unknown("setting", setting, ("data_root", "from"))
+    if not names or not settings.get("data_root"):
+        said = " ".join(words) or "nothing"
+        raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER], of benchmarks or suites; got {said}")
+    if "from" not in settings:
+        return names, settings["data_root"], None
+    source = Path(settings["from"]).expanduser().absolute()
+    if not source.exists():
+        raise UserError(f"from={source}: there is no such file or folder")
+    if source.is_file() and len(benchmarks(names, "")) > 1:
+        raise UserError(f"from={source} is one file: expected the name of one benchmark, got {' '.join(names)}")
+    return names, settings["data_root"], source
+
+
+def _check(benchmark: BenchmarkConfig, found: Sequence[Part]) -> None:
+    asked = [part for part in found if part.split == benchmark.split]
+    rows, wanted = sum(len(part.rows) for part in asked), mirror.expected_rows(benchmark)
+    if wanted is not None and rows != wanted:
+        source = found[0].source if found else "nothing"
+        raise UserError(
+            f"benchmark {benchmark.name}: {source} has {rows} rows for the split {benchmark.split} and should have "
+            f"{wanted}, so nothing was written: it is not the published set, or expected is wrong"
+        )
+    columns = mirror.known_data(benchmark).get("columns", ())
+    for part in found:
+        for number, row in enumerate(part.rows):
+            missing = [column for column in columns if column not in row]
+            if missing:
+                raise UserError(
+                    f"benchmark {benchmark.name}: row {number + 1} of {part.source} lacks {', '.join(missing)}, so "
+                    f"nothing was written: expected the columns {', '.join(columns)}"
+                )
+
+
+# What is written: every file whole or not at all, the manifest last.
+
+
+def _write(part: Part, place: Path) -> tuple[str, dict[str, Any]]:
+    """The name of the part's file and its entry in the manifest."""
+    if part.original is not None:
+        name = part.original.name
+        _put(place / name, part.original.read_bytes())
+    else:
+        name = f"{part.subset}/{part.split}-00000-of-00001.parquet"
+        _put(place / name, _parquet(part))
+    content = (place / name).read_bytes()
+    return name, {
+        "subset": part.subset,
+        "split": part.split,
+        "rows": len(part.rows),
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "digest": hashlib.sha256(json.dumps(part.rows, sort_keys=True, default=str).encode()).hexdigest(),
+        "source": part.source,
+        "revision": part.revision,
+    }
+
+
+def _parquet(part: Part) -> bytes:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    sink = arrow.BufferOutputStream()
+    try:
+        parquet.write_table(arrow.Table.from_pylist(part.rows), sink)
+    except arrow.ArrowInvalid as error:
+        raise UserError(f"{part.source}: its rows are no table ({str(error).splitlines()[0]})") from error
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _put(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{file.name}.part")
+    beside.write_bytes(content)
+    os.replace(beside, file)
+
+
+def _readme(data: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """What tells `datasets` which file is which split of which subset."""
+    configs: dict[str, list[str]] = {}
+    for name, entry in sorted(entries.items()):
+        if name.endswith(".parquet"):
+            configs.setdefault(entry["subset"], []).append(f"  - split: {entry['split']}\n    path: {name}\n")
+    listed = "".join(f"- config_name: {name}\n  data_files:\n{''.join(files)}" for name, files in configs.items())
+    head = f"---\nconfigs:\n{listed}---\n" if configs else ""
+    return (
+        f"{head}# {data}\n\nA mirror made by `python -m moe_lab.evaluation.mirror`; {mirror.MANIFEST} says of what.\n"
+    )
+
+
+def _lines(benchmark: BenchmarkConfig, found: Sequence[Part]) -> list[str]:
+    """A line on each split; subsets that were made together are counted."""
+    splits: dict[str, list[Part]] = {}
+    for part in found:
+        splits.setdefault(part.split, []).append(part)
+    lines = []
+    for split, each in splits.items():
+        subset = each[0].subset if len(each) == 1 else f"{len(each)} subsets"
+        rows = sum(len(part.rows) for part in each)
+        origin = each[0].source + (f" at {each[0].revision}" if each[0].revision else "")
+        lines.append(f"{benchmark.name}: {benchmark.data} {subset} {split}: {rows} rows of {origin}")
+    return lines
