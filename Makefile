@@ -1,8 +1,10 @@
 # make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
+# JOBS: processes of the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STORE ?= store
+JOBS ?= 2
 ARGS ?=
 
 .PHONY: run test check clean
@@ -11,7 +13,7 @@ run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, a file stays with one of them, for it shares what is costly; so does the one cluster."""
+    for item in items:
+        group = "slurm" if item.path.parent.name == "slurm" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
