@@ -10,6 +10,10 @@ class UserError(ValueError):
     """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest choice."""
 
 
+class Unavailable(UserError):
+    """Something outside, such as an endpoint, does not answer now. Nothing is wrong: a rerun simply tries again."""
+
+
 def nearest(value: str, known: Iterable[str]) -> str | None:
     """The known name closest to `value`, or None when nothing is close."""
     found = get_close_matches(str(value), list(known), n=1, cutoff=0.5)

@@ -22,6 +22,8 @@ class Graded:
     """One per item and result."""
     protocol: dict[str, Any] = field(default_factory=dict)
     """How the harness was set; JSON."""
+    tolerated: int = 0
+    """Items that may be without an outcome; the protocol says which are."""
 
 
 def prompt_hash(prompt: str) -> str:

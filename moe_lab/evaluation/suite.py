@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.policy import Policy
 from moe_lab.paths import PREFIX, resolve
 
@@ -30,15 +30,18 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "perplexity": ("perplexity", "bits_per_byte", "loss"),
 }
 """Harness -> metrics it can report; the others' are those of the task."""
-ASKING: Mapping[str, tuple[str, ...]] = {"perplexity": ("length",)}
+ASKING: Mapping[str, tuple[str, ...]] = {"perplexity": ("length",), "wildbench": ("tag",)}
 """Harness -> what benchmark.parameters may hold that changes what the model is asked."""
-GRADING: Mapping[str, tuple[str, ...]] = {"evalplus": ("seconds", "memory_mib", "processes")}
+GRADING: Mapping[str, tuple[str, ...]] = {
+    "evalplus": ("seconds", "memory_mib", "processes"),
+    "wildbench": ("template",),
+}
 """Harness -> what benchmark.parameters may hold that changes only how answers are graded."""
 TWO_PHASES = ("evalplus", "evalscope", "wildbench")
 """Harnesses that grade texts without the model: generating and grading are steps of their own."""
 _GENERATING = (*TWO_PHASES, "stories")
-_RUNNING = ("processes",)
-"""Parameters that change no result."""
+_RUNNING = ("processes", "template")
+"""Parameters that change no result; a file counts by what is in it."""
 
 
 def policy(config: Config) -> Policy:
@@ -91,17 +94,13 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Everything about a benchmark that can change its results; a judge counts by what it is, not where."""
-    judge = benchmark.judge
     return {
         **asked(benchmark),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
         "parameters": {**_parameters(benchmark, ASKING), **_parameters(benchmark, GRADING)},
-        **({"judge": {name: getattr(judge, name) for name in _JUDGE}} if judge else {}),
+        **(rubric.identity(benchmark) if benchmark.judge else {}),
     }
-
-
-_JUDGE = ("model", "temperature", "max_tokens", "extra")
 
 
 def _parameters(benchmark: BenchmarkConfig, phase: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -122,6 +121,8 @@ def _problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     yield from said(lambda: _check_package(benchmark))
     yield from said(lambda: _check_items(benchmark) if benchmark.data is None else mirror.check(benchmark))
     yield from _wrong_settings(benchmark, name)
+    if benchmark.harness == "wildbench":
+        yield from rubric.problems(benchmark, policy)
     if runs_programs(benchmark):
         yield from said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 

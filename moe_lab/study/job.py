@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_lab
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.study.identity import Step, digest
 from moe_lab.study.store import Store
 
@@ -58,7 +58,9 @@ class Job:
 def error_document(error: BaseException) -> dict[str, Any]:
     """An exception as JSON: the sentence for people, the trace for the log, and whether a rerun should try again."""
     text = str(error) or type(error).__name__
-    transient = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in TRANSIENT)
+    transient = isinstance(error, (MemoryError, Unavailable)) or (
+        isinstance(error, OSError) and error.errno in TRANSIENT
+    )
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text, transient = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})", True
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,0 +1,120 @@
+"""WildBench v2: conversations of real users, answered by the model and scored by a judge with a checklist."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError, unknown
+from moe_lab.evaluation import mirror, rubric
+from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.judge import Judge, Verdict
+from moe_lab.evaluation.policy import Policy
+from moe_lab.results import Sample
+
+TOLERATED = 0.01
+"""Share of the items that may go without a score; more fail the benchmark."""
+EMPTY = Verdict(rubric.LOWEST, "nothing was written, which is 1 without asking")
+
+
+def ask(benchmark: BenchmarkConfig) -> list[Question]:
+    """The conversations, up to the user's last message."""
+    return [
+        Question(
+            row["session_id"],
+            [{"role": message["role"], "content": message["content"]} for message in row["conversation_input"]],
+        )
+        for row in _rows(benchmark)
+    ]
+
+
+def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
+    """Nothing but an end token ends a text."""
+    return ()
+
+
+def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+    """The judge's score of each answer, as a share; nothing written scores 1 of 10 without asking.
+
+    Items without a score are left out, and named in the protocol; Unavailable when they are more than 1 %.
+    """
+    for sentence in rubric.problems(benchmark, policy):
+        raise UserError(sentence)
+    assert benchmark.judge is not None
+    rows = {row["session_id"]: row for row in _rows(benchmark)}
+    if [answer.item for answer in answers] != list(rows):
+        raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(rows)} questions")
+    template = rubric.template(benchmark)
+    prompts = {
+        answer.item: rubric.question(
+            template, rows[answer.item]["conversation_input"], _sendable(answer.output), rows[answer.item]["checklist"]
+        )
+        for answer in answers
+    }
+    asked = [answer.item for answer in answers if answer.output.strip()]
+    judge = Judge(benchmark.judge, _cache())
+    tolerated = math.floor(TOLERATED * len(answers))
+    said = judge.verdicts([prompts[item] for item in asked], tolerated)
+    verdicts = {**{answer.item: EMPTY for answer in answers}, **dict(zip(asked, said, strict=True))}
+    samples = [
+        _sample(name, answer, verdicts[answer.item])
+        for name in benchmark.reports
+        for answer in answers
+        if verdicts[answer.item].score is not None
+    ]
+    results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
+    protocol = {
+        **rubric.identity(benchmark),
+        "coverage": _coverage(verdicts, asked),
+        "judge_prompt": prompts[asked[0]] if asked else None,
+    }
+    return Graded(results, samples, protocol, tolerated)
+
+
+def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+    """The rows of the data set that have the benchmark's tag; all without one. UserError for a tag nothing has."""
+    rows = mirror.rows(benchmark)
+    tag = benchmark.parameters.get("tag")
+    chosen = [row for row in rows if tag is None or row["primary_tag"] == tag]
+    if not chosen:
+        raise unknown(f"benchmark {benchmark.name}: parameters.tag", str(tag), {row["primary_tag"] for row in rows})
+    return chosen[: benchmark.limit]
+
+
+def _sample(name: str, answer: Answer, verdict: Verdict) -> Sample:
+    assert verdict.score is not None
+    return Sample(
+        benchmark=name,
+        item=answer.item,
+        outcome=rubric.rescaled(verdict.score),
+        prompt_hash=prompt_hash(answer.prompt),
+        output=answer.output,
+        extracted=verdict.said,
+    )
+
+
+def _sendable(text: str) -> str:
+    """Text without half characters, which a model may write and no request can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _coverage(verdicts: Mapping[str, Verdict], asked: Sequence[str]) -> dict[str, Any]:
+    scores = [verdict.score for verdict in verdicts.values() if verdict.score is not None]
+    return {
+        "items": len(verdicts),
+        "empty": len(verdicts) - len(asked),
+        "scored": len(scores),
+        "cached": sum(verdict.cached for verdict in verdicts.values()),
+        "unscored": {item: verdict.said for item, verdict in verdicts.items() if verdict.score is None},
+        "mean": math.fsum(scores) / len(scores),
+    }
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "moe_lab", "judge")

@@ -1,0 +1,196 @@
+"""A language model that grades, behind an OpenAI-compatible endpoint: asked again within limits, and never twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+
+from moe_lab.config import JudgeConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the second request; seconds before any, whatever the endpoint asks for."""
+_BUSY = (408, 409, 425, 429)
+_KEPT = 80
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge said about one answer."""
+
+    score: float | None
+    """1 to 10; None where there is no usable reply."""
+    said: str
+    """The reply, or why there is none."""
+    cached: bool = False
+    """Whether it was said at an earlier time."""
+
+
+class Judge:
+    """Asks for scores. Replies that hold one are kept in `cache`, one file each; failures are not.
+
+    A reply is known by the judge's model and settings and the prompt, so that it is used again wherever the judge is.
+    """
+
+    def __init__(self, settings: JudgeConfig, cache: Path) -> None:
+        self.settings, self.cache = settings, cache
+        local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
+        self._client = openai.OpenAI(
+            base_url=settings.url,
+            api_key=os.environ.get(settings.key_variable, "").strip() or "none",
+            timeout=settings.timeout,
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
+        )
+        self._stop = threading.Event()
+
+    def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
+        """A verdict for each prompt, in their order.
+
+        Ends as soon as more than `tolerated` prompts got no score: Unavailable, with the first reason. Raises
+        UserError at once where the endpoint refuses a request for good.
+        """
+        self._stop.clear()
+        found: dict[int, Verdict] = {}
+        unscored: list[Verdict] = []
+        with ThreadPoolExecutor(self.settings.parallel) as pool:
+            futures = {pool.submit(self._verdict, prompt): number for number, prompt in enumerate(prompts)}
+            try:
+                for future in as_completed(futures):
+                    verdict = found[futures[future]] = future.result()
+                    if verdict.score is None:
+                        unscored.append(verdict)
+                    if len(unscored) > tolerated:
+                        raise Unavailable(
+                            f"judge {self.settings.model} at {self.settings.url} gave no score to {len(unscored)} of "
+                            f"{len(prompts)} answers, and at most {tolerated} may go without: {unscored[0].said}"
+                        )
+            finally:
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+        return [found[number] for number in range(len(prompts))]
+
+    def _verdict(self, prompt: str) -> Verdict:
+        file = self._file(prompt)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # never said, or damaged: ask
+            reply = json.loads(file.read_text(encoding="utf-8"))["reply"]
+            return Verdict(score(reply), reply, cached=True)
+        reason = ""
+        for _ in range(self.settings.unparsable_attempts):
+            try:
+                reply = self._reply(prompt)
+                verdict = Verdict(score(reply), reply)
+            except Unparsable as error:
+                reason = f"{self.settings.unparsable_attempts} replies in a row without a usable score ({error})"
+            except _Away as error:
+                return Verdict(None, str(error))
+            else:
+                self._keep(file, reply)
+                return verdict
+        return Verdict(None, reason)
+
+    def _file(self, prompt: str) -> Path:
+        document = json.dumps([judge_identity(self.settings), prompt], sort_keys=True)
+        key = hashlib.sha256(document.encode()).hexdigest()
+        return self.cache / key[:2] / f"{key}.json"
+
+    def _keep(self, file: Path, reply: str) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as beside:
+            json.dump({"judge": judge_identity(self.settings), "reply": reply}, beside)
+        os.replace(beside.name, file)
+
+    def _reply(self, prompt: str) -> str:
+        """The text the judge answers with. Raises _Away when the endpoint is busy, broken or away for too long."""
+        for attempt in range(1, self.settings.attempts + 1):
+            try:
+                return _text(self._request(prompt))
+            except openai.APITimeoutError:
+                reason, asked = f"no answer within {self.settings.timeout:g} s", 0.0
+            except openai.APIConnectionError as error:
+                reason, asked = f"no connection ({error.__cause__ or error})", 0.0
+            except openai.APIStatusError as error:
+                if error.status_code < 500 and error.status_code not in _BUSY:
+                    raise self._refused(error) from None
+                reason, asked = f"HTTP {error.status_code}", _retry_after(error.response.headers.get("retry-after"))
+            if attempt == self.settings.attempts or self._stop.wait(_pause(attempt, asked)):
+                break
+        raise _Away(f"{reason}, after {attempt} {'attempt' if attempt == 1 else 'attempts'}")
+
+    def _request(self, prompt: str) -> bytes:
+        """The body of the endpoint's answer, whatever it is."""
+        answer = self._client.chat.completions.with_raw_response.create(
+            model=self.settings.model,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=self.settings.temperature,
+            max_tokens=self.settings.max_tokens,
+            extra_body=self.settings.extra or None,
+        )
+        body: bytes = answer.content
+        return body
+
+    def _refused(self, error: openai.APIStatusError) -> UserError:
+        hint = {
+            401: f": is the key in {self.settings.key_variable} right?",
+            403: f": is the key in {self.settings.key_variable} right?",
+            404: ": is judge.url right, and judge.model a model of this endpoint?",
+        }.get(error.status_code, "")
+        said = " ".join(str(_message(error.body) or error.response.text).split())[:200]
+        return UserError(
+            f"judge {self.settings.model} at {self.settings.url} refused a request with HTTP {error.status_code}"
+            f"{f' ({said})' if said else ''}{hint}"
+        )
+
+
+class _Away(Exception):
+    """An endpoint that did not answer in as many attempts as it has."""
+
+
+def _pause(attempt: int, asked: float) -> float:
+    """Seconds before the next request: at least what the endpoint asked for, longer each time, never too long."""
+    backoff = FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.5, 1)
+    return min(LONGEST_WAIT, max(backoff, asked * random.uniform(1, 1.1)))
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds of a Retry-After header, which is a number or a date; 0 where it is neither."""
+    with suppress(TypeError, ValueError):
+        return max(0.0, float(header or 0))
+    seconds = 0.0
+    with suppress(TypeError, ValueError):
+        seconds = (parsedate_to_datetime(str(header)) - datetime.now(timezone.utc)).total_seconds()
+    return max(0.0, seconds)
+
+
+def _text(body: bytes) -> str:
+    """The message in an answer. Unparsable where there is none, as when another program listens there."""
+    try:
+        choice = json.loads(body)["choices"][0]
+        content = str(choice["message"]["content"] or "")
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise Unparsable(f"no chat completion: {body[:_KEPT]!r}") from None
+    if choice.get("finish_reason") == "length" and '"score"' not in content:
+        raise Unparsable("cut off at judge.max_tokens before a score")
+    return content
+
+
+def _message(body: Any) -> Any:
+    """What an endpoint says about an error, as far as it says it in the usual place."""
+    inner = body.get("error", body) if isinstance(body, dict) else body
+    return inner.get("message", inner) if isinstance(inner, dict) else inner

@@ -1,0 +1,137 @@
+"""What a judge is told about an answer, and how its reply becomes a score; without a network, and without torch.
+
+The scale is that of WildBench v2: 1 (very poor) to 10 (perfect), reported as (score - 1) / 9.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from moe_lab.config import BenchmarkConfig, JudgeConfig
+from moe_lab.errors import UserError, said, unknown
+from moe_lab.evaluation.policy import Policy
+
+LOWEST, HIGHEST = 1.0, 10.0
+PLACES = ("history", "user_query", "model_output", "checklist")
+"""What a template has places for, written {$history} and so on; all but the history must be in it."""
+
+_OWN = Path(__file__).with_name("wildbench_template.md")
+_PLACE = re.compile(r"\{\$(\w+)\}")
+_SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
+# A number counts only when something ends it: the reply may have been cut off in the middle of 10.
+_NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
+_RESERVED = ("model", "messages", "temperature", "max_tokens", "stream")
+
+
+class Unparsable(ValueError):
+    """A reply without a score that can be used."""
+
+
+def template(benchmark: BenchmarkConfig) -> str:
+    """The benchmark's template, its own or the one in parameters.template. UserError for one that cannot be used."""
+    named = benchmark.parameters.get("template")
+    file = Path(named).expanduser() if named else _OWN
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"benchmark {benchmark.name}: parameters.template={file} cannot be read: {error}") from None
+    places = _PLACE.findall(text)
+    for place in places:
+        if place not in PLACES:
+            raise unknown(f"benchmark {benchmark.name}: parameters.template={file}: place", place, PLACES)
+    missing = [place for place in PLACES if place not in places and place != "history"]
+    if missing:
+        raise UserError(
+            f"benchmark {benchmark.name}: parameters.template={file} has no {{${missing[0]}}}, so the judge would not "
+            f"be told: expected {', '.join(f'{{${place}}}' for place in PLACES)}"
+        )
+    return text
+
+
+def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]) -> str:
+    """The template `text` with everything in its places; what is put in is not looked at for places again."""
+    *before, last = conversation
+    filled = {
+        "history": "\n\n".join(f"{message['role'].upper()}: {message['content']}" for message in before),
+        "user_query": last["content"],
+        "model_output": answer,
+        "checklist": "\n".join(f"- {item}" for item in checklist),
+    }
+    return _PLACE.sub(lambda place: filled[place[1]], text)
+
+
+def score(reply: str) -> float:
+    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable.
+
+    The last, because a judge that thinks aloud may quote the form before it fills it in.
+    """
+    *_, found = [None, *_SCORE.finditer(reply)]
+    if found is None:
+        raise Unparsable('no "score"')
+    number = _NUMBER.match(reply, found.end())
+    if number is None:
+        raise Unparsable(f'the last "score" is no number: {reply[found.end() : found.end() + 20]!r}')
+    value = float(number[1])
+    if not LOWEST <= value <= HIGHEST:
+        raise Unparsable(f"score {number[1]} is not between 1 and 10")
+    return value
+
+
+def rescaled(value: float) -> float:
+    """A score of 1 to 10 as a share."""
+    return (value - LOWEST) / (HIGHEST - LOWEST)
+
+
+def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
+    """What can change a judge's replies: neither where it is nor whose key opens it."""
+    return {
+        "model": judge.model,
+        "temperature": judge.temperature,
+        "max_tokens": judge.max_tokens,
+        "extra": dict(judge.extra),
+    }
+
+
+def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """What else than its questions can change a judged benchmark's results."""
+    assert benchmark.judge is not None
+    text = template(benchmark)
+    return {"judge": judge_identity(benchmark.judge), "template": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    """What is wrong with a judged benchmark, as sentences."""
+    name = f"benchmark {benchmark.name}"
+    if not policy.allow_judge:
+        yield (
+            f"allow_judge=false, but {name} sends what the model wrote to the endpoint of a judge: set allow_judge=true"
+        )
+    yield from said(lambda: template(benchmark))
+    if benchmark.judge is None:
+        yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
+    else:
+        yield from _wrong_judge(benchmark.judge)
+
+
+def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
+    address = urlsplit(judge.url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        yield f"judge.url={judge.url}: expected an address such as http://localhost:8000/v1"
+    if address.scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
+        yield (
+            f"judge.key_variable={judge.key_variable}: there is no such environment variable, and {judge.url} will "
+            f"want a key: export {judge.key_variable}=KEY, or any word where none is needed"
+        )
+    least = {"attempts": 1, "unparsable_attempts": 1, "parallel": 1, "max_tokens": 1, "timeout": 1, "temperature": 0}
+    for field, value in least.items():
+        if getattr(judge, field) < value:
+            yield f"judge.{field}={getattr(judge, field)}: expected at least {value}"
+    for field in judge.extra:
+        if field in _RESERVED:
+            yield f"judge.extra.{field} is not for judge.extra: set judge.{field}, where there is one"

@@ -1,0 +1,258 @@
+"""Judges that answer well, badly, late and never."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import string
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endpoint import Endpoint, Reply, endpoint, message
+from hypothesis import given
+from hypothesis import strategies as some
+
+from moe_lab.config import BenchmarkConfig, JudgeConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import judge as judging
+from moe_lab.evaluation import rubric
+from moe_lab.evaluation.judge import Judge
+from moe_lab.evaluation.policy import Policy
+from moe_lab.study.job import error_document
+
+KEY = "MOE_LAB_TEST_KEY"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are a thousandth of what they are."""
+    pause = judging._pause
+    monkeypatch.setattr(judging, "_pause", lambda attempt, asked: pause(attempt, asked) / 1000)
+    monkeypatch.setenv(KEY, "a-secret\n")
+
+
+def settings(at: Endpoint | str, **changes: Any) -> JudgeConfig:
+    url = at if isinstance(at, str) else at.url
+    return replace(JudgeConfig("judge", "some/judge", url, KEY, attempts=4, parallel=4, timeout=5), **changes)
+
+
+def scripted(**steps: list[Reply]) -> Callable[[dict[str, Any]], Reply]:
+    """Replies to a prompt in their order, then the last of them again and again."""
+    lock = threading.Lock()
+
+    def answer(body: dict[str, Any]) -> Reply:
+        with lock:
+            left = steps[body["messages"][0]["content"]]
+            return left.pop(0) if len(left) > 1 else left[0]
+
+    return answer
+
+
+def scored(number: Any) -> Reply:
+    return message(f'```json\n{{"strengths": "a \\"b\\"", "weaknesses": "c", "score": "{number}"}}\n```')
+
+
+def test_an_endpoint_that_misbehaves_for_a_while_gives_every_score_and_is_asked_once(tmp_path: Path) -> None:
+    answers = scripted(
+        busy=[Reply({}, 429, {"Retry-After": "2"}), Reply({}, 429), scored(8)],
+        broken=[Reply("oops", 500), Reply("<html>", 503), scored(7)],
+        garbage=[message("I like it."), Reply("<html>hello</html>"), scored(6)],
+        outside=[scored(11), scored(0), scored(5)],
+        aloud=[message('The form is {"score": "1..10"}, first I thought "score": 2, but {"score": 4}')],
+        cut=[message('{"score": 1', finish_reason="length"), message(None, finish_reason="length"), scored(10)],
+    )
+    prompts = ["busy", "broken", "garbage", "outside", "aloud", "cut"]
+    with endpoint(answers) as at:
+        found = Judge(settings(at), tmp_path).verdicts(prompts, 0)
+        assert [verdict.score for verdict in found] == [8, 7, 6, 5, 4, 10]
+        assert len(at.asked) == 3 + 3 + 3 + 3 + 1 + 3
+        again = Judge(settings(at), tmp_path).verdicts(prompts, 0)
+        assert [verdict.score for verdict in again] == [8, 7, 6, 5, 4, 10] and all(one.cached for one in again)
+        assert len(at.asked) == 16
+    for body, headers in zip(at.asked, at.headers, strict=True):
+        assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/judge", 0.0, 2048)
+        assert headers["authorization"] == "Bearer a-secret"
+
+
+def test_a_reply_is_used_again_for_the_same_judge_settings_and_prompt_only(tmp_path: Path) -> None:
+    with endpoint(lambda body: scored(3)) as at, endpoint(lambda body: scored(9)) as moved:
+        first = settings(at)
+        Judge(first, tmp_path).verdicts(["p"], 0)
+        same = replace(first, url=moved.url, key_variable="ANOTHER", attempts=1, parallel=1, timeout=9, name="other")
+        assert Judge(same, tmp_path).verdicts(["p"], 0)[0].score == 3 and not moved.asked
+        changes: list[dict[str, Any]] = [
+            {"model": "other"},
+            {"temperature": 0.5},
+            {"max_tokens": 99},
+            {"extra": {"reasoning_effort": "low"}},
+        ]
+        for number, change in enumerate(changes, 1):
+            assert Judge(replace(same, **change), tmp_path).verdicts(["p"], 0)[0].score == 9
+            assert len(moved.asked) == number
+        assert moved.asked[-1]["reasoning_effort"] == "low"
+        assert Judge(same, tmp_path).verdicts(["q"], 0)[0].score == 9
+    kept = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
+    assert "a-secret" not in kept and "127.0.0.1" not in kept
+
+
+def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path: Path) -> None:
+    with endpoint(scripted(p=[message("no"), message("no"), message("no"), scored(2)])) as at:
+        asking = Judge(settings(at), tmp_path)
+        verdict = asking.verdicts(["p"], 1)[0]
+        assert verdict.score is None and '3 replies in a row without a usable score (no "score")' in verdict.said
+        assert not list(tmp_path.rglob("*.json"))
+        assert asking.verdicts(["p"], 0)[0].score == 2
+        (file,) = tmp_path.rglob("*.json")
+        file.write_text(file.read_text()[:-9])
+        assert asking.verdicts(["p"], 0)[0].score == 2 and len(at.asked) == 5
+        assert json.loads(file.read_text())["judge"]["model"] == "some/judge"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "sentence"),
+    [
+        (400, {"error": {"message": "too\nlong"}}, "refused a request with HTTP 400 (too long)"),
+        (401, {"message": "no"}, f"HTTP 401 (no): is the key in {KEY} right?"),
+        (404, "nothing here", "HTTP 404 (nothing here): is judge.url right"),
+        (422, {}, "HTTP 422"),
+    ],
+)
+def test_what_does_not_heal_is_one_sentence_at_once(status: int, body: Any, sentence: str, tmp_path: Path) -> None:
+    with endpoint(lambda _: Reply(body, status)) as at:
+        with pytest.raises(UserError) as caught:
+            Judge(settings(at, parallel=1), tmp_path).verdicts([f"p{n}" for n in range(40)], 40)
+        assert sentence in str(caught.value) and "\n" not in str(caught.value)
+        assert len(at.asked) <= 2  # those behind the first are called off
+    assert not error_document(caught.value)["transient"]
+
+
+def test_429_for_an_hour_ends_after_bounded_attempts_with_one_sentence(tmp_path: Path) -> None:
+    with endpoint(lambda _: Reply({}, 429, {"Retry-After": "3600"})) as at:
+        with pytest.raises(Unavailable) as caught:
+            Judge(settings(at), tmp_path).verdicts([f"p{n}" for n in range(100)], 1)
+    assert "2 of 100 answers, and at most 1 may go without: HTTP 429, after 4 attempts" in str(caught.value)
+    assert len(at.asked) <= 4 * 8  # 4 at a time, and no new ones once it is clear
+    assert error_document(caught.value)["transient"] and not error_document(caught.value)["trace"]
+
+
+def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path) -> None:
+    with endpoint(lambda _: Reply({}, seconds=1)) as at, pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+        Judge(settings(at, timeout=0.2, attempts=2), tmp_path).verdicts(["p"], 0)
+    with pytest.raises(Unavailable, match=r"no connection .*refused.*after 4 attempts"):
+        Judge(settings(at), tmp_path).verdicts(["p"], 0)
+    with endpoint(lambda _: Reply("<html>welcome</html>")) as at, pytest.raises(Unavailable, match="no chat compl.*html"):
+        Judge(settings(at), tmp_path).verdicts(["p"], 0)
+
+
+def test_one_in_a_hundred_may_go_without_a_score(tmp_path: Path) -> None:
+    with endpoint(lambda body: message("?") if body["messages"][0]["content"] in bad else scored(5)) as at:
+        prompts, bad = [f"p{n}" for n in range(100)], {"p7"}
+        found = Judge(settings(at), tmp_path).verdicts(prompts, 1)
+        assert [number for number, verdict in enumerate(found) if verdict.score is None] == [7]
+        bad = {"p7", "p8"}
+        with pytest.raises(Unavailable, match="2 of 100"):
+            Judge(settings(at), tmp_path / "fresh").verdicts(prompts, 1)
+
+
+def test_waiting_is_what_the_endpoint_asks_for_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert 30 <= judging._pause(1, 30.0) <= 33 and judging._pause(1, 3600.0) == judging.LONGEST_WAIT
+    assert all(2 ** (n - 1) / 2 <= judging._pause(n, 0) <= 2 ** (n - 1) for n in range(1, 6))
+    assert len({judging._pause(3, 0) for _ in range(9)}) > 1
+    assert judging._retry_after("17") == 17 and judging._retry_after("soon") == 0 == judging._retry_after(None)
+    soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=40), usegmt=True)
+    assert 35 <= judging._retry_after(soon) <= 40
+    assert judging._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+
+
+def naive_score(reply: str) -> float | None:
+    """By hand: the text behind the last "score":, up to what ends a number."""
+    if '"score":' not in reply:
+        return None
+    rest = reply.rsplit('"score":', 1)[1].lstrip().removeprefix('"').lstrip()
+    digits = next((rest[:n] for n in range(len(rest)) if rest[n] not in string.digits + "."), "")
+    try:
+        value = float(digits) if digits and digits[0] != "." and digits[-1] != "." else None
+    except ValueError:
+        return None
+    ended = rest[len(digits) : len(digits) + 1] in tuple('"}, \n')
+    return value if value is not None and ended and 1 <= value <= 10 else None
+
+
+@given(some.lists(some.sampled_from(['"score":', " ", '"', "}", ",", "1", "0", "7", ".", "-", "\n", "/10", "x"])))
+def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[str]) -> None:
+    reply = "".join(pieces)
+    try:
+        found: float | None = rubric.score(reply)
+    except rubric.Unparsable:
+        found = None
+    assert found == naive_score(reply)
+
+
+def test_scores_are_shares_of_the_scale() -> None:
+    assert [rubric.rescaled(score) for score in (1, 5.5, 10)] == [0, 0.5, 1]
+    assert round(rubric.rescaled(5.0), 3) == 0.444
+
+
+BENCHMARK = BenchmarkConfig("stories", "wildbench", judge=JudgeConfig("j", "m", "http://localhost:1/v1"))
+
+
+def test_a_template_is_filled_once(tmp_path: Path) -> None:
+    conversation = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "A poem about {$history}!"},
+    ]
+    (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
+    one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
+    filled = rubric.question(rubric.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
+    assert filled == (
+        "USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}"
+    )
+    own = rubric.question(rubric.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
+    for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?", '"strengths"', '"weaknesses"', '"score"'):
+        assert part in own
+    before = rubric.identity(one)
+    (tmp_path / "own.md").write_text("{$user_query} {$model_output} {$checklist}")
+    assert rubric.identity(one)["template"] != before["template"] and rubric.identity(one)["judge"] == before["judge"]
+
+
+def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problems(policy: Policy = Policy(allow_judge=True), **changes: Any) -> str:  # noqa: B008
+        return " & ".join(rubric.problems(replace(BENCHMARK, **changes), policy))
+
+    assert problems() == ""
+    assert "allow_judge=false" in problems(Policy()) and "allow_judge=true" in problems(Policy())
+    assert "judge=gpt_oss_120b" in problems(judge=None)
+    judge = BENCHMARK.judge
+    assert judge is not None
+    monkeypatch.delenv(KEY)
+    both = problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY, attempts=0, extra={"stream": 1}))
+    assert f"judge.key_variable={KEY}" in both and "judge.attempts=0" in both and "judge.extra.stream" in both
+    monkeypatch.setenv(KEY, "x")
+    assert problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY)) == ""
+    assert "judge.url=localhost:8000" in problems(judge=replace(judge, url="localhost:8000"))
+    assert "cannot be read" in problems(parameters={"template": str(tmp_path / "none.md")})
+    (tmp_path / "a.md").write_text("{$user_query} {$checklist}")
+    assert "has no {$model_output}" in problems(parameters={"template": str(tmp_path / "a.md")})
+    (tmp_path / "a.md").write_text("{$user_query} {$model_ouput} {$checklist}")
+    assert "did you mean model_output?" in problems(parameters={"template": str(tmp_path / "a.md")})
+
+
+def test_judging_is_parallel_and_needs_no_torch(tmp_path: Path) -> None:
+    with endpoint(lambda _: replace(scored(5), seconds=0.1)) as at:
+        start = time.monotonic()
+        Judge(settings(at, parallel=8), tmp_path).verdicts([str(random.random()) for _ in range(16)], 0)
+        assert time.monotonic() - start < 1.2  # one after another: 1.6 s
+    code = "import sys, moe_lab.evaluation.harness_wildbench; sys.exit('torch' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, __import__("sys").executable, ["python", "-c", code]) == 0
