@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import string
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -135,9 +136,8 @@ def test_what_does_not_heal_is_one_sentence_at_once(status: int, body: Any, sent
 
 
 def test_429_for_an_hour_ends_after_bounded_attempts_with_one_sentence(tmp_path: Path) -> None:
-    with endpoint(lambda _: Reply({}, 429, {"Retry-After": "3600"})) as at:
-        with pytest.raises(Unavailable) as caught:
-            Judge(settings(at), tmp_path).verdicts([f"p{n}" for n in range(100)], 1)
+    with endpoint(lambda _: Reply({}, 429, {"Retry-After": "3600"})) as at, pytest.raises(Unavailable) as caught:
+        Judge(settings(at), tmp_path).verdicts([f"p{n}" for n in range(100)], 1)
     assert "2 of 100 answers, and at most 1 may go without: HTTP 429, after 4 attempts" in str(caught.value)
     assert len(at.asked) <= 4 * 8  # 4 at a time, and no new ones once it is clear
     assert error_document(caught.value)["transient"] and not error_document(caught.value)["trace"]
@@ -148,7 +148,10 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path) ->
         Judge(settings(at, timeout=0.2, attempts=2), tmp_path).verdicts(["p"], 0)
     with pytest.raises(Unavailable, match=r"no connection .*refused.*after 4 attempts"):
         Judge(settings(at), tmp_path).verdicts(["p"], 0)
-    with endpoint(lambda _: Reply("<html>welcome</html>")) as at, pytest.raises(Unavailable, match="no chat compl.*html"):
+    with (
+        endpoint(lambda _: Reply("<html>welcome</html>")) as at,
+        pytest.raises(Unavailable, match=r"no chat compl.*html"),
+    ):
         Judge(settings(at), tmp_path).verdicts(["p"], 0)
 
 
@@ -187,7 +190,7 @@ def naive_score(reply: str) -> float | None:
     return value if value is not None and ended and 1 <= value <= 10 else None
 
 
-@given(some.lists(some.sampled_from(['"score":', " ", '"', "}", ",", "1", "0", "7", ".", "-", "\n", "/10", "x"])))
+@given(some.lists(some.sampled_from(['"score":', '"score": "', *' "},107.-\nx', "/10", '10"', "0.5}", "8,"])))
 def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[str]) -> None:
     reply = "".join(pieces)
     try:
@@ -214,9 +217,7 @@ def test_a_template_is_filled_once(tmp_path: Path) -> None:
     (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
     one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
     filled = rubric.question(rubric.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
-    assert filled == (
-        "USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}"
-    )
+    assert filled == ("USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}")
     own = rubric.question(rubric.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
     for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?", '"strengths"', '"weaknesses"', '"score"'):
         assert part in own
@@ -255,4 +256,4 @@ def test_judging_is_parallel_and_needs_no_torch(tmp_path: Path) -> None:
         Judge(settings(at, parallel=8), tmp_path).verdicts([str(random.random()) for _ in range(16)], 0)
         assert time.monotonic() - start < 1.2  # one after another: 1.6 s
     code = "import sys, moe_lab.evaluation.harness_wildbench; sys.exit('torch' in sys.modules)"
-    assert os.spawnv(os.P_WAIT, __import__("sys").executable, ["python", "-c", code]) == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

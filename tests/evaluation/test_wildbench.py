@@ -1,0 +1,189 @@
+"""WildBench from the hub's columns to a result, on a miniature: as many rows as the published set, of our own words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+from endpoint import Endpoint, Reply, endpoint, message
+
+from moe_lab.config import BenchmarkConfig, JudgeConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import judge as judging
+from moe_lab.evaluation import mirror, mirror_make, run, suite
+from moe_lab.evaluation.generation import Answer
+from moe_lab.evaluation.policy import Policy
+
+ALLOWED = Policy(allow_judge=True)
+CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
+TURN = arrow.struct(
+    [
+        ("content", arrow.string()),
+        ("language", arrow.string()),
+        ("redacted", arrow.bool_()),
+        ("role", arrow.string()),
+        ("timestamp", arrow.null()),
+        ("toxic", arrow.bool_()),
+    ]
+)
+COLUMNS = arrow.schema(
+    [
+        ("id", arrow.string()),
+        ("session_id", arrow.string()),
+        ("conversation_input", arrow.list_(TURN)),
+        ("references", arrow.struct([("gpt-4", arrow.string())])),
+        ("length", arrow.int64()),
+        ("checklist", arrow.list_(arrow.string())),
+        ("intent", arrow.string()),
+        ("primary_tag", arrow.string()),
+        ("secondary_tags", arrow.list_(arrow.string())),
+    ]
+)
+
+
+def turn(role: str, content: str) -> dict[str, Any]:
+    return {"content": content, "language": "English", "redacted": False, "role": role, "toxic": False}
+
+
+def row(number: int) -> dict[str, Any]:
+    before = [turn("user", "A line, please."), turn("assistant", "A line.")] if number % 2 else []
+    return {
+        "id": str(number),
+        "session_id": f"session{number}#0",
+        "conversation_input": [*before, turn("user", f"Now tale {number}, please.")],
+        "references": {"gpt-4": "Once."},
+        "length": 20,
+        "checklist": [f"Is it about {number}?", "Is it a tale?"],
+        "intent": "a tale",
+        "primary_tag": "Creative Writing" if number in CREATIVE else "Math",
+        "secondary_tags": ["Editing"],
+    }
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkConfig:
+    """conf/benchmark/wildbench.yaml with a mirror made of a file in the hub's columns."""
+    folder = tmp_path_factory.mktemp("wildbench")
+    parquet.write_table(
+        arrow.Table.from_pylist([row(number) for number in range(1024)], schema=COLUMNS),
+        folder / "wildbench_v2.parquet",
+    )
+    (benchmark,) = mirror_make.benchmarks(["wildbench"], str(folder / "data"))
+    mirror_make.make(benchmark, folder)
+    return benchmark
+
+
+def mark(body: dict[str, Any]) -> Reply:
+    """A judge whose score is the number in the reply; of 0 it says nothing useful."""
+    reply = re.search(r"<reply>\s*(\d+)", body["messages"][0]["content"])
+    assert reply is not None
+    return message("hm" if reply[1] == "0" else json.dumps({"strengths": "a", "weaknesses": "b", "score": reply[1]}))
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(judging, "FIRST_WAIT", 0.001)
+    with endpoint(mark) as found:
+        yield found
+
+
+def judged(benchmark: BenchmarkConfig, at: Endpoint, **changes: Any) -> BenchmarkConfig:
+    return replace(benchmark, judge=JudgeConfig("fake", "fake/judge", at.url, parallel=4), **changes)
+
+
+def answers(benchmark: BenchmarkConfig, outputs: list[str]) -> list[Answer]:
+    asked = run._harness(benchmark).ask(benchmark)
+    return [Answer(one.item, str(one.prompt), text) for one, text in zip(asked, outputs, strict=True)]
+
+
+def test_the_questions_are_the_conversations_of_creative_writing(published: BenchmarkConfig) -> None:
+    questions = run._harness(published).ask(published)
+    assert [question.item for question in questions] == [f"session{number}#0" for number in CREATIVE]
+    assert questions[1].prompt == [
+        {"role": "user", "content": "A line, please."},
+        {"role": "assistant", "content": "A line."},
+        {"role": "user", "content": "Now tale 7, please."},
+    ]
+    assert len(run._harness(published).ask(replace(published, parameters={}))) == 1024
+    assert len(run._harness(published).ask(replace(published, limit=3))) == 3
+    assert run._harness(published).stops(published) == ()
+    with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean Creative Writing"):
+        run._harness(published).ask(replace(published, parameters={"tag": "Creative writing"}))
+
+
+def test_scores_become_shares_and_what_is_empty_is_not_asked(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    benchmark = judged(published, at)
+    scores = [number % 10 + 1 for number in range(146)]
+    outputs = [f"{score} and half a character \ud83d" for score in scores]
+    outputs[5], outputs[9], outputs[20] = " \n", "", "0"
+    (result,) = run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
+    counted = [1 if number in (5, 9) else score for number, score in enumerate(scores) if number != 20]
+    assert result["n"] == 145 and result["expected"] == 146
+    assert result["score"] == pytest.approx(sum((score - 1) / 9 for score in counted) / 145)
+    assert len(at.asked) == 143 + 3
+
+    document = json.loads((tmp_path / "result.json").read_text())["protocol"]
+    coverage = document["coverage"]
+    assert (coverage["items"], coverage["empty"], coverage["scored"], coverage["cached"]) == (146, 2, 145, 0)
+    assert list(coverage["unscored"]) == ["session140#0"] and coverage["mean"] == pytest.approx(sum(counted) / 145)
+    assert document["judge"] == {"model": "fake/judge", "temperature": 0.0, "max_tokens": 2048, "extra": {}}
+    assert "Now tale 0, please." in document["judge_prompt"] and "- Is it about 0?" in document["judge_prompt"]
+    assert at.url not in json.dumps(document) and "OPENAI_API_KEY" not in json.dumps(document)
+
+    rows = parquet.read_table(tmp_path / "samples.parquet").to_pylist()
+    assert [one["item"] for one in rows] == [f"session{n}#0" for i, n in enumerate(CREATIVE) if i != 20]
+    assert rows[3]["outcome"] == pytest.approx(3 / 9) and '"score": "4"' in rows[3]["extracted"]
+    assert rows[5]["outcome"] == 0 and "without asking" in rows[5]["extracted"]
+
+    at.asked.clear()  # grading again asks only for what has no score
+    run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
+    assert len(at.asked) == 3
+
+
+def test_more_than_one_in_a_hundred_without_a_score_fails(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    benchmark = judged(published, at)
+    outputs = ["0"] * 2 + ["7"] * 144
+    with pytest.raises(Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"):
+        run.grade(answers(benchmark, outputs), benchmark, tmp_path / "out", policy=ALLOWED)
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_to_other_questions_are_refused(published: BenchmarkConfig, at: Endpoint, tmp_path: Path) -> None:
+    benchmark = judged(published, at)
+    with pytest.raises(UserError, match="not those to its 146 questions"):
+        run.grade(answers(benchmark, ["7"] * 146)[1:], benchmark, tmp_path, policy=ALLOWED)
+
+
+def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    benchmark = judged(published, at)
+    own = suite.identity(benchmark)
+    assert benchmark.judge is not None
+    moved = replace(benchmark.judge, name="x", url="http://h:1/v1", key_variable="K", attempts=2, timeout=3, parallel=1)
+    assert suite.identity(replace(benchmark, judge=moved)) == own
+    for change in ({"model": "m"}, {"temperature": 1.0}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
+        assert suite.identity(replace(benchmark, judge=replace(benchmark.judge, **change))) != own
+    (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
+    other = replace(benchmark, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})
+    assert suite.identity(other) != own and suite.asked(other) == suite.asked(benchmark)
+
+
+def test_preflight_wants_leave_to_ask_a_judge(published: BenchmarkConfig, at: Endpoint) -> None:
+    benchmark = judged(published, at)
+    assert suite.preflight([benchmark], ALLOWED) == []
+    (sentence,) = suite.preflight([benchmark], Policy())
+    assert sentence.startswith("allow_judge=false, but benchmark wildbench sends")
+    assert mirror.expected_rows(benchmark) == 1024
