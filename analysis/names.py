@@ -88,6 +88,8 @@ BENCHMARKS = {
     "openbookqa": "OBQA",
     "rte": "RTE",
     "winogrande": "WinoGrande",
+    "piqa": "PIQA",
+    "mathqa": "MathQA",
 }
 """Result name -> spelling of the papers."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import names, ranks, uncertainty
-from analysis.comparison import Comparison, Panel, Target
+from analysis.comparison import Comparison, Panel
 from analysis.frames import records
 from analysis.load import Study
 from analysis.tables import PERCENT, RANK, SCORE, Table, setting
@@ -26,7 +26,7 @@ def rank_table(
     One block per model, ratio and calibration set. `First` is the share of bootstrap replicates in which a
     criterion has the best Avg. Average ranks are among the criteria shown, the unpruned model excluded.
     """
-    blocks = [_rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
+    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
     order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
     frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
@@ -51,9 +51,10 @@ def rank_table(
 _PANEL = ["Model", "Pruned", "Calibration", "Criterion"]
 
 
-def _rank_block(
+def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """One block of T1, a row per cell: numbers, lower and upper ends."""
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
     target = panel.columns(comparison)
     shown = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
@@ -67,8 +68,10 @@ def _rank_block(
     low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
     pruned = frame.loc[list(cells.values())]
     frame["Avg Rank"] = ranks.average_rank(pruned[list(target)], lower_is_better=comparison.lower_is_better)
-    rank_low, rank_high, first = _resampled(comparison, target, list(cells.values()))
-    low["Avg Rank"], high["Avg Rank"], frame["First"] = rank_low, rank_high, first
+    rank_low, rank_high, first = _resampled(comparison, {column: list(cells.values()) for column in target})
+    ranked = pruned.index
+    low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked), pd.Series(rank_high, ranked)
+    frame["First"] = pd.Series(first, ranked)
     labels = [
         (comparison.model, names.ratio(panel.ratio), names.calibration(panel.calibration), names.method(name))
         for name in shown
@@ -77,23 +80,27 @@ def _rank_block(
     return pd.concat([text, frame], axis=1), low, high
 
 
-def _resampled(comparison: Comparison, target: Target, cells: list[int]) -> tuple[pd.Series, pd.Series, pd.Series]:
-    """Interval ends of Avg Rank and the share of replicates with the best Avg; NaN without outcomes."""
-    draws = [comparison.draws((column,)) for column in target]
-    known = [column[:, comparison.rows(cells)] for column in draws if column is not None]
-    if len(known) < len(target) or not cells:
-        missing = pd.Series(np.nan, cells, dtype=float)
+def _resampled(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Interval ends of Avg Rank and the share of replicates with the best Avg, for each row; NaN without outcomes.
+
+    sources: column -> the cells its scores come from, a row each.
+    """
+    rows = len(next(iter(sources.values()), []))
+    draws = {column: comparison.draws((column,)) for column in sources}
+    known = [found[:, comparison.rows(sources[column])] for column, found in draws.items() if found is not None]
+    if len(known) < len(sources) or not rows:
+        missing = np.full(rows, np.nan)
         return missing, missing, missing
-    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in target])
+    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
     stacked = np.stack(known, axis=2)
     low, high = uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
     best = (stacked * -signs).mean(axis=2)
     complete = ~np.isnan(best).any(axis=0)
-    first = np.full(len(cells), np.nan)
+    first = np.full(rows, np.nan)
     if complete.any():
         leaders = best[:, complete].argmax(axis=1)
         first[complete] = np.bincount(leaders, minlength=int(complete.sum())) / len(best)
-    return pd.Series(low, cells), pd.Series(high, cells), pd.Series(first, cells)
+    return low, high, first
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
@@ -116,9 +123,9 @@ def task_specific_table(
     mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run."""
     rows, low, high = [], [], []
     for comparison in comparisons:
-        for settings, domains in _by_domain(comparison).items():
+        for settings, domains in by_domain(comparison).items():
             if {"code", "math"} <= set(domains):
-                block = _task_block(comparison, domains, criteria)
+                block = task_block(comparison, domains, criteria)
                 labels = {"Model": comparison.model, "Pruned": names.ratio(settings[0])}
                 rows.append(block[0].assign(**labels))
                 low.append(block[1])
@@ -140,7 +147,8 @@ def task_specific_table(
     )
 
 
-def _by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
+def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
+    """What panels share -> domain -> the panel calibrated on it."""
     found: dict[tuple[float, str, int], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -149,9 +157,10 @@ def _by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str,
     return found
 
 
-def _task_block(
+def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """One block of T2, the unpruned model first and then a row per method: numbers, lower and upper ends."""
     code, math = domains["code"].cells, domains["math"].cells
     shown = [name for name in code if name in math and (criteria is None or name in criteria)]
     full = comparison.unpruned
@@ -177,6 +186,10 @@ def _task_block(
     frame["Criterion"] = [names.method(name) for name in ([] if full is None else ["none"]) + shown]
     pruned = frame.iloc[len(frame) - len(shown) :]
     frame["Avg Rank"] = ranks.average_rank(pruned[list(sources)])
+    competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
+    rank_low, rank_high, _ = _resampled(comparison, competing if set(competing) <= set(comparison.parts) else {})
+    if len(rank_low):
+        low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, pruned.index), pd.Series(rank_high, pruned.index)
     return frame, low, high
 
 
