@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from moe_lab.errors import UserError
+
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
 
@@ -39,6 +41,33 @@ class Generator(Protocol):
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
         """(index of the prompt, the text that follows it), in the order in which they are done."""
         ...
+
+
+def render(tokenizer: Any, messages: Messages, template_arguments: Mapping[str, Any]) -> str:
+    """The conversation as the prompt that asks for its next message. UserError without a chat template."""
+    if not tokenizer.chat_template:
+        raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
+    text: str = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, **template_arguments
+    )
+    return text
+
+
+def check_room(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> None:
+    """UserError when the longest of prompts of so many tokens leaves too little room for what is to be generated."""
+    longest = max(lengths)
+    room = min((length for length in (model_length, spec.max_length) if length is not None), default=None)
+    if room is not None and longest + spec.max_new_tokens > room:
+        raise UserError(
+            f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the "
+            f"{'model' if room == model_length else 'benchmark'}'s {room} tokens: lower max_new_tokens to "
+            f"{max(0, room - longest)} or less"
+        )
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first stop text."""
+    return text[: min((text.index(each) for each in stop if each in text), default=len(text))]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import GenSpec, Messages
+from moe_lab.evaluation.generation import GenSpec, Messages, check_room, cut, render
 
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
@@ -35,12 +34,7 @@ class Subject:
 
     def render(self, messages: Messages) -> str:
         """The conversation as the prompt that asks for its next message. UserError without a chat template."""
-        if not self.tokenizer.chat_template:
-            raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments
-        )
-        return text
+        return render(self.tokenizer, messages, self.template_arguments)
 
     def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
         """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
@@ -54,7 +48,7 @@ class Subject:
         if not prompts:
             return
         lengths = [len(ids) for ids in self._encoded(prompts, spec).input_ids]
-        self._check_room(lengths, spec)
+        check_room(lengths, spec, self.max_length)
         order = sorted(range(len(prompts)), key=lambda index: (-lengths[index], index))
         for start in range(0, len(order), spec.batch_size):
             chosen = order[start : start + spec.batch_size]
@@ -62,16 +56,6 @@ class Subject:
 
     def _encoded(self, prompts: Sequence[str], spec: GenSpec, **form: Any) -> Any:
         return self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens, **form)
-
-    def _check_room(self, lengths: Sequence[int], spec: GenSpec) -> None:
-        longest = max(lengths)
-        room = min((length for length in (self.max_length, spec.max_length) if length is not None), default=None)
-        if room is not None and longest + spec.max_new_tokens > room:
-            raise UserError(
-                f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the "
-                f"{'model' if room == self.max_length else 'benchmark'}'s {room} tokens: lower max_new_tokens to "
-                f"{max(0, room - longest)} or less"
-            )
 
     def _end_tokens(self) -> list[int]:
         configured = self.model.generation_config.eos_token_id
@@ -93,7 +77,7 @@ class Subject:
             )
         new = produced[:, prompt.shape[1] :].tolist()
         return [
-            _cut(self._decode(before, after, ends), spec.stop)
+            cut(self._decode(before, after, ends), spec.stop)
             for before, after in zip(prompt.tolist(), new, strict=True)
         ]
 
@@ -120,10 +104,6 @@ def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) ->
         yield
     finally:
         model.generation_config = own
-
-
-def _cut(text: str, stop: Sequence[str]) -> str:
-    return text[: min((text.index(each) for each in stop if each in text), default=len(text))]
 
 
 class _StopTexts(StoppingCriteria):
