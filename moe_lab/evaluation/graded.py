@@ -39,3 +39,12 @@ def mean_result(name: str, metric: str, samples: Sequence[Sample], benchmark: Be
     spread = math.fsum((outcome - mean) ** 2 for outcome in outcomes)
     stderr = math.sqrt(spread / (n - 1) / n) if n > 1 else None
     return Result(benchmark=name, metric=metric, score=mean, stderr=stderr, n=n, expected=benchmark.expected)
+
+
+def weighted_loss(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float | None]:
+    """The mean loss of items that hold different numbers of tokens or words, and its standard error over items."""
+    total = math.fsum(weights)
+    shares = [weight / total for weight in weights]
+    mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
+    spread = math.fsum((share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True))
+    return mean, math.sqrt(spread) if len(losses) > 1 else None

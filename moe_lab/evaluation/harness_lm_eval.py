@@ -1,98 +1,83 @@
-"""lm-eval on the loaded model: its tasks, prompts, filters and metrics; our data, batches and generation.
-
-Private names of lm-eval 0.4.13 are used in one place, `_build_task`.
-"""
+"""lm-eval on the loaded model: its tasks, prompts, filters and metrics; our data, batches and generation."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import datasets
 import lm_eval.api.task
+import lm_eval.models.huggingface
 import numpy as np
 import torch
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash, weighted_loss
+from moe_lab.evaluation.lm_eval_tasks import tasks
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.subject import Subject
-from moe_lab.evaluation.suite import check_count, data_digest, data_files
-from moe_lab.results import Sample
+from moe_lab.evaluation.suite import check_count
+from moe_lab.results import Result, Sample
 
-_tasks: dict[str, Any] = {}
+Row = dict[str, Any]
 
 
 def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Run one task file. Both of lm-eval's caches stay off: neither is keyed by the model or the data.
+    """Run a task, or a group whose items all count the same. Both of lm-eval's caches stay off: neither is keyed by the
+    model or the data.
 
-    Raises UserError for a metric the task does not have, another number of items than expected, a task that samples.
+    Raises UserError for a metric the task does not have, another number of items than expected, a task that samples, an
+    item that the model cannot read whole.
     """
     with _quiet(), _random_state_kept():
-        task = _task(benchmark)
-        check_count(benchmark, len(task.eval_docs))
-        model = SubjectLM(subject, benchmark)
-        name = task.config.task
-        found = evaluator.evaluate(
-            lm=model,
-            task_dict={"tasks": {name: task}, "groups": {}},
-            limit=benchmark.limit,
+        found = tasks(benchmark)
+        check_count(benchmark, sum(len(task.task_docs) for task in found.values()))
+        chosen = _chosen(found, benchmark.limit)
+        results = evaluator.evaluate(
+            lm=SubjectLM(subject, benchmark),
+            task_dict={"tasks": {name: found[name] for name in chosen}, "groups": {}},
+            samples=chosen,
             bootstrap_iters=0,
             log_samples=True,
+            apply_chat_template=benchmark.chat,
+            fewshot_as_multiturn=benchmark.chat,
         )
-    rows = found["samples"][name]
-    samples = [
-        _sample(result, metric, row)
-        for result, metric in benchmark.reports.items()
-        for row in _rows_with(metric, rows, benchmark)
-    ]
-    results = [mean_result(result, metric, samples, benchmark) for result, metric in benchmark.reports.items()]
+    rows = [row for name in chosen for row in _named(results["samples"][name], name if len(found) > 1 else "")]
+    samples, scores = [], []
+    for result, metric in benchmark.reports.items():
+        of_metric = _rows_with(metric, rows, benchmark)
+        own = [_sample(result, metric.partition(",")[0], row) for row in of_metric]
+        samples += own
+        scores.append(_result(result, metric, of_metric, own, benchmark))
     protocol = {
-        "task": name,
-        "task_version": found["versions"].get(name),
-        "num_fewshot": task.config.num_fewshot,
+        "task": benchmark.task if benchmark.data is not None else next(iter(chosen)),
+        "task_version": ", ".join(sorted({str(results["versions"].get(name)) for name in chosen})),
+        "num_fewshot": found[next(iter(chosen))].config.num_fewshot,
         "prompt": rows[0]["arguments"][0][0],
     }
-    return Graded(results, samples, protocol)
+    return Graded(scores, samples, protocol)
 
 
-# Tasks: built once a process, from a YAML file in lm-eval's format and the JSON lines beside it.
-
-
-def _task(benchmark: BenchmarkConfig) -> Any:
-    key = f"{data_digest(benchmark)} {benchmark.max_new_tokens}"
-    if key not in _tasks:
-        definition, items = data_files(benchmark)
-        _tasks[key] = _build_task(definition, items, benchmark.max_new_tokens)
-    return _tasks[key]
-
-
-def _build_task(definition: Path, items: Path, max_new_tokens: int) -> Any:
-    """A task whose data is read from `items` into memory: no cache on disk, no hub, no look at the working folder."""
-    rows = [json.loads(line) for line in items.read_text(encoding="utf-8").splitlines() if line.strip()]
-    config = load_yaml(definition)
-    split = config.get("test_split") or config.get("validation_split") or "test"
-    config["custom_dataset"] = lambda **_: datasets.DatasetDict({split: datasets.Dataset.from_list(rows)})
-    config.setdefault("num_fewshot", 0)
-    if max_new_tokens:
-        config["generation_kwargs"] = {**config.get("generation_kwargs", {}), "max_gen_toks": max_new_tokens}
-    task = lm_eval.api.task.ConfigurableTask(config=config)
-    task.set_fewshot_seed(seed=0)
-    return task
+def _chosen(found: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
+    """Task -> which of its items: all, or `limit` altogether, the first of every task before the second of any."""
+    sizes = {name: len(task.task_docs) for name, task in found.items()}
+    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
+    counts = Counter(name for _, name in places)
+    return {name: list(range(counts[name])) for name in found if counts[name]}
 
 
 # The model as lm-eval sees it.
@@ -102,13 +87,37 @@ class SubjectLM(HFLM):
     """lm-eval's own log-likelihoods on the loaded model; generation through the subject, like everybody else's."""
 
     def __init__(self, subject: Subject, benchmark: BenchmarkConfig) -> None:
-        super().__init__(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=benchmark.batch_size)
-        self.subject = subject
+        lengths = [length for length in (subject.max_length, benchmark.max_length) if length is not None]
+        super().__init__(
+            pretrained=subject.model,
+            tokenizer=subject.tokenizer,
+            batch_size=benchmark.batch_size,
+            max_length=min(lengths, default=None),
+            chat_template_args=dict(subject.template_arguments),
+        )
+        self.subject, self.benchmark = subject, benchmark
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As lm-eval's, without its progress bar."""
+        """As lm-eval's, longest first, without its progress bar; what it would cut off is an error."""
+        self._check_room([request.args[0] + request.args[1] for request in requests])
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        for request, (likelihood, _) in zip(requests, found, strict=True):
+            if not math.isfinite(likelihood):
+                raise FloatingPointError(
+                    f"benchmark {self.benchmark.name}: a log-likelihood of item {request.doc_id} is {likelihood}"
+                )
         return found
+
+    def _check_room(self, texts: list[str]) -> None:
+        """UserError when one has more tokens than fit; those with fewer bytes than that are not looked at."""
+        long = [text for text in dict.fromkeys(texts) if len(text.encode()) > self.max_length - 8]
+        longest = max((len(ids) for ids in self.tokenizer(long, verbose=False).input_ids), default=0) if long else 0
+        if longest > self.max_length + 1:  # the last token is never read
+            limit = "model" if self.max_length == self.subject.max_length else "max_length"
+            raise UserError(
+                f"benchmark {self.benchmark.name}: a question with its answer has {longest} tokens, and "
+                f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, since nothing is cut off"
+            )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Texts for (prompt, settings) requests; requests of equal settings are generated together."""
@@ -117,27 +126,35 @@ class SubjectLM(HFLM):
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         for settings, numbers in groups.items():
-            spec = _spec(json.loads(settings), self.batch_size)
+            spec = _spec(json.loads(settings), self.benchmark)
             prompts = [requests[number].args[0] for number in numbers]
             for number, text in zip(numbers, self.subject.generate(prompts, spec), strict=True):
                 texts[number] = text
         return texts
 
 
-def _spec(settings: Mapping[str, Any], batch_size: int) -> GenSpec:
+def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
     if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
         raise UserError(
             f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done"
         )
     until = settings.get("until") or []
     stop = tuple([until] if isinstance(until, str) else until)
-    return GenSpec(int(settings.get("max_gen_toks", 256)), stop, batch_size)
+    most = int(settings.get("max_gen_toks", 256))
+    return GenSpec(most, stop, benchmark.batch_size, benchmark.max_length, special_tokens=not benchmark.chat)
 
 
-# Rows of its log as samples.
+# Rows of its log as samples and results.
 
 
-def _rows_with(metric: str, rows: Sequence[dict[str, Any]], benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+def _named(rows: Sequence[Row], task: str) -> list[Row]:
+    """The rows of a task with the item's name: its id where every item has one of its own, or its number."""
+    ids = {row["doc_id"]: str(row["doc"].get("id", row["doc_id"])) for row in rows}
+    own = ids if len(set(ids.values())) == len(ids) else {number: str(number) for number in ids}
+    return [{**row, "item": f"{task}/{own[row['doc_id']]}" if task else own[row["doc_id"]]} for row in rows]
+
+
+def _rows_with(metric: str, rows: Sequence[Row], benchmark: BenchmarkConfig) -> list[Row]:
     """The rows that report `metric`, or `metric,filter` where a task has several filters."""
     name, _, wanted = metric.partition(",")
     filters = list(dict.fromkeys(row["filter"] for row in rows))
@@ -151,20 +168,39 @@ def _rows_with(metric: str, rows: Sequence[dict[str, Any]], benchmark: Benchmark
     return [row for row in rows if row["filter"] == chosen]
 
 
-def _sample(result: str, metric: str, row: dict[str, Any]) -> Sample:
-    first = row["resps"][0][0]
+def _sample(result: str, metric: str, row: Row) -> Sample:
+    first, value = row["resps"][0][0], row[metric]
     if isinstance(first, str):
         output, extracted = first, str(row["filtered_resps"][0])
+    elif isinstance(first, float):  # the likelihood of a whole document
+        output, extracted = json.dumps(round(first, 4)), ""
+        value = -value[0] / value[1]
     else:
         likelihoods = [round(float(answer[0][0]), 4) for answer in row["resps"]]
         output, extracted = json.dumps(likelihoods), str(int(np.argmax(likelihoods)))
     return Sample(
         benchmark=result,
-        item=str(row["doc"].get("id", row["doc_id"])),
-        outcome=float(row[metric.partition(",")[0]]),
+        item=row["item"],
+        outcome=float(value),
         prompt_hash=prompt_hash("\0".join(str(arguments[0]) for arguments in row["arguments"])),
         output=output,
         extracted=extracted,
+    )
+
+
+def _result(
+    name: str, metric: str, rows: Sequence[Row], samples: Sequence[Sample], benchmark: BenchmarkConfig
+) -> Result:
+    """The mean outcome; for documents, whose outcome is nats per word or byte, what lm-eval makes of their mean."""
+    if not isinstance(rows[0][metric.partition(",")[0]], tuple):
+        return mean_result(name, metric, samples, benchmark)
+    loss, error = weighted_loss([sample["outcome"] for sample in samples], [row[metric][1] for row in rows])
+    bits = metric == "bits_per_byte"
+    value = loss / math.log(2) if bits else math.exp(loss)
+    slope = 1 / math.log(2) if bits else value
+    stderr = None if error is None else error * slope
+    return Result(
+        benchmark=name, metric=metric, score=value, stderr=stderr, n=len(samples), expected=benchmark.expected
     )
 
 
@@ -175,11 +211,15 @@ def _sample(result: str, metric: str, row: dict[str, Any]) -> Sample:
 def _quiet() -> Iterator[None]:
     """Only errors from lm-eval, and no progress bars."""
     logger = logging.getLogger("lm_eval")
-    level = logger.level
+    level, bars = logger.level, not datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(lm_eval.api.task, "tqdm", partial(tqdm, disable=True)))
+        for module in (lm_eval.api.task, lm_eval.models.huggingface):
+            stack.enter_context(patch.object(module, "tqdm", partial(tqdm, disable=True)))
         stack.callback(logger.setLevel, level)
+        if bars:
+            stack.callback(datasets.enable_progress_bars)
         yield
 
 

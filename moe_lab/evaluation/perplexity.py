@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.graded import Graded, prompt_hash
+from moe_lab.evaluation import mirror
+from moe_lab.evaluation.graded import Graded, prompt_hash, weighted_loss
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.subject import Subject
 from moe_lab.evaluation.suite import data_files
@@ -25,22 +26,22 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
     The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read); within a
     window every token but the first is predicted, and the last, shorter window counts too.
     """
-    file = data_files(benchmark)[-1]
-    text = file.read_text(encoding="utf-8")
+    place, text = _text(benchmark)
     tokens = torch.tensor(subject.tokenizer(text, verbose=False).input_ids)
     length = _length(subject, benchmark)
     windows = [window for window in tokens.split(length) if len(window) > 1][: benchmark.limit]
     if not windows:
-        raise UserError(f"{file} has {len(tokens)} tokens: perplexity needs at least two")
-    losses = torch.cat(list(_losses(subject, windows, benchmark.batch_size)))
-    counts = torch.tensor([len(window) - 1 for window in windows], dtype=torch.float64)
-    if not losses.isfinite().all():
-        raise FloatingPointError(f"the loss of window {int((~losses.isfinite()).nonzero()[0])} of {file} is not finite")
+        raise UserError(f"{place} has {len(tokens)} tokens: perplexity needs at least two")
+    losses = [float(loss) for loss in _losses(subject, windows, benchmark.batch_size)]
+    counts = [len(window) - 1 for window in windows]
+    for number, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of window {number} of {place} is not finite")
     samples = [
         Sample(
             benchmark=name,
             item=str(number),
-            outcome=float(loss),
+            outcome=loss,
             prompt_hash=prompt_hash(str(window.tolist())),
             output="",
             extracted="",
@@ -52,8 +53,16 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
     results = [
         _result(name, metric, losses, counts, tokens_per_byte, benchmark) for name, metric in benchmark.reports.items()
     ]
-    protocol = {"length": length, "predicted_tokens": int(counts.sum()), "prompt": text[:200]}
+    protocol = {"length": length, "predicted_tokens": sum(counts), "prompt": text[:200]}
     return Graded(results, samples, protocol)
+
+
+def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
+    """Where it is from, and the whole text; rows of a mirror are joined by blank lines, as papers read WikiText."""
+    if benchmark.data is None:
+        file = data_files(benchmark)[-1]
+        return str(file), file.read_text(encoding="utf-8")
+    return str(mirror.folder(benchmark)), "\n\n".join(row["text"] for row in mirror.rows(benchmark))
 
 
 def _length(subject: Subject, benchmark: BenchmarkConfig) -> int:
@@ -65,7 +74,7 @@ def _length(subject: Subject, benchmark: BenchmarkConfig) -> int:
 
 
 def _losses(subject: Subject, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
-    """Mean loss of each window in nats, (B,) fp64 a batch; windows of equal length share a forward pass."""
+    """Mean loss of each window in nats, a scalar in fp64 each; windows of equal length share a forward pass."""
     full = [window for window in windows if len(window) == len(windows[0])]
     batches = [torch.stack(full[start : start + batch_size]) for start in range(0, len(full), batch_size)]
     batches += [window[None] for window in windows[len(full) :]]
@@ -75,21 +84,14 @@ def _losses(subject: Subject, windows: list[torch.Tensor], batch_size: int) -> I
             logits = subject.model(input_ids=ids, use_cache=False).logits
         for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
             loss = functional.cross_entropy(row.float(), targets, reduction="none")
-            yield loss.double().mean()[None].cpu()
+            yield loss.double().mean().cpu()
 
 
 def _result(
-    name: str,
-    metric: str,
-    losses: torch.Tensor,
-    counts: torch.Tensor,
-    tokens_per_byte: float,
-    benchmark: BenchmarkConfig,
+    name: str, metric: str, losses: list[float], counts: list[int], tokens_per_byte: float, benchmark: BenchmarkConfig
 ) -> Result:
     """One metric; its standard error is that of the loss over windows, carried over by the metric's slope."""
-    weights = counts / counts.sum()
-    loss = float((weights * losses).sum())
-    error = math.sqrt(float((weights**2 * (losses - loss) ** 2).sum())) if len(losses) > 1 else None
+    loss, error = weighted_loss(losses, counts)
     value, slope = {
         "loss": (loss, 1.0),
         "perplexity": (math.exp(loss), math.exp(loss)),

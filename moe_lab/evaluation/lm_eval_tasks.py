@@ -1,0 +1,103 @@
+"""Tasks of lm-eval, its own and files in its format, on data from a mirror or from beside the file.
+
+Built by its public `TaskManager`; `datasets.load_dataset`, through which tasks ask for their data, is ours meanwhile:
+no hub, no cache on disk, no look at the working folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+from lm_eval.tasks import TaskManager
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation import definitions, mirror
+from moe_lab.evaluation.suite import data_digest, data_files
+
+_SEED = 1234
+"""What lm-eval's own command line draws examples with."""
+_built: dict[str, dict[str, Any]] = {}
+
+
+def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """Name -> task, several for a group such as mmlu; built once a process for the same data and settings.
+
+    Examples are drawn as in a fresh process each time. UserError when the task asks another split than the benchmark,
+    or lacks the examples it should show.
+    """
+    settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
+    key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens}"
+    if key not in _built:
+        found = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
+        for name, task in found.items():
+            _set(task, name, benchmark)
+        _built[key] = found
+    for task in _built[key].values():
+        task.set_fewshot_seed(seed=_SEED)
+    return _built[key]
+
+
+def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """lm-eval's own task or group; only its folder is indexed."""
+    manager = TaskManager(include_path=str(definitions.folder(benchmark)), include_defaults=False)
+    subsets = mirror.subsets(benchmark)
+
+    def from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:
+        subset = benchmark.subset or name or "default"
+        if subset not in subsets:
+            raise UserError(
+                f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the mirror "
+                f"{mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
+            )
+        return _Splits(subsets[subset])
+
+    return _load(manager, benchmark.task, from_mirror)
+
+
+def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """A file in lm-eval's format; whatever split it names is the JSON lines beside it."""
+    definition, items = data_files(benchmark)
+
+    def from_beside(path: str, name: str | None = None, **_: Any) -> _Splits:
+        return _Splits({}, otherwise=items)
+
+    return _load(TaskManager(include_defaults=False), str(definition), from_beside)
+
+
+def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
+    with patch.object(datasets, "load_dataset", load_dataset):
+        found: dict[str, Any] = manager.load([name])["tasks"]
+    return found
+
+
+class _Splits(dict[str, Any]):
+    """Splits of a data set, read when first asked for; one that the mirror lacks is empty."""
+
+    def __init__(self, files: Mapping[str, list[Path]], otherwise: Path | None = None) -> None:
+        super().__init__()
+        self.files, self.otherwise = files, otherwise
+
+    def __missing__(self, split: str) -> Any:
+        files = [self.otherwise] if self.otherwise else self.files.get(split, [])
+        self[split] = datasets.Dataset.from_list([row for file in files for row in mirror.read_rows(file)])
+        return self[split]
+
+
+def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
+    split = task.config.test_split or task.config.validation_split
+    if benchmark.split is not None and split != benchmark.split:
+        raise UserError(f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}")
+    if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
+        task.set_config(key="num_fewshot", value=benchmark.shots)
+    if task.config.num_fewshot and not len(task.fewshot_docs()):
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={benchmark.shots}, but {name} has no examples to show: its data has "
+            f"only the split {split}"
+        )
+    if benchmark.max_new_tokens:
+        task.set_config(key="generation_kwargs", value={"max_gen_toks": benchmark.max_new_tokens}, update=True)
