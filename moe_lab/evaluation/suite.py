@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation import mirror, rubric
+from moe_lab.evaluation import definitions, mirror, rubric
 from moe_lab.evaluation.policy import Policy
 from moe_lab.paths import PREFIX, resolve
 
@@ -30,7 +31,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "perplexity": ("perplexity", "bits_per_byte", "loss"),
 }
 """Harness -> metrics it can report; the others' are those of the task."""
-ASKING: Mapping[str, tuple[str, ...]] = {"perplexity": ("length",), "wildbench": ("tag",)}
+ASKING: Mapping[str, tuple[str, ...]] = {"lm_eval": ("folder",), "perplexity": ("length",), "wildbench": ("tag",)}
 """Harness -> what benchmark.parameters may hold that changes what the model is asked."""
 GRADING: Mapping[str, tuple[str, ...]] = {
     "evalplus": ("seconds", "memory_mib", "processes"),
@@ -63,9 +64,15 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the benchmark's files, or over what its mirror says of them."""
+    """sha256 over the benchmark's files, or over what its mirror says of them.
+
+    Without its mirror a benchmark counts by the name of its data: what it would cost can be told before it can run.
+    """
     if benchmark.data is not None:
-        return mirror.digest(benchmark)
+        try:
+            return mirror.digest(benchmark)
+        except UserError:  # which `lacking` tells
+            return f"no mirror of {benchmark.data}"
     digest = hashlib.sha256()
     for file in data_files(benchmark):
         content = file.read_bytes()
@@ -85,7 +92,7 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
-        "version": version(package) if package else None,
+        "version": _version(package) if package else None,
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, ASKING),
@@ -103,24 +110,54 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     }
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _parameters(benchmark: BenchmarkConfig, phase: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     known = phase.get(benchmark.harness, ())
     return {name: value for name, value in benchmark.parameters.items() if name in known and name not in _RUNNING}
 
 
-def preflight(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
+def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """One sentence per problem of the benchmarks, all of them, without importing a harness or torch."""
-    return list(dict.fromkeys(sentence for benchmark in benchmarks for sentence in _problems(benchmark, policy)))
+    return wrong(benchmarks) + lacking(benchmarks, policy)
 
 
-def _problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+def wrong(benchmarks: Iterable[BenchmarkConfig]) -> list[str]:
+    """What is wrong with the benchmarks wherever they run."""
+    return _each(benchmarks, _wrong)
+
+
+def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
+    """What is not here, or not allowed: packages, data, walls around programs, a judge."""
+    known = (benchmark for benchmark in benchmarks if benchmark.harness in PACKAGES)
+    return _each(known, partial(_lacking, policy=policy))
+
+
+def _each(benchmarks: Iterable[BenchmarkConfig], problems: Callable[[BenchmarkConfig], Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(sentence for benchmark in benchmarks for sentence in problems(benchmark)))
+
+
+def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     name = f"benchmark {benchmark.name}"
     if benchmark.harness not in PACKAGES:
         yield str(unknown(f"{name}: harness", benchmark.harness, PACKAGES))
         return
-    yield from said(lambda: _check_package(benchmark))
-    yield from said(lambda: _check_items(benchmark) if benchmark.data is None else mirror.check(benchmark))
+    if benchmark.data is None:
+        yield from said(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
+
+
+def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    yield from said(lambda: _check_package(benchmark))
+    if benchmark.data is not None:
+        yield from said(lambda: mirror.check(benchmark))
+    if benchmark.harness == "lm_eval" and benchmark.data is not None:
+        yield from definitions.problems(benchmark)
     if benchmark.harness == "wildbench":
         yield from rubric.problems(benchmark, policy)
     if runs_programs(benchmark):
@@ -153,12 +190,8 @@ def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
 
 def _check_package(benchmark: BenchmarkConfig) -> None:
     package = PACKAGES[benchmark.harness]
-    if package is None:
-        return
-    try:
-        version(package)
-    except PackageNotFoundError:
-        raise UserError(f"benchmark {benchmark.name} needs the package {package}: pip install {package}") from None
+    if package and _version(package) is None:
+        raise UserError(f"benchmark {benchmark.name} needs the package {package}: pip install {package}")
 
 
 def _check_items(benchmark: BenchmarkConfig) -> None:

@@ -30,10 +30,16 @@ ANSWERED = ("search", "instructions")
 
 
 def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
-    """One sentence per problem, each once; empty when the study can start."""
+    """One sentence per problem of what is asked for, each once; empty when the study could start somewhere."""
     return list(
         dict.fromkeys(sentence for cells, benchmarks in requests for sentence in _check(config, cells, benchmarks))
     )
+
+
+def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
+    """One sentence for everything that its benchmarks need and is not here, or not allowed."""
+    policy = suite.policy(config)
+    return list(dict.fromkeys(found for _, benchmarks in requests for found in suite.lacking(benchmarks, policy)))
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
@@ -42,7 +48,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield str(unknown("export", config.export, SHAPES))
     yield from said(partial(tracking.check, config.tracker))
     yield from said(partial(resources.check, config.resources))
-    yield from suite.preflight(benchmarks, suite.policy(config))
+    yield from suite.wrong(benchmarks)
     for cell in _each(cells, "model"):
         yield from said(partial(files.check, cell.model))
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):

@@ -12,7 +12,7 @@ from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state
 from moe_lab.study.launch import launcher
-from moe_lab.study.preflight import preflight
+from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import say
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError
@@ -25,11 +25,12 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     """Run the study; `add` its cells to those recorded under its name. Gives the exit code.
 
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
-    mistakes that show before anything is run.
+    mistakes that show before anything is run; a dry run first shows what it would cost without them.
     """
     launch = launcher(config.launcher)
-    if problems := preflight(config, requests):
-        raise UserError("; ".join(problems) if len(problems) == 1 else "\n  - ".join(["several things:", *problems]))
+    missing = lacking(config, requests)
+    if problems := preflight(config, requests) + ([] if config.dry_run else missing):
+        raise _together("several things:", problems)
     graph = build(config, requests)
     store = Store(config.store)
     steps = graph.steps()
@@ -41,6 +42,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
         from moe_lab.study.forecast import show
 
         show(config, steps, done)
+        if missing:
+            raise _together("this cannot start yet:", missing)
         return 0
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
@@ -48,6 +51,10 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     if schedule.waiting and not launch(schedule, study, begin(store, config.study, steps)):
         return 0
     return finish(study, schedule)
+
+
+def _together(heading: str, problems: Sequence[str]) -> UserError:
+    return UserError(problems[0] if len(problems) == 1 else "\n  - ".join([heading, *problems]))
 
 
 def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]) -> str:
