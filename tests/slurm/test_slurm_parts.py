@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from moe_lab.config import LauncherConfig
+from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.study.identity import Part, Step
 from moe_lab.study.launch import launcher
 from moe_lab.study.logs import excerpt
+from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm.arrays import arrange
+from moe_lab.study.slurm.nodes import Nodes, nodes, too_much
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.refusal import refusal
 from moe_lab.study.slurm.scheduler import Queued
@@ -78,11 +80,63 @@ def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs() -
     assert [len(pack) for pack in plans.packs] == [3, 3, 3]
 
 
-def test_an_array_is_no_longer_than_slurm_takes() -> None:
-    (arrays) = [
-        array for array in arrange(study(1201), ask, replace(SETTINGS, cells_per_job=1)) if array.kind == "evaluate"
+@pytest.mark.parametrize(("longest", "sizes"), [((), [1001, 199]), ((500,), [500, 500, 200])])
+def test_an_array_is_no_longer_than_slurm_takes(longest: tuple[int, ...], sizes: list[int]) -> None:
+    arrays = arrange(study(1200), ask, replace(SETTINGS, cells_per_job=1), *longest)
+    assert [len(array.packs) for array in arrays if array.kind == "evaluate"] == sizes
+
+
+SINFO = """\
+debug*|(null)|4|16384|infinite
+gpu|gpu:a100:4(S:0-1),mps:400|64|262144|1-12:00:00
+gpu|gpu:h100:8(S:0,1)|32|524288|1-12:00:00
+short|gpu:2,gpu:v100:1|4|16384|30:00
+"""
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[Nodes]:
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: SINFO)
+    monkeypatch.delenv("SBATCH_PARTITION", raising=False)
+    return nodes()
+
+
+def test_nodes_are_read_as_sinfo_writes_them(known: list[Nodes]) -> None:
+    assert known == [
+        Nodes("debug", True, 0, 4, 16, float("inf")),
+        Nodes("gpu", False, 4, 64, 256, 2160),
+        Nodes("gpu", False, 8, 32, 512, 2160),
+        Nodes("short", False, 3, 4, 16, 30),
     ]
-    assert [len(array.packs) for array in arrays] == [1000, 201]
+
+
+@pytest.mark.parametrize(
+    ("asks", "fields"),
+    [
+        ({"cpus": 4, "memory": 16}, None),
+        ({"cpus": 5}, ["cpus"]),
+        ({"gpus": 1, "memory": 17}, ["gpus", "memory"]),
+        ({"partition": "gpu", "gpus": 8, "cpus": 32, "memory": 512}, None),
+        ({"partition": "gpu", "gpus": 8, "cpus": 33}, ["gpus", "cpus", "memory", "minutes"]),  # not on one node
+        ({"partition": "gpu", "minutes": 2161}, ["minutes"]),
+        ({"partition": "gpu", "minutes": 2161, "qos": "long"}, None),
+        ({"partition": "short,gpu", "cpus": 64}, None),
+        ({"partition": "elsewhere", "cpus": 999}, None),
+        ({"cpus": 999, "sbatch": {"cpus_per_task": 2}}, None),
+        ({"cpus": 999, "sbatch": {"nodelist": "n7"}}, ["cpus"]),
+    ],
+)
+def test_what_no_node_has_is_too_much(known: list[Nodes], asks: dict[str, Any], fields: list[str] | None) -> None:
+    usual = {"gpus": 0, "cpus": 1, "memory": 1, "minutes": 30, "partition": None, "qos": None, "sbatch": {}}
+    found = too_much({**usual, **asks}, known)
+    assert (found and found[0]) == fields
+
+
+@pytest.mark.parametrize("name", ["a/b", "../a", "-a", ".a", "a b", "a|b", "a%j", ""])
+def test_names_that_are_none_are_refused(name: str) -> None:
+    (sentence,) = preflight(Config(study=name), [((), ())])
+    assert f"study={name} cannot be called so" in sentence
+    assert preflight(Config(study="Unified_table-1.β"), [((), ())]) == []
 
 
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:

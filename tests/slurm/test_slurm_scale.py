@@ -28,7 +28,7 @@ def counting(tmp_path: Path) -> Mapping[str, str]:
     """An environment in which sbatch gives ids away and the other commands do nothing, and all leave a trace."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("sbatch", "squeue", "scancel", "scontrol", "srun"):
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "srun", "sinfo"):
         text = SBATCH if name == "sbatch" else OTHERS
         (folder / name).write_text(text.format(folder=folder, name=name))
         (folder / name).chmod(0o755)

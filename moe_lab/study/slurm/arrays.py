@@ -14,8 +14,8 @@ from moe_lab.study.identity import Step, canonical
 
 SMALL = ("model", "scores", "family", "plan")
 """Kinds of step that take a moment; a job does many of them."""
-LONGEST = 1000
-"""Tasks of an array; Slurm's MaxArraySize is 1001 where nobody has changed it."""
+LONGEST = 1001
+"""Tasks of an array, where nobody has changed Slurm's MaxArraySize."""
 Stage = tuple[str, int]
 """The kind of a job, and how many of its kind it has to wait for one after the other."""
 PackSteps = list[Step]
@@ -31,9 +31,15 @@ class Array:
 
 
 def arrange(
-    steps: Sequence[Step], ask: Callable[[Sequence[Step]], Mapping[str, Any]], settings: LauncherConfig
+    steps: Sequence[Step],
+    ask: Callable[[Sequence[Step]], Mapping[str, Any]],
+    settings: LauncherConfig,
+    longest: int = LONGEST,
 ) -> list[Array]:
-    """Arrays for `steps`, each after those it needs. `ask` says what a job that does some steps asks for."""
+    """Arrays of at most `longest` jobs for `steps`, each after those it needs.
+
+    `ask` says what a job that does some steps asks for.
+    """
     stage_of = _stages(steps)
     members: dict[Stage, list[Step]] = defaultdict(list)
     for step in steps:
@@ -45,7 +51,7 @@ def arrange(
             asks = ask(pack)
             alike.setdefault(canonical(asks), (asks, []))[1].append(pack)
         for asks, packs in alike.values():
-            arrays += [Array(stage[0], asks, packs[at : at + LONGEST]) for at in range(0, len(packs), LONGEST)]
+            arrays += [Array(stage[0], asks, packs[at : at + longest]) for at in range(0, len(packs), longest)]
     return arrays
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 WORDS = {
@@ -28,9 +28,14 @@ def refusal(kind: str, asks: Mapping[str, Any], words: str) -> str:
     fields = [next((field for word, field in WORDS.items() if word in lower), None)]
     if fields == [None]:
         fields = [*SIZE] if "configuration" in lower else ["sbatch"]
-    values = " ".join(f"{field}={asks[field]}" for field in fields if field)
-    places = " ".join(f"resources.every.{field}" for field in fields if field)
+    return less(kind, asks, [field for field in fields if field], f"Slurm says: {said}")
+
+
+def less(kind: str, asks: Mapping[str, Any], fields: Sequence[str], reason: str) -> str:
+    """One sentence: what jobs of a kind ask for, why it cannot be, and the settings to change."""
+    values = " ".join(f"{field}={asks[field]}" for field in fields)
+    places = " ".join(f"resources.every.{field}" for field in fields)
     return (
-        f"{kind} jobs ask for {values}, and Slurm says: {said}; set {places}, or resources.jobs of {kind} "
+        f"{kind} jobs ask for {values}, and {reason}; set {places}, or resources.jobs of {kind} "
         "(nothing was left in the queue)"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_lab.errors import UserError
+from moe_lab.study.slurm.arrays import LONGEST
 
 GONE = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 """States in which squeue may still show a job that will do nothing more."""
@@ -33,10 +35,16 @@ class Queued:
 
 def queue() -> dict[str, Queued]:
     """Id -> what of this user is pending or running. UserError with the scheduler's words when it cannot be asked."""
-    text = _ask("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%r|%M|%j")
+    text = ask("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%r|%M|%j")
     found = (line.split("|", 4) for line in text.splitlines())
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in found]
     return {job.id: job for job in jobs if job.state not in GONE and job.reason != NEVER}
+
+
+def longest_array() -> int:
+    """Tasks that an array may have: MaxArraySize of this cluster."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    return max(1, int(found[1])) if found else LONGEST
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -53,7 +61,8 @@ def fate(job: str) -> str:
     return words.get("JobState", "")
 
 
-def _ask(*command: str) -> str:
+def ask(*command: str) -> str:
+    """What a command of Slurm prints. UserError when there is none, or when it fails, with its words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler, snapshot
 from moe_lab.study.slurm.arrays import Array, arrange
+from moe_lab.study.slurm.nodes import nodes, too_much
 from moe_lab.study.slurm.pack import Pack, Record
-from moe_lab.study.slurm.refusal import refusal
+from moe_lab.study.slurm.refusal import less, refusal
 from moe_lab.study.slurm.under_way import under_way
 
 EARLY = 60
@@ -36,28 +37,35 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 
     UserError with the scheduler's words when it refuses one; then nothing of this submission is left in its queue.
     """
+    submission = Submission(study, run)
+    try:
+        _submit_missing(schedule, submission)
+    except BaseException:
+        submission.withdraw()
+        raise
+    _announce(submission)
+
+
+def _submit_missing(schedule: Schedule, submission: Submission) -> None:
+    study = submission.study
     config, store = study.config, study.store
     check(config.resources)
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
     found = under_way(earlier, scheduler.queue(), schedule.waiting)
-    scheduler.cancel(found.hopeless)
     missing = [step for step in schedule.waiting.values() if step.id not in found.steps]
+    submission.jobs.update(found.steps)
     if not missing and found.recorded:
-        say(f"{config.study}: all under way in jobs {_named(found.steps.values())}")
         return
-    arrays = arrange(missing, partial(resources, settings=config.resources), config.launcher)
+    ask = partial(resources, settings=config.resources)
+    arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
     _check_limits(arrays, config.launcher.signal_seconds)
-    submission = Submission(study, run, dict(found.steps))
-    try:
-        if config.snapshot:
-            snapshot.take(run.code)
-        for array in arrays:
-            submission.add(array)
-        submission.close()
-    except BaseException:
-        submission.withdraw()
-        raise
-    _announce(submission, found.steps)
+    _check_sizes(arrays)
+    scheduler.cancel(found.hopeless)
+    if config.snapshot:
+        snapshot.take(submission.run.code)
+    for array in arrays:
+        submission.add(array)
+    submission.close()
 
 
 @dataclass
@@ -66,7 +74,7 @@ class Submission:
 
     study: Study
     run: Run
-    jobs: dict[str, str]
+    jobs: dict[str, str] = field(default_factory=dict)
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when what it needs has ended well."""
@@ -143,14 +151,26 @@ def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
             )
 
 
-def _announce(submission: Submission, kept: Mapping[str, str]) -> None:
-    study = submission.study.config.study
-    for array in dict.fromkeys((job.array, job.kind) for job in submission.run.jobs):
-        tasks = [job for job in submission.run.jobs if job.array == array[0]]
+def _check_sizes(arrays: Iterable[Array]) -> None:
+    """UserError for jobs that no node could ever run."""
+    known = nodes()
+    for array in arrays:
+        if found := too_much(array.asks, known):
+            raise UserError(less(array.kind, array.asks, *found))
+
+
+def _announce(submission: Submission) -> None:
+    study, jobs = submission.study.config.study, submission.run.jobs
+    if not jobs:
+        say(f"{study}: all under way in jobs {_named(submission.jobs.values())}")
+        return
+    for array in dict.fromkeys((job.array, job.kind) for job in jobs):
+        tasks = [job for job in jobs if job.array == array[0]]
         steps = sum(len(job.steps) for job in tasks)
         print(f"{array[0]}  {array[1]}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
-    if kept:
-        say(f"{study}: {len(kept)} more steps are under way in jobs {_named(kept.values())}")
+    own = {step for job in jobs for step in job.steps}
+    if earlier := [job for step, job in submission.jobs.items() if step not in own]:
+        say(f"{study}: {len(earlier)} more steps are under way in jobs {_named(earlier)}")
     say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
 
 

@@ -1,0 +1,68 @@
+"""Whether any node could ever run a job: Slurm also takes jobs that none can, and lets them wait for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from moe_lab.study.slurm import scheduler
+
+SIZES = ("gpus", "cpus", "memory", "minutes")
+OWN = {"clusters", "partition", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "gpus-per-node", "time"}
+"""Options of sbatch that, set by hand, ask for something else than the fields of JobConfig say."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of one partition that are alike: GPUs, CPUs and memory (GiB) of one, and how long a job may take there."""
+
+    partition: str
+    default: bool
+    gpus: int
+    cpus: int
+    memory: float
+    minutes: float
+
+
+def nodes() -> list[Nodes]:
+    """All nodes the scheduler has, those that are down or drained too, by partition and size."""
+    text = scheduler.ask("sinfo", "--all", "--noheader", "--exact", "--format=%P|%G|%c|%m|%l")
+    found = []
+    for partition, gres, cpus, megabytes, limit in (line.split("|") for line in text.splitlines()):
+        gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))
+        name = partition.removesuffix("*")
+        found.append(Nodes(name, name != partition, gpus, int(cpus), int(megabytes) / 1024, _minutes(limit)))
+    return found
+
+
+def _minutes(limit: str) -> float:
+    """Minutes of a time as sinfo writes it: 1-12:00:00, 30:00, infinite."""
+    days, _, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in parts):
+        return inf
+    minutes = sum(int(part) * 60.0**place for place, part in enumerate(reversed(parts), start=-1))
+    return minutes + 1440 * int(days or 0)
+
+
+def too_much(asks: Mapping[str, Any], known: Sequence[Nodes]) -> tuple[list[str], str] | None:
+    """What of `asks` no node has, as fields of JobConfig, with sinfo's figures in words; None where a node has all.
+
+    None also where that cannot be told: in a partition nobody knows, which sbatch has its own words for, and where
+    options of sbatch are set by hand. A quality of service may allow more time than the partition does.
+    """
+    if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:
+        return None
+    named = os.environ.get("SBATCH_PARTITION") or asks["partition"]
+    own = [each for each in known if (each.partition in named.split(",") if named else each.default)]
+    sizes = SIZES[:-1] if asks["qos"] else SIZES
+    if not own or any(all(asks[name] <= getattr(each, name) for name in sizes) for each in own):
+        return None
+    fields = [name for name in sizes if asks[name] > max(getattr(each, name) for each in own)]
+    shown = dict.fromkeys(" ".join(f"{name}={getattr(each, name):.6g}" for name in sizes) for each in own)
+    partitions = ", ".join(dict.fromkeys(each.partition for each in own))
+    return fields or [*sizes], f"no node of partition {partitions} has that: sinfo shows {' or '.join(shown)}"
