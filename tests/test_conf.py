@@ -56,7 +56,7 @@ def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> 
     merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[file.parent.name]), loaded)
     assert merged.name == file.stem or ("label" in loaded and file.parent.name == "allocation")
     assert set(OmegaConf.missing_keys(merged)) <= {"path"}, "only what the user must give may be missing"
-    assert len(loaded) <= 10, "a small file"
+    assert len(loaded) <= 14, "a small file"
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
@@ -92,14 +92,12 @@ def test_pocket16_reports_the_sixteen_results_of_the_papers() -> None:
 
 
 def test_the_metrics_are_those_the_papers_print() -> None:
-    metrics = {k: v for name in names("benchmark") for k, v in content("benchmark", name).reports.items()}
-    assert {name for name, metric in metrics.items() if metric == "acc_norm"} == {
-        "arc_challenge",
-        "arc_easy",
-        "hellaswag",
-        "openbookqa",
-    }
-    assert {name for name, metric in metrics.items() if metric == "acc"} == {"boolq", "mmlu", "rte", "winogrande"}
+    metrics: dict[str, set[str]] = {}
+    for benchmark in (content("benchmark", name) for name in names("benchmark")):
+        for result, metric in benchmark.reports.items() if benchmark.harness == "lm_eval" else ():
+            metrics.setdefault(metric, set()).add(result)
+    assert metrics["acc_norm"] == {"arc_challenge", "arc_easy", "hellaswag", "openbookqa"}
+    assert metrics["acc"] == {"boolq", "mmlu", "rte", "winogrande", "piqa", "mathqa"}
 
 
 POCKET = sorted(name for name in names("benchmark") if name.startswith("pocket_"))

@@ -56,11 +56,12 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
         )
-    rows = [row for name in chosen for row in _named(results["samples"][name], name if len(found) > 1 else "")]
+    several = len(found) > 1
+    rows = [row for name in chosen for row in _named(results["samples"][name], name if several else "")]
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
-        own = [_sample(result, metric.partition(",")[0], row) for row in of_metric]
+        own = [_sample(result, metric, row) for row in of_metric]
         samples += own
         scores.append(_result(result, metric, of_metric, own, benchmark))
     protocol = {
@@ -116,7 +117,7 @@ class SubjectLM(HFLM):
             limit = "model" if self.max_length == self.subject.max_length else "max_length"
             raise UserError(
                 f"benchmark {self.benchmark.name}: a question with its answer has {longest} tokens, and "
-                f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, since nothing is cut off"
+                f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, to read it whole"
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
@@ -169,15 +170,19 @@ def _rows_with(metric: str, rows: Sequence[Row], benchmark: BenchmarkConfig) -> 
 
 
 def _sample(result: str, metric: str, row: Row) -> Sample:
-    first, value = row["resps"][0][0], row[metric]
+    first, value = row["resps"][0][0], row[metric.partition(",")[0]]
     if isinstance(first, str):
         output, extracted = first, str(row["filtered_resps"][0])
     elif isinstance(first, float):  # the likelihood of a whole document
         output, extracted = json.dumps(round(first, 4)), ""
         value = -value[0] / value[1]
     else:
-        likelihoods = [round(float(answer[0][0]), 4) for answer in row["resps"]]
-        output, extracted = json.dumps(likelihoods), str(int(np.argmax(likelihoods)))
+        likelihoods = [float(answer[0][0]) for answer in row["resps"]]
+        lengths = [
+            len(answer) - 1 if metric == "acc_norm" else 1 for _, answer in row["arguments"]
+        ]  # without the space
+        output = json.dumps([round(likelihood, 4) for likelihood in likelihoods])
+        extracted = str(int(np.argmax(np.array(likelihoods) / lengths)))
     return Sample(
         benchmark=result,
         item=row["item"],
