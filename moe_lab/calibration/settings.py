@@ -38,6 +38,8 @@ def _check_numbers(settings: CalibrationConfig) -> None:
         )
     if settings.batch_size < 1:
         raise UserError(f"calibration.batch_size={settings.batch_size} is no batch: expected at least 1 row")
+    if settings.snapshots < 0:
+        raise UserError(f"calibration.snapshots={settings.snapshots} is negative: expected 0 or more")
     if settings.seed is not None and settings.seed < 0:
         raise UserError(f"calibration.seed={settings.seed} is negative: expected 0 or more")
 

@@ -84,6 +84,8 @@ class Config:
     """Folder of all steps and results."""
     overlap: bool = False
     """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
+    profile: bool = False
+    """Also measure hidden states and routing of each pruned model layer by layer, on flops_text."""
     report: bool = True
     """Write tables, figures and the HTML report at the end."""
     dry_run: bool = False

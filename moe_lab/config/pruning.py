@@ -105,6 +105,9 @@ class CalibrationConfig:
     """What stands between packed documents: none, eos, or zero (token id 0, as the REAP and EvoESAP code)."""
     special_tokens: bool = True
     """Let the tokenizer add its special tokens; never after a chat template, which has its own."""
+    snapshots: int = 0
+    """Parts of the pass after each of which scores are taken, to see whether more text would matter; 0: only at the
+    end."""
     checkpointing: bool = False
     """Compute activations again in backward passes instead of keeping them: slower, and fits large models."""
 

@@ -77,6 +77,21 @@ def reads_text(name: str) -> bool:
     return any(need in FROM_TEXT for need in get(name).needs)
 
 
+def of_experts_from(need: Need) -> list[str]:
+    """Criteria of whole experts that need nothing but `need`, and no parameter."""
+    return [
+        name
+        for name, found in CRITERIA.items()
+        if found.granularity == "expert" and found.needs == (need,) and not _required(found)
+    ]
+
+
+def _required(found: Criterion) -> list[str]:
+    """Parameters of the criterion's own that have no default."""
+    own = list(inspect.signature(found.function).parameters.values())[1:]
+    return [parameter.name for parameter in own if parameter.default is parameter.empty]
+
+
 def check(name: str, parameters: Mapping[str, Any]) -> None:
     """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out.
 

@@ -15,6 +15,7 @@ from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer, Reading, Tap, forward
 from moe_lab.statistics.read import header
+from moe_lab.statistics.snapshots import Snapshots
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
 CHECKPOINT = "sums.safetensors"
@@ -31,6 +32,7 @@ def gather(
     groups: int,
     first_row: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Statistics:
     """All forward statistics of `model` over `batches`.
 
@@ -38,7 +40,7 @@ def gather(
     and the same batches, goes on from them, to the very numbers of a pass that was never stopped. Anything else it
     finds is another pass's and is overwritten. `first_row` is the number of the first row within the whole
     calibration set, if `batches` are a part of it whose statistics will be merged. `progress` is called with (batches
-    done, of how many).
+    done, of how many). `snapshots` are told the sums after every batch they look at.
 
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
@@ -52,6 +54,7 @@ def gather(
         groups=groups,
         first_row=first_row,
         progress=progress,
+        snapshots=snapshots,
     )
 
 
@@ -67,6 +70,7 @@ def read_all(
     first_row: int = 0,
     progress: Callable[[int, int], None] | None = None,
     reading: Reading = forward,
+    snapshots: Snapshots | None = None,
 ) -> Statistics:
     """What `tap` sums over `batches`, each read by `reading`, with checkpoints; `kind` goes into the header, the rest
     is as in `gather`."""
@@ -76,6 +80,8 @@ def read_all(
     with Observer(model, tap, start, reading) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid)
+            if snapshots is not None and number in snapshots.points:  # before the sums to go on from, so none is missed
+                snapshots.save(observer.layers(), about, number)
             if number % groups == 0 or number == len(batches):
                 layers = observer.layers()
                 check_finite(layers, f"batches {done + 1} to {number}")

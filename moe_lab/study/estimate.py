@@ -193,7 +193,9 @@ WORK: Mapping[str, Work] = {
     "search": _search,
     "reconstruction": _passes(4),
     "finetune": _finetune,
+    "convergence": _passes(1.1),
     "cost": _passes(1),
+    "profile": _passes(1.1),
     "evaluate": _evaluate,
     "generate": _evaluate,
 }

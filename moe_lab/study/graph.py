@@ -34,16 +34,18 @@ class CellSteps:
     finetune: Step | None
     export: Step | None
     cost: Step
+    profile: Step | None
     evaluate: Mapping[str, Step]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families` and `damages` feed the overlap figures, by "calibration@model"."""
+    """All steps of a study. `families`, `damages` and `convergences` feed figures, by "calibration@model"."""
 
     cells: Sequence[CellSteps]
     families: Mapping[str, Step]
     damages: Mapping[str, Step]
+    convergences: Mapping[str, Step]
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
@@ -62,9 +64,10 @@ class Graph:
     def _wanted(self) -> Iterable[Step]:
         yield from self.families.values()
         yield from self.damages.values()
+        yield from self.convergences.values()
         for cell in self.cells:
             yield cell.model
-            yield from (step for step in (cell.scores, cell.plan, cell.export) if step)
+            yield from (step for step in (cell.scores, cell.plan, cell.export, cell.profile) if step)
             yield cell.cost
             yield from cell.evaluate.values()
 
@@ -83,6 +86,7 @@ def _steps(maker: Maker, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) -> C
         finetune=tuned,
         export=maker.export(cell.model, plan) if plan and maker.config.export else None,
         cost=maker.cost(cell, plan),
+        profile=maker.profile(cell, plan) if maker.config.profile else None,
         evaluate={
             benchmark.name: maker.evaluate(cell.model, plan, benchmark, tuned, cell.recovery)
             for benchmark in benchmarks
@@ -110,13 +114,18 @@ def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Benc
     asked: dict[Cell, dict[str, BenchmarkConfig]] = {}
     families: dict[str, Step] = {}
     damages: dict[str, Step] = {}
+    convergences: dict[str, Step] = {}
     for cells, benchmarks in requests:
         named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 asked.setdefault(candidate, {}).update(named)
+            name = f"{cell.calibration.name}@{cell.model.name}"
+            if cell.calibration.snapshots:
+                convergences[name] = maker.convergence(cell.model, cell.calibration, cell.gate, cell.seed)
             if config.overlap:
-                name = f"{cell.calibration.name}@{cell.model.name}"
                 families[name] = maker.family(cell.model, cell.calibration, cell.gate, cell.seed)
                 damages[name] = maker.scores(replace(cell, criterion=EXACT_DAMAGE))
-    return Graph([_steps(maker, cell, list(named.values())) for cell, named in asked.items()], families, damages)
+    return Graph(
+        [_steps(maker, cell, list(named.values())) for cell, named in asked.items()], families, damages, convergences
+    )

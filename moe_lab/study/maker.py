@@ -165,6 +165,24 @@ class Maker:
 
         return self._once(("family", model, calibration, gate, seed), make)
 
+    def convergence(self, model: ModelConfig, calibration: CalibrationConfig, gate: str, seed: int) -> Step:
+        """Scores from more and more of the calibration set."""
+
+        def make() -> Step:
+            reading = self._reading("statistics", model, calibration, seed)
+            asked = Part({"gate": gate, "snapshots": calibration.snapshots})
+            inputs = {"model": self.model(model), "statistics": reading}
+            return Step("convergence", reading.label, {**reading.parts, "convergence": asked}, inputs, reading.runtime)
+
+        return self._once(("convergence", model, calibration, gate, seed), make)
+
+    def profile(self, cell: Cell, plan: Step | None) -> Step:
+        """Hidden states and routing of the pruned model, layer by layer; what recovery changes is not in it."""
+        text = self._seeded(cell.texts["flops"], cell.seed)
+        label, parts, inputs = self._pruned(cell.model, plan, None, NO_RECOVERY)
+        parts = {**parts, "model": self._model_part(cell.model), "text": self._text_part(text)}
+        return Step("profile", label, parts, inputs, {"model": plain(cell.model), "text": plain(text)})
+
     def plan(self, cell: Cell) -> Step:
         """Which experts, and which of their channels, to keep: straight from the scores, or by a search."""
         key = ("allocation", cell.allocation, cell.ratio)

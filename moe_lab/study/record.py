@@ -35,7 +35,7 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
-        steps = {**cell.evaluate, "cost": cell.cost}
+        steps = {**cell.evaluate, "cost": cell.cost, **({"profile": cell.profile} if cell.profile else {})}
         return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step.id in failed}
 
     cells = [
@@ -48,6 +48,7 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
             "finetune": place(cell.finetune),
             "export": place(cell.export),
             "cost": place(cell.cost),
+            "profile": place(cell.profile),
             "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
             "errors": errors(cell),
         }
@@ -62,6 +63,7 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         "cells": cells,
         "families": {name: place(step) for name, step in graph.families.items()},
         "damages": {name: place(step) for name, step in graph.damages.items()},
+        "convergences": {name: place(step) for name, step in graph.convergences.items()},
     }
     path = _path(store, config.study)
     path.parent.mkdir(exist_ok=True)
@@ -72,13 +74,14 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The new document with the cells, families and damages only the old one has."""
+    """The new document with the cells, families, damages and convergences only the old one has."""
     named = [cell["cell"] for cell in new["cells"]]
     return {
         **new,
         "cells": [cell for cell in old["cells"] if cell["cell"] not in named] + new["cells"],
         "families": {**old["families"], **new["families"]},
         "damages": {**old["damages"], **new["damages"]},
+        "convergences": {**old.get("convergences", {}), **new["convergences"]},
     }
 
 

@@ -19,6 +19,7 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
     for function in (
         measuring.model,
         measuring.statistics,
+        measuring.convergence,
         measuring.gradients,
         measuring.weight_gradients,
         measuring.damage,
@@ -35,6 +36,7 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
         pruned.generate,
         pruned.grade,
         pruned.cost,
+        pruned.profile,
         pruned.export,
     )
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.shared import STATISTICS, model_and_tokenizer, rows, write_table
+from moe_lab.study.kinds.shared import STATISTICS, facts, model_and_tokenizer, rows, write_table
 from moe_lab.study.store import write_json
 
 GROUP = 8
@@ -23,13 +25,53 @@ def model(job: Job) -> None:
 def statistics(job: Job) -> None:
     """One forward pass over the calibration set: all sums, and how many tokens each expert saw."""
     from moe_lab.statistics.gather import gather
+    from moe_lab.statistics.snapshots import Snapshots
     from moe_lab.statistics.sums import coverage
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
-    sums = gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP)
+    snapshots = Snapshots(Path(job.partial), text, job.runtime["calibration"]["snapshots"])
+    sums = gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP, snapshots=snapshots)
+    snapshots.publish(Path(job.scratch))
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
+
+
+def convergence(job: Job) -> None:
+    """Scores by every criterion that reads these sums alone, from more and more of the calibration set.
+
+    From the snapshots that the pass left; from a pass of its own where it was made without.
+    """
+    from moe_lab import criteria
+    from moe_lab.statistics.read import read
+    from moe_lab.statistics.snapshots import taken
+
+    settings = job.settings["convergence"]
+    parts = taken(Path(job.inputs["statistics"]), settings["snapshots"]) or _snapshots(job, settings["snapshots"])
+    whole = json.loads(job.input("statistics", "calibration.json").read_text())["valid_tokens"]
+    parts = [*parts, (sum(whole.values()), read(job.input("statistics", STATISTICS)))]
+    experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
+    found = [
+        (name, tokens, layer, expert, float(value))
+        for name in criteria.of_experts_from("statistics")
+        for tokens, sums in parts
+        for layer, values in criteria.score(name, sums, experts=experts, gate=settings["gate"]).items()
+        for expert, value in enumerate(values)
+    ]
+    write_table(job.output("convergence.parquet"), ("criterion", "tokens", "layer", "expert", "score"), found)
+
+
+def _snapshots(job: Job, parts: int) -> Any:
+    """The snapshots of a pass that is made for them alone."""
+    from moe_lab.statistics.gather import gather
+    from moe_lab.statistics.snapshots import Snapshots, taken
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    snapshots = Snapshots(Path(job.partial), text, parts)
+    gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP, snapshots=snapshots)
+    snapshots.publish(Path(job.scratch))
+    return taken(Path(job.scratch), parts)
 
 
 def gradients(job: Job) -> None:

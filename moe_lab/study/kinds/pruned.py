@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows
+from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows, write_table
 from moe_lab.study.store import write_json
 
 
@@ -130,6 +130,16 @@ def cost(job: Job) -> None:
     storage = job.settings.get("storage", {})
     found = count(network, _plan(job), rows(job, tokenizer, "text"), facts=facts(job), unpruned=before, **storage)
     write_json(job.output("cost.json"), found)
+
+
+def profile(job: Job) -> None:
+    """How much hidden states differ between tokens after every layer, and how its router decides."""
+    from moe_lab.pruning.profile import COLUMNS
+    from moe_lab.pruning.profile import profile as look
+
+    network, tokenizer = model_and_tokenizer(job)
+    found = look(network, _plan(job), rows(job, tokenizer, "text"))
+    write_table(job.output("profile.parquet"), COLUMNS, found)
 
 
 def export(job: Job) -> None:

@@ -1,0 +1,119 @@
+"""What a forward pass looks like layer by layer: how much hidden states differ between tokens, how routers decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer, routed_layers
+from moe_lab.models.watch import watched
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.dispatch import run
+from moe_lab.statistics.gather import Batch
+
+COLUMNS = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts")
+"""variance         of the residual stream after the layer over tokens, the mean over its coordinates
+router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over tokens
+gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
+load_entropy     of the shares of tokens that experts are given
+experts          that the router chooses from, or 0
+
+Entropies are in nats; NaN in layers without a router."""
+
+
+def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
+    """Rows of COLUMNS, one per decoder layer, from one forward pass of `model` under `plan` (None: unpruned) over the
+    valid tokens of `batches`.
+
+    UserError for no batches, a plan that does not fit, and naming the layer where the stream is not finite.
+    """
+    if not batches:
+        raise UserError("profile: no batches to read, expected at least one")
+    routed = routed_layers(model)
+    seen = _Seen()
+    masked = mask(model, plan) if plan is not None else nullcontext()
+    with masked, torch.no_grad(), ExitStack() as hooks, watched(routed, seen.chosen):
+        for index, layer in enumerate(_decoder_layers(model, routed)):
+            hooks.callback(layer.register_forward_hook(partial(seen.stream, index)).remove)
+        for one in routed:
+            hooks.callback(one.router.register_forward_hook(partial(seen.routed, one)).remove)
+        for ids, valid in batches:
+            seen.valid = valid.flatten()
+            run(model, ids, valid)
+    return seen.rows()
+
+
+def _decoder_layers(model: PreTrainedModel, routed: Sequence[MoELayer]) -> nn.ModuleList:
+    """All decoder layers, those without experts too: the list that holds the layer of the first experts."""
+    path = routed[0].name.split(".")
+    found = model.get_submodule(".".join(path[: path.index(str(routed[0].index))]))
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+class _Seen:
+    """Sums over the valid tokens, in fp64: of each layer's stream and of its router's decisions."""
+
+    def __init__(self) -> None:
+        self.valid = torch.zeros(0, dtype=torch.bool)
+        self.tokens: dict[int, int] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.squares: dict[int, torch.Tensor] = {}
+        self.entropies: dict[int, tuple[float, float, int]] = {}
+        self.load: dict[int, torch.Tensor] = {}
+
+    def stream(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The residual stream (B, S, H) after a decoder layer."""
+        hidden = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+        valid = hidden[self.valid.to(hidden.device)].double()
+        for sums, part in ((self.sums, valid.sum(0)), (self.squares, valid.square().sum(0))):
+            sums[layer] = sums.get(layer, 0) + part.cpu()
+        self.tokens[layer] = self.tokens.get(layer, 0) + len(valid)
+
+    def routed(self, layer: MoELayer, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+        """What a router gives: logits (T, E) and gates (T, K)."""
+        logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
+        valid = self.valid.to(logits.device)
+        before = self.entropies.get(layer.index, (0.0, 0.0, 0))
+        found = (_entropy(logits[valid].softmax(-1)), _entropy(_shares(gates[valid])))
+        self.entropies[layer.index] = (before[0] + found[0], before[1] + found[1], logits.shape[-1])
+
+    def chosen(self, layer: MoELayer, index: torch.Tensor) -> None:
+        """The experts (T, K) that tokens are given to."""
+        counts = torch.bincount(index[self.valid.to(index.device)].flatten(), minlength=layer.n_experts).cpu()
+        self.load[layer.index] = self.load.get(layer.index, 0) + counts
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """COLUMNS of every layer."""
+        return [(layer, self._variance(layer), *self._routing(layer)) for layer in sorted(self.sums)]
+
+    def _variance(self, layer: int) -> float:
+        count = self.tokens[layer]
+        value = float((self.squares[layer] / count - (self.sums[layer] / count).square()).mean())
+        if not torch.isfinite(torch.tensor(value)):
+            raise UserError(f"NaN or Inf in layer {layer}: its hidden states are not finite")
+        return value
+
+    def _routing(self, layer: int) -> tuple[float, float, float, int]:
+        if layer not in self.entropies:
+            return (float("nan"),) * 3 + (0,)
+        router, gate, experts = self.entropies[layer]
+        count = self.tokens[layer]
+        return router / count, gate / count, _entropy(_shares(self.load[layer].double())[None]), experts
+
+
+def _shares(values: torch.Tensor) -> torch.Tensor:
+    return values / values.sum(-1, keepdim=True)
+
+
+def _entropy(shares: torch.Tensor) -> float:
+    """The sum over rows of the entropy of each, in nats."""
+    return float(torch.special.entr(shares).sum())

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from moe_lab import criteria
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.grid import plain
+from moe_lab.statistics.read import read
+from moe_lab.study import kinds
+from moe_lab.study.job import Job
+
+MODEL = plain(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))
+TEXT = {"name": "text", "path": "pocket:calibration/general.jsonl", "packing": "chunk", "length": 128, "tokens": 1024}
+
+
+def perform(root: Path, kind: str, settings: dict[str, Any], **inputs: Path) -> Path:
+    text = plain(CalibrationConfig(**TEXT, batch_size=2, seed=42, snapshots=settings.pop("snapshots", 0)))
+    folder = root / f"{kind}{len(list(root.iterdir()))}"
+    (folder / "partial").mkdir(parents=True)
+    names = {role: str(path) for role, path in inputs.items()}
+    job = Job(kind, kind, settings, {"model": MODEL, "calibration": text}, names, str(folder), str(folder / "partial"))
+    kinds.perform(job)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Steps over 8 rows in 4 batches: with three snapshots asked of the pass, and without any."""
+    root = tmp_path_factory.mktemp("steps")
+    model = perform(root, "model", {})
+    found = {}
+    for name, snapshots in (("with", 4), ("without", 0)):
+        statistics = perform(root, "statistics", {"snapshots": snapshots})
+        asked = {"convergence": {"gate": "model", "snapshots": 4}}
+        found[f"statistics {name}"] = statistics
+        found[name] = perform(root, "convergence", asked, model=model, statistics=statistics)
+    return found
+
+
+def test_the_pass_leaves_what_a_pass_of_its_own_would(made: dict[str, Path]) -> None:
+    first, second = (pd.read_parquet(made[name] / "convergence.parquet") for name in ("with", "without"))
+    pd.testing.assert_frame_equal(first, second)
+    assert first["tokens"].nunique() == 4 and first.groupby("tokens").size().nunique() == 1
+    assert not (made["with"] / "snapshots.json").exists() and (made["without"] / "snapshots.json").exists()
+
+
+def test_the_last_scores_are_those_of_the_whole_text(made: dict[str, Path]) -> None:
+    frame = pd.read_parquet(made["with"] / "convergence.parquet")
+    last = frame[frame["tokens"] == frame["tokens"].max()]
+    sums = read(made["statistics with"] / "statistics.safetensors")
+    experts = {layer: len(named["tokens"]) for layer, named in sums.items()}
+    assert set(last["criterion"]) == set(criteria.of_experts_from("statistics")) >= {"reap", "man", "mone", "frequency"}
+    assert {"exact_damage", "aimer", "random", "s_family", "channel_activation"}.isdisjoint(last["criterion"])
+    for name, found in last.groupby("criterion"):
+        expected = criteria.score(str(name), sums, experts=experts, gate="model")
+        assert found["score"].tolist() == [float(value) for layer in expected for value in expected[layer]], name
+    reads = frame[frame["criterion"] == "frequency"].groupby("tokens")["score"].sum()
+    assert reads.is_monotonic_increasing and reads.nunique() == 4
+
+
+def test_the_pass_with_snapshots_sums_up_the_same(made: dict[str, Path]) -> None:
+    files = [made[f"statistics {name}"] / "statistics.safetensors" for name in ("with", "without")]
+    assert files[0].read_bytes() == files[1].read_bytes()
