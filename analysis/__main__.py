@@ -1,4 +1,4 @@
-"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER]`."""
+"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [--compare]`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, unknown
 
-USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER]
+if TYPE_CHECKING:
+    from analysis.load import Study
+
+USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
 python -m analysis diff A B [store=store] [out=FOLDER]
 
 NAME   report (the page with everything; the default), all (every table and figure), or any of
@@ -17,11 +21,14 @@ NAME   report (the page with everything; the default), all (every table and figu
 store  the folder a run wrote to
 study  which study in it, several with commas between, or all; by default the newest
 out    where to write; by default STORE/reports/STUDY
+--compare (or compare=true)
+       beside each table NAME.published: the papers' numbers, deviations, and whether the two agree
 diff   what changed from A to B: two studies of the store, two stores (or STORE:STUDY), or two plan.json files
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
 
-OPTIONS = ("store", "study", "out")
+COMPARE = "--compare"
+OPTIONS = ("store", "study", "out", "compare")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Request:
     store: Path
     study: str | None
     out: Path | None
+    compare: bool = False
 
 
 def parse(words: Sequence[str]) -> Request:
@@ -39,7 +47,7 @@ def parse(words: Sequence[str]) -> Request:
     options: dict[str, str] = {}
     wanted: list[str] = []
     for word in words:
-        key, equals, value = word.partition("=")
+        key, equals, value = ("compare=true" if word == COMPARE else word).partition("=")
         if not equals:
             wanted.append(word)
         elif key not in OPTIONS:
@@ -48,11 +56,14 @@ def parse(words: Sequence[str]) -> Request:
             raise UserError(f"{key}= has no value: write {key}=VALUE")
         else:
             options[key] = value
+    if options.get("compare", "true") not in ("true", "false"):
+        raise UserError(f"compare={options['compare']}: expected true or false")
     return Request(
         names=wanted or ["report"],
         store=Path(options.get("store", "store")),
         study=options.get("study"),
         out=Path(options["out"]) if "out" in options else None,
+        compare=options.get("compare") == "true",
     )
 
 
@@ -90,10 +101,37 @@ def _unwritable(out: Path, error: OSError) -> UserError:
     return UserError(f"out={out} cannot be written ({error.strerror}): name a folder you own")
 
 
+def _compare(request: Request, study: Study, out: Path) -> bool:
+    """Published numbers beside measured ones; whether every table asked for by name has some."""
+    from analysis import catalogue
+    from analysis.published_tables import published_tables
+
+    made = published_tables(study, catalogue.Material(study).comparisons, _comparable(request))
+    for path in catalogue.write((table for table in made.values() if len(table.frame)), out):
+        print(path)
+    lacking = [name for name in request.names if name in made and made[name].frame.empty]
+    for name in lacking:
+        print(f"analysis: {name}: no cell of study={study.name} has published numbers", file=sys.stderr)
+    return not lacking
+
+
+def _comparable(request: Request) -> list[str]:
+    """The tables asked for that the papers print too. UserError when there is none."""
+    from analysis.published_numbers import TABLES
+
+    wanted = TABLES if {"all", "report"} & set(request.names) else request.names
+    found = [name for name in wanted if name in TABLES]
+    if not found:
+        raise UserError(f"--compare: {', '.join(request.names)}: no published numbers, expected {', '.join(TABLES)}")
+    return found
+
+
 def _run(request: Request) -> int:
+    if request.compare:
+        _comparable(request)
     if request.names[0] == "diff":
         return _diff(request)
-    from analysis import catalogue, report
+    from analysis import catalogue
     from analysis.documents import studies
     from analysis.load import load
 
@@ -106,21 +144,31 @@ def _run(request: Request) -> int:
         raise UserError(f"study={study.name} in {request.store} has no results yet: run it first")
     out = request.out or request.store / "reports" / study.name
     try:
-        if "report" in request.names:
-            print(report.write_report(study, out))
-        else:
-            wanted = catalogue.CATALOGUE if "all" in request.names else request.names
-            made = catalogue.make(wanted, catalogue.Material(study))
-            for path in catalogue.write((output for outputs in made.values() for output in outputs), out):
-                print(path)
-            for name in (name for name in request.names if made.get(name) == []):
-                print(f"analysis: {name} needs results that study={study.name} does not have", file=sys.stderr)
-                return 1
+        complete = _write(request, study, out)
+        if request.compare:
+            complete = _compare(request, study, out) and complete
     except OSError as error:
         raise _unwritable(out, error) from None
     for gap in study.gaps:
         print(f"analysis: {gap.where}: {gap.what}", file=sys.stderr)
-    return 1 if study.gaps else 0
+    return 0 if complete and not study.gaps else 1
+
+
+def _write(request: Request, study: Study, out: Path) -> bool:
+    """The report, or the tables and figures asked for; whether there are results for each."""
+    from analysis import catalogue, report
+
+    if "report" in request.names:
+        print(report.write_report(study, out))
+        return True
+    wanted = catalogue.CATALOGUE if "all" in request.names else request.names
+    made = catalogue.make(wanted, catalogue.Material(study))
+    for path in catalogue.write((output for outputs in made.values() for output in outputs), out):
+        print(path)
+    lacking = [name for name in request.names if made.get(name) == []]
+    for name in lacking:
+        print(f"analysis: {name} needs results that study={study.name} does not have", file=sys.stderr)
+    return not lacking
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class Split:
     metric: str | None
     harness: str | None
     shots: int | None
+    judge: str | None
 
 
 @cache
@@ -140,7 +141,8 @@ def split(number: Printed, benchmark: str) -> Split:
     """How the paper of this number measured a benchmark."""
     found = _most_specific("splits", number, benchmark=benchmark) or {}
     items, shots = (int(found[word]) if found.get(word) else None for word in ("items", "shots"))
-    return Split(items, found.get("metric") or None, found.get("harness") or None, shots)
+    metric, harness, judge = (found.get(word) or None for word in ("metric", "harness", "judge"))
+    return Split(items, metric, harness, shots, judge)
 
 
 def stands_for(axis: str, name: str) -> str:

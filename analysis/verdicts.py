@@ -14,6 +14,8 @@ AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
 BECAUSE = "not comparable because "
 READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "exact_damage")
 """Criteria whose scores depend on what the gate is taken to be."""
+UNGRADED = 0.99
+"""Share of the items that must have been graded: a judge may be silent about a few."""
 _NAMED = 3
 """Benchmarks that a reason lists by name; of more it says how many."""
 
@@ -28,6 +30,7 @@ class Evaluation:
     metric: str
     harness: str | None
     shots: int | None
+    judge: str | None
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,18 @@ def verdict(number: Printed, measured: Measured) -> str:
 
 
 def reasons(number: Printed, measured: Measured) -> Iterator[str]:
-    """Why the two numbers cannot be compared, one sentence's part each; nothing when they can."""
+    """Why the two numbers cannot be compared, one part of a sentence each; nothing when they can.
+
+    That it is another model is said alone: nothing else about it could be alike.
+    """
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)
     for axis in ("model", "calibration"):
         own = str(measured.cell[axis])
         if (printed := stands_for(axis, own)) != own:
-            yield f"{own} is not {printed}"
+            yield f"{own} stands in for {printed}"
+            if axis == "model":
+                return
     yield from _calibrated(number, measured)
     yield from measured.lacking
     yield from _evaluated(number, measured.evaluations)
@@ -96,6 +104,7 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
         "other metric": [_other(found.metric, paper.metric) for found, paper in known],
         "other harness": [_other(found.harness, paper.harness) for found, paper in known],
         "other number of examples in the prompt": [_other(found.shots, paper.shots) for found, paper in known],
+        "other judge": [_other(found.judge, paper.judge) for found, paper in known],
     }
     for kind, details in kinds.items():
         differing = [
@@ -109,12 +118,10 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
 
 
 def _items(found: Evaluation, paper: Split) -> str:
-    if found.expected is not None and found.n < found.expected:
-        of = f" of {found.expected:,}"
-    elif found.n == paper.items:
+    whole = found.n if found.expected is None else found.expected
+    if whole == paper.items and found.n >= UNGRADED * whole:
         return ""
-    else:
-        of = ""
+    of = f" of {whole:,}" if found.n < whole else ""
     published = "an unknown number" if paper.items is None else f"{paper.items:,}"
     return f"{found.n:,}{of}, published on {published}"
 
