@@ -6,6 +6,7 @@ This file makes the folder importable: `import tiny` gives the tiny models.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "slurm" if item.path.parent.name == "slurm" else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Published data sets, as people have them, in the folder ../shared/data beside the repository."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"there is no {folder}")
+    return folder

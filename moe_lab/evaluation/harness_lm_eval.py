@@ -178,9 +178,8 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
         value = -value[0] / value[1]
     else:
         likelihoods = [float(answer[0][0]) for answer in row["resps"]]
-        lengths = [
-            len(answer) - 1 if metric == "acc_norm" else 1 for _, answer in row["arguments"]
-        ]  # without the space
+        # The space in front of an answer does not count.
+        lengths = [len(answer) - 1 if metric == "acc_norm" else 1 for _, answer in row["arguments"]]
         output = json.dumps([round(likelihood, 4) for likelihood in likelihoods])
         extracted = str(int(np.argmax(np.array(likelihoods) / lengths)))
     return Sample(
