@@ -164,7 +164,7 @@ class _Away(Exception):
 
 def _pause(attempt: int, asked: float) -> float:
     """Seconds before the next request: at least what the endpoint asked for, longer each time, never too long."""
-    backoff = FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.5, 1)
+    backoff = FIRST_WAIT * 2.0 ** (attempt - 1) * random.uniform(0.5, 1)
     return min(LONGEST_WAIT, max(backoff, asked * random.uniform(1, 1.1)))
 
 

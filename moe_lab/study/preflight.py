@@ -12,7 +12,7 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation import suite
+from moe_lab.evaluation import backend, suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.pruning.export_form import SHAPES
@@ -22,7 +22,6 @@ from moe_lab.search.subsets import check_removals
 from moe_lab.study import resources
 from moe_lab.study.maker import reads_text
 
-BACKENDS = ("hf", "server")
 NAME = re.compile(r"\w[\w.+-]*")
 """What a study may be called."""
 ANSWERED = ("search", "instructions")
@@ -70,8 +69,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
 
 def _check_backend(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
-    if config.backend.name not in BACKENDS:
-        yield str(unknown("backend.name", config.backend.name, BACKENDS))
+    yield from said(partial(backend.check, config.backend))
     for cell in (cell for cell in _each(cells, "recovery") if cell.recovery.name != "none"):
         if config.backend.name == "server":
             yield f"backend=server serves what is exported, before recovery={cell.recovery.name}: expected backend=hf"

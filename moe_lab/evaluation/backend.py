@@ -1,0 +1,43 @@
+"""What backend=server starts: the words of its command line. Without torch, for the preflight."""
+
+from __future__ import annotations
+
+import shlex
+import string
+from pathlib import Path
+
+from moe_lab.config import BackendConfig
+from moe_lab.errors import UserError, unknown
+
+BACKENDS = ("hf", "server")
+PLACES = ("checkpoint", "port", "name")
+"""What a command line has places for; it can go without the name."""
+_NEEDED = ("checkpoint", "port")
+
+
+def check(backend: BackendConfig) -> None:
+    """UserError for a back end that cannot be."""
+    if backend.name not in BACKENDS:
+        raise unknown("backend.name", backend.name, BACKENDS)
+    if backend.name == "server":
+        words(backend, Path("checkpoint"), 0, "name")
+        if backend.ready_seconds <= 0:
+            raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
+
+
+def words(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
+    """The command with everything in its places; what is put in stays one word. UserError for a wrong place."""
+    command = backend.command
+    if not command:
+        raise UserError("backend.command is not set: expected the command line of a server, such as that of backend=server")
+    try:
+        split = shlex.split(command)
+        places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
+    except ValueError as error:
+        raise UserError(f"backend.command={command} cannot be read: {error}") from None
+    for place in sorted(places - set(PLACES)):
+        raise unknown("backend.command: place", f"{{{place}}}", [f"{{{each}}}" for each in PLACES])
+    for place in _NEEDED:
+        if place not in places:
+            raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
+    return [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]

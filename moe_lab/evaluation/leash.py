@@ -1,0 +1,43 @@
+"""Holds a server on a leash: it ends, with all it started, when it is told to and when who started it is gone.
+
+    python leash.py PARENT SECONDS COMMAND ...
+
+Standard library only. It leads a process group of its own and the server is in it; whatever happens, the last it does
+is to kill that group. SECONDS are what a server that is told to stop may take.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+_LOOK = 0.1
+
+
+def main(parent: int, seconds: float, command: list[str]) -> None:
+    """Run the command until it ends, a SIGTERM comes, or the parent dies."""
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error.strerror}")
+    while server.poll() is None and not told.wait(_LOOK) and os.getppid() == parent:
+        pass
+    if server.poll() is None:
+        os.killpg(0, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(seconds)
+    elif server.returncode < 0:
+        print(f"ended by {signal.Signals(-server.returncode).name}", flush=True)
+    else:
+        print(f"exit code {server.returncode}", flush=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,140 @@
+"""A model behind an OpenAI-compatible server, generating as a loaded one does (`subject.Subject`). No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation.generation import GenSpec, Messages, check_room, cut, render
+
+_KEPT = 120
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The text completions of one model at one server."""
+
+    url: str
+    """Base address, such as http://127.0.0.1:8000/v1."""
+    model: str
+    """What the server calls the model."""
+    last_words: Callable[[], str | None] = lambda: None
+    """What the server said when it ended; None while it runs."""
+
+    def client(self) -> openai.OpenAI:
+        """A connection. It waits as long as a text takes: a server may do one after another."""
+        direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
+        return openai.OpenAI(base_url=self.url, api_key="none", timeout=None, max_retries=0, http_client=direct)
+
+    def complete(self, client: openai.OpenAI, prompt: str, tokens: int, stop: Sequence[str]) -> tuple[str, str]:
+        """(the text after the prompt, why it ended): at most so many tokens, by greedy search without any penalty.
+
+        Raises UserError for a request the server refuses and for an answer of another model, Unavailable when the
+        server ended or broke.
+        """
+        try:
+            answer = client.completions.with_raw_response.create(
+                model=self.model,
+                prompt=prompt,
+                max_tokens=tokens,
+                stop=list(stop) or None,
+                temperature=0,
+                top_p=1,
+                frequency_penalty=0,
+                presence_penalty=0,
+                seed=0,
+            )
+        except openai.APIConnectionError as error:
+            ended = self.last_words()
+            reason = f"ended: {ended}" if ended else f"does not answer ({error.__cause__ or error})"
+            raise Unavailable(f"the server of {self.model} {reason}") from None
+        except openai.APIStatusError as error:
+            kind = UserError if error.status_code < 500 else Unavailable
+            said = " ".join(error.response.text.split())[:_KEPT]
+            raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {said}") from None
+        return self._read(answer.content)
+
+    def _read(self, body: bytes) -> tuple[str, str]:
+        try:
+            document = json.loads(body)
+            choice = document["choices"][0]
+            text, reason, model = choice["text"], choice["finish_reason"], document["model"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise UserError(f"what answers at {self.url} gives no text completions: {body[:_KEPT]!r}") from None
+        if str(model).removesuffix("@main") != self.model:
+            raise UserError(f"what answers at {self.url} serves {model}, expected {self.model}: is it another server?")
+        return str(text), str(reason)
+
+
+@dataclass(frozen=True)
+class ServedSubject:
+    """A causal language model that a server has loaded, with its tokenizer here."""
+
+    completions: Completions
+    """Where it generates."""
+    tokenizer: Any
+    """The tokenizer the server uses."""
+    max_length: int | None
+    """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
+    template_arguments: Mapping[str, Any]
+    """What its chat template is given besides the messages."""
+
+    def render(self, messages: Messages) -> str:
+        """The conversation as the prompt that asks for its next message. UserError without a chat template."""
+        return render(self.tokenizer, messages, self.template_arguments)
+
+    def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
+        """The text that follows each prompt, in order, up to a stop text, an end token or the token limit."""
+        return [text for _, text in sorted(self.stream(prompts, spec))]
+
+    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+        """(index, text) of each prompt as it is done, the longest asked first, `spec.batch_size` at the same time."""
+        if not prompts:
+            return
+        encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
+        check_room([len(ids) for ids in encoded], spec, self.max_length)
+        texts = [self._writable(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
+        order = sorted(range(len(prompts)), key=lambda index: (-len(encoded[index]), index))
+        with self.completions.client() as client, ThreadPoolExecutor(spec.batch_size) as pool:
+            futures = {pool.submit(self._text, client, texts[index], spec): index for index in order}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _writable(self, prompt: str, ids: Sequence[int]) -> str:
+        """What a server must be sent so that it reads `ids`: it always adds the tokenizer's special tokens itself."""
+        candidates = (prompt, prompt.removeprefix(self.tokenizer.bos_token or ""))
+        for text in candidates:
+            if self.tokenizer(text).input_ids == ids:
+                return text
+        raise UserError(
+            "a server adds the tokenizer's special tokens to every prompt, and the model's chat template wants none: "
+            "expected backend=hf"
+        )
+
+    def _text(self, client: openai.OpenAI, prompt: str, spec: GenSpec) -> str:
+        """One text. Servers differ in whether a stop text may begin in the prompt; here it may not, so what ended for
+        that reason is asked for again without the texts that can."""
+        text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, spec.stop)
+        if reason == "stop" and cut(text, spec.stop) == text and _crosses(prompt, text, spec.stop):
+            inside = [stop for stop in spec.stop if not _begins(prompt, stop)]
+            text, _ = self.completions.complete(client, prompt, spec.max_new_tokens, inside)
+        return cut(text, spec.stop)
+
+
+def _begins(prompt: str, stop: str) -> bool:
+    """Whether the prompt ends with the beginning of a stop text."""
+    return any(prompt.endswith(stop[:length]) for length in range(1, len(stop)))
+
+
+def _crosses(prompt: str, text: str, stops: Sequence[str]) -> bool:
+    """Whether a stop text begins in the prompt and ends in the text."""
+    return any(stop in prompt[-(len(stop) - 1) :] + text for stop in stops if len(stop) > 1)

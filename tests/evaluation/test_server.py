@@ -1,0 +1,366 @@
+"""Servers that serve, that serve something else, that die, and that will not die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endpoint import Endpoint, Reply, completion, endpoint
+
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import backend as backends
+from moe_lab.evaluation import server as servers
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.served import Completions, ServedSubject
+from moe_lab.evaluation.server import serving
+from moe_lab.evaluation.subject import Subject
+from moe_lab.paths import resolve
+
+ENDPOINT = Path(__file__).with_name("endpoint.py")
+FAKE = f"{sys.executable} {ENDPOINT}"
+POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
+
+
+@pytest.fixture
+def checkpoint(subject: Subject) -> Path:
+    return Path(resolve("pocket:olmoe"))
+
+
+def backend(command: str, seconds: float = 20) -> BackendConfig:
+    return BackendConfig("server", command, seconds)
+
+
+def is_running(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def script(tmp_path: Path, text: str) -> str:
+    """A command line that runs `text`; argv holds the port and the checkpoint."""
+    file = tmp_path / "server.py"
+    file.write_text(f"import os, signal, subprocess, sys, time\n{text}\n")
+    return f"{sys.executable} {file} {{port}} {{checkpoint}}"
+
+
+# The process.
+
+
+def test_a_server_serves_the_checkpoint_and_is_gone_afterwards(checkpoint: Path) -> None:
+    with serving(checkpoint, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "a step") as served:
+        assert served.completions.model.startswith("a step-")
+        assert served.generate(["abc", "abcdef", ""], GenSpec(4, batch_size=2)) == [" 3", " 6", " 0"]
+        assert served.max_length == 512
+        url = served.completions.url
+    assert servers._models(url) is None
+
+
+def test_a_server_that_goes_by_the_checkpoints_path_serves_it_too(checkpoint: Path) -> None:
+    with serving(checkpoint, backend(FAKE + " {port} {checkpoint}"), POCKET, "n") as served:
+        assert served.completions.model.endswith("/checkpoint") and served.generate(["abc"], GenSpec(4)) == [" 3"]
+
+
+def test_a_server_is_stopped_after_an_exception(checkpoint: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        serving(checkpoint, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "n") as served,
+    ):
+        url = served.completions.url
+        raise ZeroDivisionError
+    assert servers._models(url) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sys.exit('no GPU here')", "ended before it was ready: no GPU here; exit code 1"),
+        ("os.kill(os.getpid(), 9)", "ended before it was ready: ended by SIGKILL"),
+    ],
+)
+def test_a_server_that_dies_while_starting_is_quoted(
+    text: str, sentence: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught, serving(checkpoint, backend(script(tmp_path, text)), POCKET, "n"):
+        pass
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_server_that_cannot_be_started_is_named(checkpoint: Path) -> None:
+    with (
+        pytest.raises(UserError, match="no-such-server cannot be started: No such file"),
+        serving(checkpoint, backend("no-such-server {port} {checkpoint}"), POCKET, "n"),
+    ):
+        pass
+
+
+def test_a_server_that_is_never_ready_or_listens_elsewhere_is_stopped(checkpoint: Path, tmp_path: Path) -> None:
+    elsewhere = f"['python', '{ENDPOINT}', str(int(sys.argv[1]) + 1), 'm']"
+    text = f"print('loading', os.getpid(), flush=True)\nos.execv(sys.executable, {elsewhere})"
+    command = script(tmp_path, text)
+    with (
+        pytest.raises(
+            UserError, match=r"did not answer at http://127.0.0.1:\d+/v1 within .*=1; .* loading \d+"
+        ) as caught,
+        serving(checkpoint, backend(command, seconds=1), POCKET, "n"),
+    ):
+        pass
+    assert not is_running(int(str(caught.value).rsplit(" ", 1)[1]))
+
+
+def test_another_model_is_noticed(checkpoint: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"does not serve the checkpoint .*serves other, expected .*it lists other"),
+        serving(checkpoint, backend(FAKE + " {port} other {checkpoint}"), POCKET, "n"),
+    ):
+        pass
+
+
+def test_a_stale_server_in_the_place_of_one_that_died_is_noticed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with endpoint(lambda body: completion("x", "stale"), ("stale",)) as at:
+        monkeypatch.setattr(servers, "_free_port", lambda: int(at.url.split(":")[2].removesuffix("/v1")))
+        with (
+            pytest.raises(UserError, match="serves stale"),
+            serving(checkpoint, backend(script(tmp_path, "sys.exit('address in use')")), POCKET, "n"),
+        ):
+            pass
+
+
+def test_what_dies_while_generating_is_tried_again_by_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
+    command = FAKE + " {port} {name} {checkpoint}"
+    with serving(checkpoint, backend(command), POCKET, "n") as served:
+        leash = served.completions.last_words.__self__.process.pid  # type: ignore[attr-defined]
+        (process,) = Path(f"/proc/{leash}/task/{leash}/children").read_text().split()
+        os.kill(int(process), signal.SIGKILL)
+        with pytest.raises(Unavailable, match=r"the server of n-\w+ (ended: .*SIGKILL|does not answer)"):
+            served.generate(["abc"], GenSpec(4))
+
+
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(99)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(99)
+"""
+
+
+def stubborn(tmp_path: Path) -> list[str]:
+    return script(tmp_path, STUBBORN).format(port=1, checkpoint="x").split()
+
+
+def test_a_server_that_will_not_stop_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "GRACE", 0.3)
+    log = tmp_path / "log"
+    with servers.running(stubborn(tmp_path), log):
+        assert eventually(lambda: len(log.read_text().split()) == 2)
+        processes = [int(word) for word in log.read_text().split()]
+        assert all(map(is_running, processes))
+    assert eventually(lambda: not any(map(is_running, processes)))
+
+
+def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "import sys, time; from pathlib import Path; from moe_lab.evaluation import server; server.GRACE = 0.3\n"
+        f"with server.running({stubborn(tmp_path)!r}, Path({str(log)!r})): time.sleep(99)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    assert eventually(lambda: log.exists() and len(log.read_text().split()) == 2)
+    processes = [int(word) for word in log.read_text().split()]
+    assert all(map(is_running, processes))
+    parent.kill()
+    parent.wait()
+    assert eventually(lambda: not any(map(is_running, processes)))
+
+
+# What is served, and how it is asked.
+
+
+def test_what_is_served_prefers_nothing(checkpoint: Path, subject: Subject, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in checkpoint.iterdir():
+        (own / file.name).symlink_to(file)
+    for name, content in {
+        "generation_config.json": {"repetition_penalty": 1.3, "temperature": 0.6, "eos_token_id": [5, 3]},
+        "tokenizer_config.json": {
+            **json.loads((checkpoint / "tokenizer_config.json").read_text()),
+            "clean_up_tokenization_spaces": True,
+        },
+    }.items():
+        (own / name).unlink()
+        (own / name).write_text(json.dumps(content))
+    servers.make_view(own, tmp_path / "view", subject.tokenizer)
+    assert {file.name for file in (tmp_path / "view").iterdir()} == {file.name for file in own.iterdir()}
+    assert (tmp_path / "view/model.safetensors").resolve() == (checkpoint / "model.safetensors").resolve()
+    greedy = json.loads((tmp_path / "view/generation_config.json").read_text())
+    assert greedy == {"do_sample": False, "eos_token_id": [0, 3, 5], "pad_token_id": 1}
+    assert json.loads((tmp_path / "view/tokenizer_config.json").read_text())["clean_up_tokenization_spaces"] is False
+    (own / "generation_config.json").unlink()
+    servers.make_view(own, tmp_path / "second", subject.tokenizer)
+    assert json.loads((tmp_path / "second/generation_config.json").read_text())["eos_token_id"] == subject._end_tokens()
+
+
+@pytest.fixture
+def fake(subject: Subject) -> Iterator[Callable[..., ServedSubject]]:
+    """A served subject whose texts are told."""
+    opened = []
+
+    def make(answer: Callable[[dict[str, Any]], Reply], **changes: Any) -> tuple[ServedSubject, Endpoint]:
+        context = endpoint(answer)
+        at = context.__enter__()
+        opened.append(context)
+        made = ServedSubject(Completions(at.url, "m"), subject.tokenizer, 512, {})
+        return replace(made, **changes), at
+
+    yield make  # type: ignore[misc]
+    for context in opened:
+        context.__exit__(None, None, None)
+
+
+def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
+    served, at = fake(lambda body: completion(" yes. No. Maybe", "m@main"))
+    assert served.generate(["Is it"], GenSpec(17, stop=("No", "Maybe"))) == [" yes. "]
+    (body,) = at.asked
+    assert body == {
+        "model": "m",
+        "prompt": "Is it",
+        "max_tokens": 17,
+        "stop": ["No", "Maybe"],
+        "temperature": 0,
+        "top_p": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "seed": 0,
+    }
+
+
+def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
+    """As `transformers serve` does: it looks for stop texts at the end of prompt and text together."""
+
+    def answer(body: dict[str, Any]) -> Reply:
+        whole, prompt = "\ntwo words END more", body["prompt"]
+        for length in range(1, len(whole) + 1):
+            if any((prompt + whole[:length]).endswith(stop) for stop in body["stop"] or ()):
+                return completion(whole[:length], "m")
+        return completion(whole, "m", "length")
+
+    served, at = fake(answer)
+    stops = ("\n\n", "END")
+    assert served.generate(["a\n", "a"], GenSpec(9, stop=stops)) == ["\ntwo words ", "\ntwo words "]
+    assert sorted((body["prompt"], body["stop"]) for body in at.asked) == [
+        ("a", ["\n\n", "END"]),
+        ("a\n", ["\n\n", "END"]),
+        ("a\n", ["END"]),
+    ]
+
+
+def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None:
+    served, at = fake(lambda body: replace(completion(body["prompt"], "m"), seconds=0.2 * body["prompt"].count("slow")))
+    prompts = ["b", "slow slow slow", "a a"]
+    assert list(served.stream(prompts, GenSpec(4, batch_size=2))) == [(2, "a a"), (0, "b"), (1, "slow slow slow")]
+    assert [body["prompt"] for body in at.asked][2] == "b"
+    assert served.generate(prompts, GenSpec(4)) == prompts and served.generate([], GenSpec(4)) == []
+
+
+def test_special_tokens_are_added_once(fake: Any) -> None:
+    """A tokenizer that begins every prompt with a token, and a chat template that writes it out."""
+
+    class Encoded:
+        def __init__(self, input_ids: Any) -> None:
+            self.input_ids = input_ids
+
+    class Marked:
+        bos_token = "<s>"
+
+        def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Any:
+            if isinstance(text, list):
+                return Encoded([self(one, add_special_tokens).input_ids for one in text])
+            words = ["<s>"] * add_special_tokens + text.replace("<s>", " <s> ").split()
+            return Encoded([abs(hash(word)) for word in words])
+
+    served, at = fake(lambda body: completion("x", "m"), tokenizer=Marked())
+    served.generate(["<s> user"], GenSpec(4, special_tokens=False))
+    served.generate(["user"], GenSpec(4, special_tokens=True))
+    assert [body["prompt"].strip() for body in at.asked] == ["user", "user"]
+    with pytest.raises(UserError, match="wants none: expected backend=hf"):
+        served.generate(["user"], GenSpec(4, special_tokens=False))
+
+
+def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) -> None:
+    served, _ = fake(lambda body: Reply({"message": "too long"}, 400))
+    with pytest.raises(UserError, match=r'the server of m answered HTTP 400: \{"message": "too long"\}'):
+        served.generate(["a"], GenSpec(4))
+    with pytest.raises(UserError, match="do not fit the model's 512 tokens"):
+        served.generate(["a"], GenSpec(600))
+    with pytest.raises(UserError, match="has no chat template"):
+        served.render([{"role": "user", "content": "Hi"}])
+    broken, _ = fake(lambda body: Reply("oops", 500))
+    with pytest.raises(Unavailable, match="HTTP 500: oops"):
+        broken.generate(["a"], GenSpec(4))
+    web, _ = fake(lambda body: Reply("<html>"))
+    with pytest.raises(UserError, match="gives no text completions: b'<html>'"):
+        web.generate(["a"], GenSpec(4))
+    nowhere = replace(served, completions=Completions("http://127.0.0.1:9/v1", "m"))
+    with pytest.raises(Unavailable, match=r"does not answer .*refused"):
+        nowhere.generate(["a"], GenSpec(4))
+
+
+# Wrong settings.
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (None, "backend.command is not set: expected the command line"),
+        ("vllm serve {checkpoint}", "has no {port}"),
+        ("vllm serve --port {port}", "has no {checkpoint}"),
+        ("vllm serve {chekpoint} --port {port}", "{chekpoint} is unknown: did you mean {checkpoint}?"),
+        ("vllm serve {checkpoint} {port} {}", "{} is unknown"),
+        ("vllm serve '{checkpoint} {port}", "cannot be read: No closing quotation"),
+        ("vllm serve {checkpoint} {port", "cannot be read: "),
+    ],
+)
+def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        backends.check(BackendConfig("server", command))
+    assert sentence in str(caught.value)
+
+
+def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    backends.check(BackendConfig("hf"))
+    with pytest.raises(UserError, match=r"backend.name=serve is unknown: did you mean server\?"):
+        backends.check(BackendConfig("serve"))
+    with pytest.raises(UserError, match=r"backend\.ready_seconds=0"):
+        backends.check(BackendConfig("server", "s {checkpoint} {port}", 0))
+    with (
+        pytest.raises(UserError, match=r"none is no checkpoint: expected a folder with config\.json"),
+        serving(tmp_path / "none", backend("s {checkpoint} {port}"), POCKET, "n"),
+    ):
+        pass
+
+
+def test_what_is_put_into_a_command_stays_one_word() -> None:
+    found = backends.words(backend("serve '{checkpoint}' --port={port} {name}"), Path("/a b/$(c)"), 7, "x y;z")
+    assert found == ["serve", "/a b/$(c)", "--port=7", "x y;z"]
