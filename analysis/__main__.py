@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moe_lab.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from analysis.load import Study
+    from analysis.catalogue import Material
 
 USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
 python -m analysis diff A B [store=store] [out=FOLDER]
@@ -85,6 +85,8 @@ def _diff(request: Request) -> int:
     """Tables and sentences about what changed; 1 when something stands on one side only."""
     from analysis import differences, render
 
+    if request.compare:
+        raise UserError("--compare sets a study beside the papers, diff two studies beside each other: ask for one")
     found = differences.diff(request.names[1:], request.store)
     out = request.out or found.folder
     try:
@@ -101,12 +103,13 @@ def _unwritable(out: Path, error: OSError) -> UserError:
     return UserError(f"out={out} cannot be written ({error.strerror}): name a folder you own")
 
 
-def _compare(request: Request, study: Study, out: Path) -> bool:
-    """Published numbers beside measured ones; whether every table asked for by name has some."""
+def _compare(request: Request, material: Material, out: Path) -> bool:
+    """Published numbers beside measured ones; whether every table that was named has some."""
     from analysis import catalogue
     from analysis.published_tables import published_tables
 
-    made = published_tables(study, catalogue.Material(study).comparisons, _comparable(request))
+    study = material.study
+    made = published_tables(study, material.comparisons, _comparable(request))
     for path in catalogue.write((table for table in made.values() if len(table.frame)), out):
         print(path)
     lacking = [name for name in request.names if name in made and made[name].frame.empty]
@@ -127,8 +130,6 @@ def _comparable(request: Request) -> list[str]:
 
 
 def _run(request: Request) -> int:
-    if request.compare:
-        _comparable(request)
     if request.names[0] == "diff":
         return _diff(request)
     from analysis import catalogue
@@ -138,15 +139,18 @@ def _run(request: Request) -> int:
     for name in request.names:
         if name not in (*catalogue.CATALOGUE, "all", "report"):
             raise unknown("name", name, [*catalogue.CATALOGUE, "all", "report", "diff"])
+    if request.compare:
+        _comparable(request)
     newest = studies(request.store)[0]
     study = load(request.store, request.study or newest)
     if study.results.empty:
         raise UserError(f"study={study.name} in {request.store} has no results yet: run it first")
+    material = catalogue.Material(study)
     out = request.out or request.store / "reports" / study.name
     try:
-        complete = _write(request, study, out)
+        complete = _write(request, material, out)
         if request.compare:
-            complete = _compare(request, study, out) and complete
+            complete = _compare(request, material, out) and complete
     except OSError as error:
         raise _unwritable(out, error) from None
     for gap in study.gaps:
@@ -154,20 +158,20 @@ def _run(request: Request) -> int:
     return 0 if complete and not study.gaps else 1
 
 
-def _write(request: Request, study: Study, out: Path) -> bool:
+def _write(request: Request, material: Material, out: Path) -> bool:
     """The report, or the tables and figures asked for; whether there are results for each."""
     from analysis import catalogue, report
 
     if "report" in request.names:
-        print(report.write_report(study, out))
+        print(report.write_report(material.study, out))
         return True
     wanted = catalogue.CATALOGUE if "all" in request.names else request.names
-    made = catalogue.make(wanted, catalogue.Material(study))
+    made = catalogue.make(wanted, material)
     for path in catalogue.write((output for outputs in made.values() for output in outputs), out):
         print(path)
     lacking = [name for name in request.names if made.get(name) == []]
     for name in lacking:
-        print(f"analysis: {name} needs results that study={study.name} does not have", file=sys.stderr)
+        print(f"analysis: {name} needs results that study={material.study.name} does not have", file=sys.stderr)
     return not lacking
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
+
 from analysis import memory, names, score_tables
 from analysis.comparison import Comparison
 from analysis.frames import records
@@ -73,8 +75,7 @@ def _ranks(study: Study, comparisons: Iterable[Comparison], of: str) -> Iterator
         blocks = _task_ranks(comparison) if of == "unified.table2" else _panel_ranks(comparison)
         for block, columns in blocks:
             for cells, value in block:
-                axes = comparison.cells.loc[cells[columns[0]]]
-                key = key_of(axes)
+                key = key_of(records(comparison.cells.loc[[cells[columns[0]]]])[0])
                 number = printed.get(key) or printed.get((*key[:5], MATCHED))
                 if number is None:
                     continue
@@ -129,11 +130,25 @@ def _measured(
     study: Study, comparison: Comparison, value: Number, sources: Mapping[str, int], lacking: Sequence[str]
 ) -> Measured:
     """A number that rests on benchmarks, each evaluated for a cell."""
-    axes = records(comparison.cells.loc[[next(iter(sources.values()))]])[0]
+    cell = next(iter(sources.values()))
+    axes = records(comparison.cells.loc[[cell]])[0]
     report = study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
     tokens = int(report["rows"]) * int(report["length"]) if {"rows", "length"} <= set(report) else None
     evaluations = [found for name, cell in sources.items() for found in _evaluations(study, cell, name)]
-    return Measured(*value, cell=axes, tokens=tokens, evaluations=evaluations, lacking=lacking)
+    return Measured(
+        *value, cell=axes, tokens=tokens, search=_search(study, cell), evaluations=evaluations, lacking=lacking
+    )
+
+
+def _search(study: Study, cell: int) -> tuple[str | None, int | None] | None:
+    """On what and for how many generations the cell's allocation was searched; None for one that was not."""
+    found = study.searches[study.searches["cell"] == cell]
+    if found.empty:
+        return None
+    folder = study.reader.folder(str(study.cells.loc[cell, "plan_folder"]))
+    plan = (study.reader.json(folder, "plan.json") if folder else None) or {}
+    generations = found["generations"].iloc[0]
+    return (plan.get("provenance") or {}).get("search"), None if pd.isna(generations) else int(generations)
 
 
 def _evaluations(study: Study, cell: int, benchmark: str) -> Iterator[Evaluation]:
@@ -143,11 +158,10 @@ def _evaluations(study: Study, cell: int, benchmark: str) -> Iterator[Evaluation
         document = (study.reader.json(folder, "result.json") if folder else None) or {}
         protocol = document.get("protocol") or {}
         shots = protocol.get("num_fewshot", protocol.get("shots"))
-        expected = None if row["expected"] != row["expected"] else int(row["expected"])
         yield Evaluation(
             benchmark=benchmark,
             n=int(row["n"]),
-            expected=expected,
+            expected=None if pd.isna(row["expected"]) else int(row["expected"]),
             metric=str(row["metric"]),
             harness=protocol.get("harness"),
             shots=None if shots is None else int(shots),

@@ -77,11 +77,15 @@ class Printed:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper calibrated; None where it does not say."""
+    """How a paper calibrated and searched; None where it does not say."""
 
     tokens: int | None
+    """Slots, gaps between documents counted."""
     gate: str | None
     seed: int | None
+    search: str | None
+    """The set that searched allocations were searched on, and for how many generations."""
+    generations: int | None
 
 
 @dataclass(frozen=True)
@@ -131,16 +135,20 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 
 def protocol(number: Printed) -> Protocol:
-    """How the models of this number were calibrated."""
+    """How the models of this number were calibrated and searched."""
     found = _most_specific("protocols", number) or {}
-    tokens, gate, seed = (found.get(word, "") for word in ("tokens", "gate", "seed"))
-    return Protocol(int(tokens) if tokens else None, gate or None, int(seed) if seed else None)
+    tokens, seed, generations = (_whole(found.get(word)) for word in ("tokens", "seed", "generations"))
+    return Protocol(tokens, found.get("gate") or None, seed, found.get("search") or None, generations)
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text else None
 
 
 def split(number: Printed, benchmark: str) -> Split:
     """How the paper of this number measured a benchmark."""
     found = _most_specific("splits", number, benchmark=benchmark) or {}
-    items, shots = (int(found[word]) if found.get(word) else None for word in ("items", "shots"))
+    items, shots = _whole(found.get("items")), _whole(found.get("shots"))
     metric, harness, judge = (found.get(word) or None for word in ("metric", "harness", "judge"))
     return Split(items, metric, harness, shots, judge)
 

@@ -16,6 +16,7 @@ READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "
 """Criteria whose scores depend on what the gate is taken to be."""
 UNGRADED = 0.99
 """Share of the items that must have been graded: a judge may be silent about a few."""
+_SEARCH = ("search set", "generations")
 _NAMED = 3
 """Benchmarks that a reason lists by name; of more it says how many."""
 
@@ -44,6 +45,8 @@ class Measured:
     """Axes of its cell."""
     tokens: int | None
     """Slots of the calibration pass, gaps counted; None where the store does not say, or no data was read."""
+    search: tuple[str | None, int | None] | None = None
+    """Of a searched allocation: the set it was searched on and the generations, None where the store does not say."""
     evaluations: Sequence[Evaluation] = ()
     lacking: Sequence[str] = ()
     """Why it is not the quantity that is printed, in words."""
@@ -95,6 +98,10 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
         yield f"gate {cell['gate']}, published with {paper.gate}"
     if paper.seed not in (None, cell["seed"]):
         yield f"seed {cell['seed']}, published with {paper.seed}"
+    if measured.search is not None:
+        for kind, own, theirs in zip(_SEARCH, measured.search, (paper.search, paper.generations), strict=True):
+            if theirs is not None and own != theirs:
+                yield f"{kind} {'unknown' if own is None else own}, published with {theirs}"
 
 
 def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
