@@ -41,6 +41,11 @@ class Criterion:
     function: Function
     """Layer and the criterion's own parameters -> scores (E,) or (E, I) fp64."""
 
+    @property
+    def needs_plain_weights(self) -> bool:
+        """Whether it cannot score a quantised checkpoint, which can only be run."""
+        return self.granularity == "channel" or "weights" in self.needs
+
 
 CRITERIA: dict[str, Criterion] = {}
 

@@ -86,9 +86,22 @@ def local_folder(settings: ModelConfig) -> Path:
     check(settings)
     path = Path(resolve(settings.path)).expanduser()
     if not path.is_dir():
-        path = _download(settings)
+        path = _download(settings, ["*.safetensors", *(["*.bin"] if settings.allow_pickle else [])])
         _check_folder(path, settings)
     return path
+
+
+def configuration_folder(settings: ModelConfig) -> Path | None:
+    """The folder of a model, or of what describes it, downloaded from the hub without the weights; None when the hub
+    cannot be reached or has no such model."""
+    path = Path(resolve(settings.path)).expanduser()
+    if path.is_dir():
+        return path
+    check(settings)
+    try:
+        return _download(settings, weights=[])
+    except UserError:
+        return None
 
 
 def has_pickles_only(folder: Path) -> bool:
@@ -142,11 +155,10 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
         )
 
 
-def _download(settings: ModelConfig) -> Path:
+def _download(settings: ModelConfig, weights: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    weights = ["*.safetensors", *(["*.bin"] if settings.allow_pickle else [])]
     try:
         folder = snapshot_download(
             settings.path,

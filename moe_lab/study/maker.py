@@ -100,7 +100,7 @@ class Maker:
 
         return self._once(("model", model), make)
 
-    def _reading(self, kind: str, model: ModelConfig, calibration: CalibrationConfig, seed: int) -> Step:
+    def reading(self, kind: str, model: ModelConfig, calibration: CalibrationConfig, seed: int) -> Step:
         """A pass over a calibration set; `kind` says which sums it leaves."""
 
         def make() -> Step:
@@ -130,7 +130,7 @@ class Maker:
             return self.scores(replace(cell, criterion=self._other_criterion(str(cell.allocation.by))))
         if need in FROM_WEIGHTS:
             return self._weighing(need, cell.model)
-        return self._reading(need, cell.model, cell.calibration, cell.seed)
+        return self.reading(need, cell.model, cell.calibration, cell.seed)
 
     def _other_criterion(self, name: str) -> CriterionConfig:
         return self._once(("criterion", name), lambda: CriterionConfig(name=name))
@@ -160,7 +160,7 @@ class Maker:
         """Every S(b, alpha, beta) at once, for the overlap figures."""
 
         def make() -> Step:
-            inputs = {"statistics": self._reading("statistics", model, calibration, seed)}
+            inputs = {"statistics": self.reading("statistics", model, calibration, seed)}
             return Step("family", f"{model.name}-{calibration.name}", {"family": Part({"gate": gate})}, inputs)
 
         return self._once(("family", model, calibration, gate, seed), make)
@@ -169,7 +169,7 @@ class Maker:
         """Scores from more and more of the calibration set."""
 
         def make() -> Step:
-            reading = self._reading("statistics", model, calibration, seed)
+            reading = self.reading("statistics", model, calibration, seed)
             asked = Part({"gate": gate, "snapshots": calibration.snapshots})
             inputs = {"model": self.model(model), "statistics": reading}
             return Step("convergence", reading.label, {**reading.parts, "convergence": asked}, inputs, reading.runtime)

@@ -141,7 +141,7 @@ def _check_plain_weights(config: Config, cells: Sequence[Cell]) -> Iterator[str]
             continue
         criterion = criteria.get(cell.criterion.name)
         wants = {
-            f"criterion={criterion.name}": criterion.granularity == "channel" or "weights" in criterion.needs,
+            f"criterion={criterion.name}": criterion.needs_plain_weights,
             f"recovery={cell.recovery.name}": cell.recovery.name != "none",
             f"export={config.export}": config.export is not None,
         }

@@ -1,0 +1,156 @@
+"""`python -m moe_lab.inspect model=NAME`: what moe_lab can do with a model, from its configuration alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_lab.config import Config
+from moe_lab.errors import UserError
+from moe_lab.paths import conf
+
+USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [calibration=NAME] [grid.ratio=[0.25,0.5]] [...]
+
+Whether a model is supported or why not, its layers, experts, gate rule and parameters by part, its loading memory,
+what a calibration pass takes, and which criteria and exports apply. Takes the settings of `python -m moe_lab`; reads
+no weight."""
+RATIOS = (0.25, 0.5)
+GIB = 2**30
+Row = tuple[str, str]
+
+
+def main(words: list[str]) -> int:
+    """Print what there is to know; exit code 0 for a model that is supported, 1 for another, 2 for a mistake."""
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    try:
+        config = _composed(words)
+        title, rows, supported = describe(config)
+    except UserError as error:
+        print(f"moe_lab: {error}", file=sys.stderr)
+        return 2
+    table = Table(show_header=False, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+    return 0 if supported else 1
+
+
+def _composed(words: list[str]) -> Config:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from moe_lab.compose import addable, explain, register, typed
+
+    register()
+    try:
+        with initialize_config_dir(str(conf()), version_base="1.3"):
+            return typed(compose("config", overrides=[addable(word) for word in words]))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from None
+
+
+def describe(config: Config) -> tuple[str, list[Row], bool]:
+    """(title, what there is to say of config.model in rows of two words or more, whether moe_lab can work with it)."""
+    from moe_lab.models.anatomy import anatomy
+    from moe_lab.models.files import configuration_folder
+
+    title = f"{config.model.name}: {config.model.path}"
+    folder = configuration_folder(config.model)
+    if folder is None:
+        return title, [("configuration", _ABSENT), *_costs(config, None)], config.model.expected is not None
+    try:
+        found = anatomy(folder, config.model)
+    except UserError as error:
+        return title, [("supported", f"no: {error}")], False
+    return title, [("supported", "yes"), *_architecture(found), *_costs(config, found), *_uses(config)], True
+
+
+_ABSENT = "neither on this machine nor to be had from the hub: this is what is expected of it"
+
+
+def _architecture(found: Mapping[str, Any]) -> Iterator[Row]:
+    parameters = found["parameters"]
+    total = sum(parameters.values())
+    yield "architecture", f"{found['model_type']}, {found['layers']} decoder layers, {len(found['moe'])} with experts"
+    for words in dict.fromkeys(found["moe"].values()):
+        layers = [layer for layer, other in found["moe"].items() if other == words]
+        yield f"layers {_span(layers)}", words
+    for part, count in parameters.items():
+        yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
+    yield "parameters, all", f"{total:,}"
+
+
+def _span(layers: list[int]) -> str:
+    """Numbers as ranges: 1-26, or 0, 2-4."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _costs(config: Config, found: Mapping[str, Any] | None) -> Iterator[Row]:
+    """Memory and time; of a model that is not here, as far as what is expected of it says."""
+    from moe_lab.models.size import size_of
+
+    size = size_of(config.model)
+    if size is None:
+        return
+    if found is None:
+        yield "layers", f"{size.moe_layers} of {size.experts} experts, top-{size.top_k}, {size.width:,} channels each"
+        yield "parameters, all", f"{size.parameters:,}"
+    yield "loading memory", f"{2 * size.parameters / GIB:.2f} GiB in bfloat16"
+    for ratio in config.grid.ratio or RATIOS:
+        gone = size.moe_layers * int(size.experts * ratio) * 3 * size.hidden * size.width
+        yield f"without {ratio:.0%} of the experts", f"{2 * (size.parameters - gone) / GIB:.2f} GiB"
+    yield from _calibration(config)
+
+
+def _calibration(config: Config) -> Iterator[Row]:
+    """What a forward pass, and a backward pass, over the configured calibration set take by estimate."""
+    from moe_lab.study.estimate import estimate, gpus
+    from moe_lab.study.maker import Maker
+
+    maker = Maker(config)
+    text = config.calibration
+    for kind, words in (("statistics", "forward"), ("gradients", "forward and backward")):
+        step = maker.reading(kind, config.model, text, config.seed)
+        if (takes := estimate(step)) is None:
+            continue
+        count = gpus(takes, config.resources.gpu_memory)
+        where = f"{count} GPU{'s' * (count > 1)} of {config.resources.gpu_memory:g} GiB" if count else "one CPU core"
+        minutes = (takes.seconds + takes.loading) / 60
+        yield (
+            f"calibration, {words}",
+            f"about {takes.memory / GIB:.1f} GiB and {minutes:.1f} minutes on {where}, "
+            f"over {text.tokens:,} tokens of {text.name}",
+        )
+
+
+def _uses(config: Config) -> Iterator[Row]:
+    from moe_lab import criteria
+    from moe_lab.models.files import quantization
+    from moe_lab.pruning.export_form import SHAPES
+
+    method = quantization(config.model)
+    for granularity in ("expert", "channel"):
+        names = [
+            name
+            for name, criterion in sorted(criteria.CRITERIA.items())
+            if criterion.granularity == granularity and not (method and criterion.needs_plain_weights)
+        ]
+        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for its weights are stored as {method}"
+    yield "exports", ", ".join(SHAPES) if method is None else f"none, for its weights are stored as {method}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""What a model is made of, from its configuration: parameters by part, and each MoE layer in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import ModelConfig
+from moe_lab.models.discover import MoELayer, routed_layers
+from moe_lab.models.gate import gate_rule
+from moe_lab.models.load import skeleton
+from moe_lab.models.parts import part_of
+
+
+def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
+    """model_type; `layers`, the number of decoder layers; `moe`: number of such a layer -> its experts and gate rule in
+    words; `parameters`: part -> how many, each counted once.
+
+    The model is built on the meta device. UserError, with the reason, for one that is not supported.
+    """
+    model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    layers = routed_layers(model)
+    return {
+        "model_type": model.config.model_type,
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "moe": {layer.index: f"{_experts(layer)}; {rule}" for layer, rule in zip(layers, _rules(layers), strict=True)},
+        "parameters": _parameters(model, layers),
+    }
+
+
+def _experts(layer: MoELayer) -> str:
+    least, most = min(layer.widths), max(layer.widths)
+    channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
+
+
+def _rules(layers: list[MoELayer]) -> list[str]:
+    """The gate rule of each layer; routers of one class and the same numbers have one, and are run once."""
+    known: dict[tuple[object, ...], str] = {}
+    found = []
+    for layer in layers:
+        alike = (type(layer.router), layer.n_experts, layer.top_k, layer.n_group, layer.topk_group)
+        if alike not in known:
+            known[alike] = gate_rule(layer)
+        found.append(known[alike])
+    return found
+
+
+def _parameters(model: Any, layers: list[MoELayer]) -> dict[str, int]:
+    routers = {id(part.tensor) for layer in layers for part in layer.routing}
+    counted = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
+    words = {"experts": "routed experts", "shared_experts": "shared experts"}
+    for name, weight in model.named_parameters():
+        part = part_of(name)
+        counted["routers" if id(weight) in routers else words.get(part, part)] += weight.numel()
+    return {part: count for part, count in counted.items() if count}
