@@ -1,4 +1,4 @@
-"""The model card: `python -m moe_lab.pocket.card SCORES.json` writes README.md beside the model, figures from files."""
+"""The model card: `python -m moe_lab.pocket.card NAME SCORES.json` writes README.md beside the model of this name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_lab.pocket.train import OUTPUT
+from moe_lab.pocket.recipes import RECIPES
+from moe_lab.pocket.train import DATA
 
 # Share of right answers from guessing, for those benchmarks where guessing is possible.
 CHANCE = {
@@ -21,30 +22,33 @@ INTRODUCTION = """\
 license: apache-2.0
 library_name: transformers
 ---
-# Pocket OLMoE
+# {title}
 
 A small mixture-of-experts language model trained from scratch on a generated closed world: people, towns, jobs,
 animals and objects, stories about them, arithmetic, and small Python functions. It exists so that methods which prune
 experts can be tried, tested and compared in seconds on a CPU. It knows nothing about the real world, and its text is of
 no other use.
 
-Stock `OlmoeForCausalLM` (no custom code), bfloat16 safetensors; the scores below are those of the stored weights run
-in float32. `python -m moe_lab.pocket.train` trains it again. All training text is generated, none was taken from
+Stock `{architecture}` (no custom code), bfloat16 safetensors; the scores below are those of the stored weights run
+in float32. `python -m moe_lab.pocket.train {name}` trains it again. All training text is generated, none was taken from
 anywhere.
+
+{routing}
 """
 
 CAVEATS = """\
 Each benchmark asks only for what the training text never contained. But training stages and two of the formats were
 chosen with these very scores in view, so take them as the point pruning starts from, not as estimates for new items:
 
-- MMLU compares the texts of the four options. Asked for the letter alone, the model stayed at chance (0.25).
+- MMLU compares the texts of the four options. Asked for the letter alone, the first pocket model stayed at chance
+  (0.25).
 - RTE can be answered from the words that introduce the premise ("It is true that", "It was a lie that"). When false
-  claims had the two people swapped instead, the model stayed at chance (0.5).
-- BoolQ is above chance, but far from solved: comparing two words of a text is what this model is worst at.
+  claims had the two people swapped instead, the first pocket model stayed at chance (0.5).
+- BoolQ is far from solved: comparing two words of a text is what these models are worst at.
 """
 
 
-def training_table(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """What was trained, and how; one column a stage for what differs between them."""
     stages = run["stages"]
     rows: dict[str, list[Any]] = {
@@ -54,19 +58,11 @@ def training_table(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         "seconds": [f"{stage['seconds']:,}" for stage in stages],
         "final loss (mean of the last 100 steps, nats a weighted token)": [stage["final_loss"] for stage in stages],
     }
-    shape = (
-        "num_hidden_layers",
-        "num_experts",
-        "num_experts_per_tok",
-        "hidden_size",
-        "intermediate_size",
-        "vocab_size",
-    )
     head = "| | " + " | ".join(f"stage {number}" for number in range(1, len(stages) + 1)) + " |\n"
     lines = [f"| {name} | {' | '.join(map(str, values))} |\n" for name, values in rows.items()]
     facts = {
         "parameters": f"{run['parameters']:,}",
-        ", ".join(shape): ", ".join(str(config[name]) for name in shape),
+        "configuration": ", ".join(f"{name} {json.dumps(value)}" for name, value in fields.items()),
         "seed (training, world), threads": f"{run['seed']}, {run['world_seed']}, {run['threads']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
     }
@@ -80,13 +76,20 @@ def score_table(scores: Mapping[str, float]) -> str:
     return head + "".join(f"| {name} | {score:.3f} | {CHANCE.get(name, '')} |\n" for name, score in scores.items())
 
 
-def write_card(folder: Path, scores: Mapping[str, float]) -> None:
-    """README.md in the model folder, from its training.json and config.json and the scores {benchmark: 0..1}."""
+def write_card(folder: Path, name: str, scores: Mapping[str, float]) -> None:
+    """README.md in the folder of a model made by the recipe of this name.
+
+    Figures come from its training.json and config.json and from the scores {benchmark: 0..1}.
+    """
+    recipe = RECIPES[name]
     run = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    [architecture] = config["architectures"]
+    introduction = INTRODUCTION.format(name=name, title=recipe.title, architecture=architecture, routing=recipe.routing)
+    fields = {field: config[field] for field in [*recipe.fields, "vocab_size"] if field in config}
     parts = (
-        INTRODUCTION,
-        "## Training run\n\n" + training_table(run, config),
+        introduction,
+        "## Training run\n\n" + training_table(run, fields),
         "## Scores, unpruned\n\n" + CAVEATS + "\n" + score_table(scores),
     )
     (folder / "README.md").write_text("\n".join(parts), encoding="utf-8")
@@ -94,10 +97,11 @@ def write_card(folder: Path, scores: Mapping[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=RECIPES)
     parser.add_argument("scores", type=Path, help="JSON object of benchmark: score")
-    parser.add_argument("--model", type=Path, default=OUTPUT)
-    arguments = parser.parse_args()
-    write_card(arguments.model, json.loads(arguments.scores.read_text(encoding="utf-8")))
+    parser.add_argument("--model", type=Path, help="default: where the shipped model of this name is")
+    given = parser.parse_args()
+    write_card(given.model or DATA / given.name, given.name, json.loads(given.scores.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""The pocket network: a stock OlmoeForCausalLM, and a faster way to run its experts in training."""
+"""The pocket networks: stock transformers models, and a faster way to run their experts in training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_lab.pocket.recipes import BIAS_STEP, RECIPES
+
 SORTED_EXPERTS = "pocket_sorted"
-BALANCE = 0.01
 
 
 def sorted_experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -37,49 +41,83 @@ def sorted_experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates:
 ALL_EXPERTS_FUNCTIONS.register(SORTED_EXPERTS, sorted_experts)
 
 
-def build_network(vocabulary: int, end: int, padding: int) -> Any:
-    """A freshly initialised model of 3.7M parameters: 4 layers of 32 experts, 4 of them active."""
-    config = OlmoeConfig(
+def build_network(name: str, vocabulary: int, end: int, padding: int) -> Any:
+    """A freshly initialised model of the recipe of this name."""
+    config = AutoConfig.for_model(
+        name,
+        **RECIPES[name].fields,
         vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_experts=32,
-        num_experts_per_tok=4,
-        norm_topk_prob=False,
-        router_aux_loss_coef=BALANCE,
         max_position_embeddings=512,
         eos_token_id=end,
         pad_token_id=padding,
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    model = OlmoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.set_experts_implementation(SORTED_EXPERTS)
     return model
 
 
 def load_network(folder: Path) -> Any:
     """The model stored in `folder`, in float32, ready to be trained further."""
-    model = OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.set_experts_implementation(SORTED_EXPERTS)
     return model.train()
 
 
-def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
-    """E * sum over experts of (share of tokens) * (mean probability), mean over layers; top_k when balanced.
+@dataclass(frozen=True)
+class Routing:
+    """What one router did in one forward pass: logits (T, E), chosen experts (T, K), correction bias or None."""
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    bias: torch.nn.Parameter | None
+
+    @property
+    def load(self) -> torch.Tensor:
+        """Share of the tokens that each expert got, (E,); sums to K."""
+        return torch.bincount(self.chosen.flatten(), minlength=self.logits.shape[1]) / len(self.chosen)
+
+
+def correction_bias(router: torch.nn.Module) -> torch.nn.Parameter | None:
+    """What the router adds to the probabilities when it chooses, but not when it weighs; None where it adds nothing."""
+    found = [bias for name, bias in router.named_parameters() if name.endswith("e_score_correction_bias")]
+    return found[0] if found else None
+
+
+@contextmanager
+def watched_routers(model: Any) -> Iterator[list[Routing]]:
+    """A list that each forward pass of the model extends by one Routing a MoE layer."""
+    seen: list[Routing] = []
+
+    def watch(router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
+        seen.append(Routing(output[0], output[2], correction_bias(router)))
+
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    handles = [router.register_forward_hook(watch) for router in routers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def balance_loss(routing: Routing) -> torch.Tensor:
+    """E * sum over experts of (share of tokens) * (mean probability) in one layer; top_k when balanced.
 
     Computed per layer, unlike transformers' own, which pools the layers and so lets an expert die in one of them.
     """
-    losses = []
-    for logits in router_logits:
-        probabilities = logits.float().softmax(dim=-1)
-        experts = logits.shape[-1]
-        load = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k).indices, 1.0).mean(dim=0)
-        losses.append(experts * (load * probabilities.mean(dim=0)).sum())
-    return torch.stack(losses).mean()
+    probabilities = routing.logits.float().softmax(dim=-1)
+    return probabilities.shape[1] * (routing.load * probabilities.mean(dim=0)).sum()
+
+
+@torch.no_grad()
+def move_bias(bias: torch.Tensor, load: torch.Tensor) -> None:
+    """One step of balancing without a loss: the bias of experts below the mean load rises, that of others falls.
+
+    DeepSeek-V3 (2412.19437) section 2.1.2, which ERNIE 4.5 follows; the only balancing of routers that have a bias.
+    """
+    bias += BIAS_STEP * (load.mean() - load).sign().view_as(bias)
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

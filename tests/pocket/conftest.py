@@ -1,4 +1,4 @@
-"""What the pocket tests share: the world, the shipped files, and the benchmark items as examples."""
+"""What the pocket tests share: the world, the shipped files and models, and the benchmark items as examples."""
 
 from __future__ import annotations
 
@@ -46,11 +46,14 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def model() -> Any:
-    """The shipped weights in float32, under transformers' own eager experts."""
+def models() -> dict[str, Any]:
+    """Every shipped model by name, in float32, under transformers' own eager experts."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        DATA / "olmoe", dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    return {
+        folder.parent.name: AutoModelForCausalLM.from_pretrained(
+            folder.parent, dtype=torch.float32, experts_implementation="eager"
+        ).eval()
+        for folder in sorted(DATA.glob("*/model.safetensors"))
+    }

@@ -13,21 +13,36 @@ from moe_lab.pocket.benchmarks import PROGRAMS
 from moe_lab.pocket.corpus import documents
 from moe_lab.pocket.examples import END_OF_TEXT, Example, held_out
 from moe_lab.pocket.functions import Program, side
-from moe_lab.pocket.train import STAGES
+from moe_lab.pocket.recipes import RECIPES
 from moe_lab.pocket.world import World
 
 SCANNED = 2_000_000
 
 
+Stream = tuple[int, tuple[tuple[str, int], ...]]
+"""What the documents of a stage follow from: their seed, and their kinds with the weight of each."""
+
+
+def streams(data: Path) -> dict[Stream, list[Counter[str]]]:
+    """Every stream of documents that a shipped model was trained on -> documents by skill of each stage that did."""
+    found: dict[Stream, list[Counter[str]]] = {}
+    for record in sorted(data.glob("*/training.json")):
+        run, stages = json.loads(record.read_text()), RECIPES[record.parent.name].stages
+        for number, (stage, facts) in enumerate(zip(stages, run["stages"], strict=True)):
+            assert facts["steps"] == stage.steps
+            stream = (run["seed"] + number, tuple(stage.mixture.items()))
+            found.setdefault(stream, []).append(Counter(facts["documents"]))
+    return found
+
+
 @pytest.fixture(scope="module")
 def training(world: World, data: Path) -> list[Example]:
-    """Every document the shipped model was trained on, in order."""
-    run = json.loads((data / "olmoe" / "training.json").read_text())
-    assert len(run["stages"]) == len(STAGES)
+    """Every document any shipped model was trained on, stream after stream."""
     texts = []
-    for number, (stage, facts) in enumerate(zip(STAGES, run["stages"], strict=True)):
-        seen = list(islice(documents(world, run["seed"] + number, stage.mixture), sum(facts["documents"].values())))
-        assert Counter(example.skill for example in seen) == facts["documents"]
+    for (seed, mixture), tallies in streams(data).items():
+        seen = list(islice(documents(world, seed, dict(mixture)), max(tally.total() for tally in tallies)))
+        for tally in tallies:
+            assert Counter(example.skill for example in seen[: tally.total()]) == tally
         texts += seen
     return texts
 

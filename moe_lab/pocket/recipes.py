@@ -1,0 +1,167 @@
+"""What each pocket model is and how it is trained: one row a model, nothing here computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moe_lab.pocket.batches import LossWeights
+from moe_lab.pocket.corpus import JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
+
+BALANCE = 0.01
+"""Weight of the balance loss, for routers without a correction bias."""
+BIAS_STEP = 0.001
+"""How far a correction bias moves after each step."""
+
+BatchShape = tuple[int, int]
+"""Rows and tokens a row."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of training, with an optimizer of its own.
+
+    The learning rate rises over `warmup` steps to `peak` and follows a cosine that would reach 2 % of it after
+    `horizon` steps; the stage ends after `steps`.
+    """
+
+    mixture: dict[str, int]
+    steps: int
+    horizon: int
+    peak: float
+    warmup: int
+    loss_weights: LossWeights
+
+    def learning_rate(self, step: int) -> float:
+        """For the step of this number, from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.horizon - self.warmup)
+        return self.peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model: its title, how its router works, the fields of its transformers configuration, and its training.
+
+    Every fourth step has the shape `long`, as long as calibration uses, whose documents do see the ones before; the
+    others have `short` rows whose documents do not see each other, as a benchmark shows them.
+    The name of a recipe is the model type.
+    """
+
+    title: str
+    routing: str
+    fields: dict[str, Any]
+    stages: tuple[Stage, ...]
+    short: BatchShape
+    long: BatchShape
+
+    def batch_shape(self, step: int) -> BatchShape:
+        """Of the step of this number, from 1."""
+        return self.long if step % 4 == 0 else self.short
+
+
+STAGES = (
+    Stage(KNOWING, 1500, 3200, 3e-3, 100, LossWeights(prompt=0.25, short_answer=4.0)),
+    Stage(READING, 1500, 1500, 2e-3, 50, LossWeights(prompt=0.1, short_answer=8.0)),
+    Stage(MATCHING, 900, 900, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
+    Stage(MATCHING_MORE, 560, 560, 2e-3, 50, LossWeights(prompt=0.05, short_answer=8.0)),
+    Stage(JUDGING, 400, 400, 8e-4, 30, LossWeights(prompt=0.05, short_answer=8.0)),
+)
+# The small models read the same kinds of text, for fewer steps of half the size.
+SMALL_STAGES = (
+    Stage(KNOWING, 1500, 2200, 3e-3, 100, LossWeights(prompt=0.25, short_answer=4.0)),
+    Stage(MATCHING, 500, 700, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
+    Stage(JUDGING, 900, 900, 2e-3, 50, LossWeights(prompt=0.1, short_answer=8.0)),
+)
+SMALL_BATCHES: dict[str, BatchShape] = {"short": (16, 128), "long": (4, 512)}
+
+RECIPES: dict[str, Recipe] = {
+    "olmoe": Recipe(
+        "Pocket OLMoE",
+        "Softmax over all experts; the gates of the chosen ones are used as they are. Balanced by a loss.",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": BALANCE,
+        },
+        STAGES,
+        short=(32, 128),
+        long=(8, 512),
+    ),
+    "qwen3_moe": Recipe(
+        "Pocket Qwen3-MoE",
+        "Softmax over all experts; the gates of the chosen ones are divided by their sum. Balanced by a loss.",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": BALANCE,
+        },
+        SMALL_STAGES,
+        **SMALL_BATCHES,
+    ),
+    "deepseek_v2": Recipe(
+        "Pocket DeepSeek-V2",
+        "Softmax over all experts; the gates of the chosen ones are used as they are, beside a shared expert that sees "
+        "every token. The first layer is dense. Attention keeps latent keys and values. Balanced by a loss.",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 48,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 24,
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        },
+        SMALL_STAGES,
+        **SMALL_BATCHES,
+    ),
+    "ernie4_5_moe": Recipe(
+        "Pocket ERNIE-4.5",
+        "Softmax over all experts; a correction bias is added to choose, and the gates of the chosen ones, without it, "
+        "are divided by their sum, beside a shared expert that sees every token. The first layer is dense. Balanced by "
+        "the bias alone: after each step it rises by 0.001 for experts below the mean load and falls for those above.",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "moe_layer_start_index": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "moe_num_experts": 16,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "router_aux_loss_coef": 0.0,
+        },
+        SMALL_STAGES,
+        **SMALL_BATCHES,
+    ),
+}
