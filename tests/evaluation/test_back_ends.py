@@ -1,0 +1,73 @@
+"""The same GenSpec gives the same greedy text from a loaded model and from a server of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.server import serving
+from moe_lab.evaluation.subject import Subject
+from moe_lab.models.load import load_model
+from moe_lab.paths import resolve
+
+COMMANDS = {
+    "stand-in": f"{sys.executable} {Path(__file__).with_name('stand_in.py')} {{checkpoint}} {{port}}",
+    "transformers": "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32",
+}
+TEMPLATE = "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def prompts(name: str, count: int) -> list[str]:
+    lines = Path(resolve(f"pocket:benchmarks/{name}.jsonl")).read_text().splitlines()[:count]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@pytest.fixture
+def chatty(tmp_path: Path, subject: Subject) -> Path:
+    """The shipped model with a chat template, and settings of generation that would change every text."""
+    folder = tmp_path / "chatty"
+    folder.mkdir()
+    for file in Path(resolve("pocket:olmoe")).iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").unlink()
+    penalised = {
+        **settings,
+        "repetition_penalty": 3.0,
+        "do_sample": True,
+        "temperature": 2.0,
+        "no_repeat_ngram_size": 2,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(penalised))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", COMMANDS)
+def test_both_back_ends_write_the_same(server: str, chatty: Path) -> None:
+    if server == "transformers" and not (find_spec("fastapi") and find_spec("uvicorn")):
+        pytest.skip("transformers serve needs fastapi and uvicorn: pip install transformers[serving]")
+    model = ModelConfig(name="chatty", path=str(chatty), threads=1)
+    loaded = Subject(*load_model(model))
+    asked = [*prompts("gsm8k", 3), *prompts("wildbench", 3), *prompts("humaneval", 4)]
+    endings = {prompt[-1] for prompt in asked}
+    specs = [
+        GenSpec(24, batch_size=4),
+        GenSpec(40, stop=("\ndef ", ")", "\n\n", *(f"{end} " for end in endings)), batch_size=4),
+    ]
+    chats = [[{"role": "user", "content": prompt}] for prompt in asked[:4]]
+    with serving(chatty, BackendConfig("server", COMMANDS[server], 60), model, "n") as served:
+        for spec in specs:
+            assert served.generate(asked, spec) == loaded.generate(asked, spec)
+        rendered = [served.render(chat) for chat in chats]
+        assert rendered == [loaded.render(chat) for chat in chats]
+        spec = GenSpec(16, special_tokens=False)
+        texts = served.generate(rendered, spec)
+        assert texts == loaded.generate(rendered, spec) and any(texts)
