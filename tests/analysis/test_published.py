@@ -1,0 +1,155 @@
+"""The papers' numbers: one schema, this project's words, no number twice, and what is known of misprints."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from analysis import names
+from analysis.catalogue import CATALOGUE
+from analysis.published_numbers import (
+    AVERAGE,
+    FOLDER,
+    GROUPS,
+    NOT_COMPARABLE,
+    PAPERS,
+    RANK,
+    SCORES,
+    TABLES,
+    Printed,
+    counterparts,
+    numbers,
+    protocol,
+    split,
+    target,
+)
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = "paper,table,model,ratio,criterion,allocation,recovery,calibration,benchmark,value,note"
+OTHERS = {"DiEP", "NAEE", "D2-MoE", "MoE-I²", "HC-SMoE", "MC-SMoE", "Sub-MoE", "He et al.", "C-Prune", "Wanda"}
+"""Methods in the papers' tables that are not built here."""
+WORDS = {
+    "criterion": {"any", "na", *OTHERS, "best calibration-based"}
+    | {"AIMER minus best baseline", "AIMER minus best calibration-based"},
+    "allocation": {"none", "na", "uniform", "DiEP", "coverage aligned 256", "coverage aligned 256 scores"}
+    | {"coverage true attribution", *(f"{start}top-k {k}" for start in ("", "coverage ") for k in (1, 2, 4, 6))},
+    "recovery": {"none", "nf4", "q8", "dora", "dora_nf4"},
+    "calibration": {"none", "na", "matched", "gsm8k", "opencodereasoning", "c4+gsm8k+opencodereasoning"},
+}
+"""Words that no setting of this project is called by."""
+ROWS = {"000": 1310, "001": 1670, "002": 371, "003": 19, "004": 794}
+
+
+def stems(*folders: str) -> set[str]:
+    return {file.stem for folder in folders for file in (ROOT / folder).glob("*.yaml")}
+
+
+def labels(*folders: str) -> set[str]:
+    files = [file for folder in folders for file in (ROOT / folder).glob("*.yaml")]
+    return {str(OmegaConf.load(file).get("label", file.stem)) for file in files}
+
+
+def field(name: str) -> set[str]:
+    place = ("model", "ratio", "criterion", "allocation", "recovery", "calibration").index(name)
+    return {str(number.key[place]) for number in numbers()}
+
+
+def test_every_file_has_the_one_schema_and_no_number_twice() -> None:
+    for name in PAPERS.values():
+        lines = (FOLDER / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+        assert lines[0] == COLUMNS
+        assert {len(row) for row in csv.reader(lines)} == {len(COLUMNS.split(","))}
+    assert Counter(number.paper for number in numbers()) == ROWS
+    keys = Counter((number.paper, number.table, number.key, number.benchmark) for number in numbers())
+    assert [key for key, times in keys.items() if times > 1] == []
+
+
+def test_models_and_methods_are_called_as_they_are_here() -> None:
+    assert field("model") - stems("conf/model") == {"all"}
+    assert field("criterion") - set(names.CRITERIA) == WORDS["criterion"]
+    assert field("allocation") - labels("conf/allocation", "sweeps/allocation") <= WORDS["allocation"]
+    assert field("recovery") <= WORDS["recovery"]
+    assert field("calibration") - stems("conf/calibration") == WORDS["calibration"]
+
+
+def test_numbers_are_shares_where_they_are_scores() -> None:
+    for number in numbers():
+        assert math.isfinite(number.value) and (math.isnan(number.key[1]) or 0 <= number.key[1] < 1)
+        if number.benchmark in (*SCORES, *GROUPS, AVERAGE):
+            assert 0 <= number.value <= 1, number
+        elif number.benchmark == RANK:
+            assert 1 <= number.value <= 9
+
+
+def test_every_score_has_known_items_and_tables_here_have_counterparts() -> None:
+    sets = stems("conf/calibration")
+    for number in numbers():
+        if number.benchmark in names.BENCHMARKS:
+            assert split(number, number.benchmark).items, number
+        if number.benchmark in SCORES and number.key[2] in names.CRITERIA and number.key[5] in sets:
+            assert protocol(number).tokens, number
+    assert set(TABLES) <= set(CATALOGUE)
+    assert all(counterparts(name) for name in TABLES)
+
+
+def test_full_splits_print_shares_of_their_items() -> None:
+    """A score of a benchmark with few items is k/n; every one that is not is noted."""
+    odd = []
+    for number in numbers():
+        items = split(number, number.benchmark).items if number.benchmark in names.BENCHMARKS else None
+        if items is None or number.note.startswith(NOT_COMPARABLE) or number.paper in ("003", "004"):
+            continue
+        if number.benchmark != "wildbench" and items <= 10 ** (len(number.text) - 2):
+            low, high = number.ends
+            nearest = round(number.value * items)
+            if not any(low <= k / items <= high for k in (nearest - 1, nearest, nearest + 1)):
+                odd.append((number.paper, number.table, number.benchmark, number.text))
+    assert odd == []
+
+
+def row_means() -> list[tuple[Printed, float]]:
+    """Every printed average whose components are printed beside it, and their mean."""
+    found = []
+    for name in TABLES:
+        for row in counterparts(name).values():
+            for number in row:
+                parts = target(number, row) if number.benchmark == AVERAGE else ()
+                values = [other.value for part in parts for other in row if beside(other, number, part)]
+                if values:
+                    found.append((number, sum(values) / len(values)))
+    return found
+
+
+def beside(other: Printed, number: Printed, part: str) -> bool:
+    return (other.paper, other.table, other.benchmark) == (number.paper, number.table, part)
+
+
+def test_printed_averages_are_the_means_of_their_rows() -> None:
+    """Within what rounding explains: half a unit of the average, and of its components on average half a unit more."""
+    wrong = []
+    for number, mean in row_means():
+        low, high = number.ends
+        slack = high - low
+        if not low - slack <= mean <= high + slack and not number.note.startswith(NOT_COMPARABLE):
+            wrong.append((number.paper, number.table, number.key, number.text, round(mean, 4)))
+    assert len(row_means()) > 90
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "note", "ends"),
+    [
+        ("0.341", "", (0.3405, 0.3415)),
+        ("0.50", "truncated, the mean of the row is .5057", (0.50, 0.51)),
+        ("0.820", "off the 1/277 grid by one unit: rounded twice", (0.819, 0.821)),
+        ("29", "", (28.5, 29.5)),
+    ],
+)
+def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, float]) -> None:
+    found = Printed("000", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note).ends
+    assert found == pytest.approx(ends)
