@@ -161,6 +161,7 @@ def _run(request: Request) -> int:
 def _write(request: Request, material: Material, out: Path) -> bool:
     """The report, or the tables and figures asked for; whether there are results for each."""
     from analysis import catalogue, report
+    from analysis.needs import needs
 
     if "report" in request.names:
         print(report.write_report(material.study, out))
@@ -171,7 +172,7 @@ def _write(request: Request, material: Material, out: Path) -> bool:
         print(path)
     lacking = [name for name in request.names if made.get(name) == []]
     for name in lacking:
-        print(f"analysis: {name} needs results that study={material.study.name} does not have", file=sys.stderr)
+        print(f"analysis: {name} needs {needs(name)}, which study={material.study.name} does not have", file=sys.stderr)
     return not lacking
 
 

@@ -28,6 +28,11 @@ model's."""
 HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
 """Columns of history.parquet."""
 
+PROFILE = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts")
+"""Columns of profile.parquet: the layer; variance of the residual stream after it over tokens, the mean over its
+coordinates; entropies in nats of the router's softmax, of the chosen experts' gates and of the experts' loads; and the
+experts the router chooses from. NaN where a layer has no router."""
+
 SEARCHES = (
     "layers",
     "budget",
@@ -71,6 +76,17 @@ def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         except (KeyError, TypeError, ValueError):
             reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return _by_cell(frames, columns)
+
+
+def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What a pass through every pruned model looks like, layer by layer: cell and PROFILE."""
+    frames = {}
+    for cell, name in cells["profile_folder"].dropna().items():
+        folder = reader.folder(str(name))
+        table = reader.table(folder, "profile.parquet", PROFILE) if folder else None
+        if table is not None:
+            frames[int(str(cell))] = table.to_pandas()
+    return _by_cell(frames, PROFILE)
 
 
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from analysis import rank_outputs
+from analysis import convergence, profile_outputs, rank_outputs
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.rank_tests import BENCHMARKS, COLUMNS
@@ -25,6 +25,35 @@ def _rank_differences(study: Study, comparisons: Sequence[Comparison]) -> Made:
     return [*(figure for figure in drawn if figure), *_unless_empty(table)]
 
 
+def _convergence(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    if study.convergence.empty:
+        return []
+    found = convergence.settling(study.convergence, convergence.ratios_of(study))
+    models = list(dict.fromkeys(found["model"]))
+    drawn = [
+        convergence.settling_figure(found, model=model, name="convergence" + (f".{model}" if len(models) > 1 else ""))
+        for model in models
+    ]
+    return [*drawn, *_unless_empty(convergence.settling_table(study, found))]
+
+
+def _variance(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    table = profile_outputs.profile_table(study, comparisons, name="aimer.fig6")
+    return [*_profiles(study, comparisons, profile_outputs.VARIANCE, "aimer.fig6"), *_unless_empty(table)]
+
+
+def _entropy(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _profiles(study, comparisons, profile_outputs.ENTROPY, "coverage.entropy")
+
+
+def _profiles(study: Study, comparisons: Sequence[Comparison], measure: str, name: str) -> Made:
+    drawn = [
+        profile_outputs.profile_figure(study, comparison, measure, name=_of(comparisons, name, comparison))
+        for comparison in comparisons
+    ]
+    return [figure for figure in drawn if figure]
+
+
 def _unless_empty(table: Table) -> Made:
     return [table] if len(table.frame) else []
 
@@ -35,5 +64,8 @@ def _of(comparisons: Sequence[Comparison], name: str, comparison: Comparison) ->
 
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "ranks.cd": _rank_differences,
+    "convergence": _convergence,
+    "aimer.fig6": _variance,
+    "coverage.entropy": _entropy,
 }
 """Name -> what makes its tables and figures; an empty list when the study has no data for them."""

@@ -14,7 +14,7 @@ EVERY = "all"
 """Stands for every study of a store, unless one is called so."""
 
 _BY_NAME = ("evaluate", "errors")
-_PER_CALIBRATION = ("families", "damages")
+_PER_CALIBRATION = ("families", "damages", "convergences")
 
 
 def studies(store: Path) -> list[str]:

@@ -16,6 +16,8 @@ from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
+_BESIDES = ("cost", "profile")
+"""Steps of a cell besides its evaluations whose errors are written down."""
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox")
 
 
@@ -41,8 +43,9 @@ def evaluations(
     for cell, words in labels(cells).items():
         entry = document["cells"][cell]
         errors = entry.get("errors") or {}
-        if "cost" in errors and not entry.get("cost"):
-            reader.step(None, f"cost of {words}", errors["cost"])
+        for kind in _BESIDES:
+            if kind in errors and not entry.get(kind):
+                reader.step(None, f"{kind} of {words}", errors[kind])
         for task, name in entry.get("evaluate", {}).items():
             folder = reader.step(name, f"{task} of {words}", errors.get(task))
             result = reader.json(folder, "result.json") if folder else None

@@ -172,7 +172,7 @@ def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     panels = [panel for panel in comparison.panels if len(panel.columns(comparison)) >= 3]
     if not panels:
         return None
-    places, lines = _radar_places(panels), _radar_lines(comparison)
+    places, lines = _radar_places(panels), method_lines(comparison)
     down, across = (1 + max(place[axis] for place in places) for axis in (0, 1))
     with style.look():
         drawing = style.drawing(style.PAGE, 2.0 * down + 0.4)
@@ -204,7 +204,7 @@ def _radar_places(panels: Sequence[Panel]) -> list[tuple[int, int]]:
 _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
 
 
-def _radar_lines(comparison: Comparison) -> dict[str, Line2D]:
+def method_lines(comparison: Comparison) -> dict[str, Line2D]:
     """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
     other markers."""
     lines = {"none": Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method("none"))}

@@ -22,7 +22,7 @@ AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation
 granularity: what the criterion scores, expert or channel. allocation and recovery: the words of the study's record.
 """
 
-ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost")
+ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile")
 """Steps of a cell besides its evaluations; their columns end in `_folder`."""
 
 
@@ -74,6 +74,16 @@ class Study:
         return artefacts.kept(self.cells, self.reader)
 
     @cached_property
+    def profiles(self) -> pd.DataFrame:
+        """cell, layer, variance, router_entropy, ...: see `artefacts.profiles`."""
+        return artefacts.profiles(self.cells, self.reader)
+
+    @cached_property
+    def convergence(self) -> pd.DataFrame:
+        """model, calibration, criterion, tokens, layer, expert, score: scores from parts of the calibration sets."""
+        return _per_calibration(self.document.get("convergences"), "convergence.parquet", _CONVERGENCE, self.reader)
+
+    @cached_property
     def history(self) -> pd.DataFrame:
         """cell, generation, schedule, origin, fitness, ...: see `artefacts.history`."""
         return artefacts.history(self.cells, self.reader)
@@ -117,6 +127,7 @@ def load(store: Path, name: str) -> Study:
 
 _FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 _DAMAGE = ("layer", "expert", "score")
+_CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:

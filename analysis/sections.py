@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import findings
+from analysis import convergence, findings
 from analysis.catalogue import Material, Output
 from analysis.load import Study
 from analysis.quantized import recovery_findings
@@ -134,8 +134,16 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "coverage",
             "Coverage",
             "Did calibration reach every expert?",
-            findings.coverage_finding(study),
-            made["coverage"],
+            [*findings.coverage_finding(study), *_settling(study)],
+            [*made["coverage"], *made["convergence"]],
+            filters={"convergence": "*Model|Pruned|Calibration"},
+        ),
+        Section(
+            "inside",
+            "Inside",
+            "What pruning does inside the model",
+            outputs=[*made["aimer.fig6"], *made["coverage.entropy"]],
+            filters={"aimer.fig6": "*Model|Pruned|Calibration|Criterion"},
         ),
         Section("memory", "Memory", "Loading memory", outputs=made["unified.table3"]),
         Section("gaps", "Gaps", "What is missing", [findings.completeness(study), *study.notes], made["gaps"]),
@@ -174,6 +182,10 @@ _KEPT_TEXT = (
     "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
     "pruned one overlap widely, pruning cost nothing that these benchmarks can show.",
 )
+
+
+def _settling(study: Study) -> list[str]:
+    return convergence.settling_finding(convergence.settling(study.convergence, convergence.ratios_of(study)))
 
 
 def _several_models(study: Study, outputs: Sequence[Output]) -> Sequence[Output]:

@@ -90,6 +90,26 @@ def cost(axes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of profile.parquet; the first layer has no router."""
+    drawn = rng("profile", axes["criterion"], axes["calibration"], axes["ratio"])
+    left = EXPERTS - (0 if granularity(axes["criterion"]) == "channel" else int(EXPERTS * axes["ratio"]))
+    rows = []
+    for layer in range(LAYERS):
+        entropy = float("nan") if layer == 0 else float(np.log(left) * drawn.uniform(0.7, 0.9))
+        rows.append(
+            {
+                "layer": layer,
+                "variance": (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1))),
+                "router_entropy": entropy,
+                "gate_entropy": entropy / 2,
+                "load_entropy": entropy,
+                "experts": 0 if layer == 0 else left,
+            }
+        )
+    return rows
+
+
 def history(axes: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of history.parquet: fitness rises with the generations."""
     drawn = rng("history", axes["criterion"], axes["calibration"], axes["ratio"])

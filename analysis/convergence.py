@@ -1,0 +1,190 @@
+"""How the experts to keep change with the calibration tokens: would more data matter?
+
+A pass leaves scores from its first eighth, quarter, and so on; the keep-set of each is compared with that of the whole
+set, layer by layer, ties broken as plans break them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from analysis import names, overlap, style
+from analysis.frames import groups
+from analysis.load import Study
+from analysis.style import Figure
+from analysis.tables import SCORE, Table, reading
+
+KEY = ["model", "calibration", "criterion"]
+SETTLED = 0.02
+"""Share of the kept experts that may still change in a set that is called settled."""
+
+
+def ratios_of(study: Study) -> list[float]:
+    """The ratios at which the study removes whole experts, or those of the papers where it removes none."""
+    cells = study.cells
+    found = cells.loc[(cells["granularity"] == "expert") & (cells["ratio"] > 0), "ratio"]
+    return sorted(set(found)) or list(overlap.RATIOS)
+
+
+def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
+    """Keep-sets against the last one: a row per KEY, ratio and number of tokens.
+
+    scores: KEY, tokens, layer, expert, score. Columns: jaccard (intersection over union with the keep-set of all
+    tokens, mean over layers), lowest (of any layer), changed (share of the final keep-set that is not kept yet), chance
+    (Jaccard of random sets of this size, ratio of expectations). The last number of tokens is compared with itself and
+    left out. Ratios that remove nothing are left out too.
+    """
+    rows = []
+    for key, found in groups(scores.sort_values(["tokens", "layer", "expert"], kind="stable"), KEY):
+        steps = sorted(found["tokens"].unique())
+        wide = [
+            part.pivot(index="tokens", columns="expert", values="score").loc[steps].to_numpy(float)
+            for _, part in found.groupby("layer", sort=True)
+        ]
+        for ratio in ratios:
+            kept = [~overlap.bottom(layer, ratio) for layer in wide]
+            if all(layer.all() for layer in kept):
+                continue
+            common = np.array([(layer & layer[-1]).sum(axis=1) for layer in kept])
+            union = np.array([(layer | layer[-1]).sum(axis=1) for layer in kept])
+            sizes = np.array([layer[-1].sum() for layer in kept])
+            expected = sizes**2 / np.array([layer.shape[1] for layer in kept])
+            jaccard = common / union
+            for at, tokens in enumerate(steps[:-1]):
+                rows.append(
+                    {
+                        **key,
+                        "ratio": ratio,
+                        "tokens": int(tokens),
+                        "whole": int(steps[-1]),
+                        "jaccard": jaccard[:, at].mean(),
+                        "lowest": jaccard[:, at].min(),
+                        "changed": 1 - common[:, at].sum() / sizes.sum(),
+                        "chance": float(np.mean(expected / (2 * sizes - expected))),
+                    }
+                )
+    columns = [*KEY, "ratio", "tokens", "whole", "jaccard", "lowest", "changed", "chance"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def settling_table(study: Study, found: pd.DataFrame, *, name: str = "convergence") -> Table:
+    """`settling` as a table."""
+    columns = [
+        "Model",
+        "Pruned",
+        "Calibration",
+        "Criterion",
+        "Tokens",
+        "Jaccard",
+        "Lowest layer",
+        "By chance",
+        "Change",
+    ]
+    frame = pd.DataFrame(
+        {
+            "Model": found["model"],
+            "Pruned": found["ratio"].map(names.ratio),
+            "Calibration": found["calibration"].map(names.calibration),
+            "Criterion": found["criterion"].map(names.criterion),
+            "Tokens": found["tokens"],
+            "Jaccard": found["jaccard"],
+            "Lowest layer": found["lowest"],
+            "By chance": found["chance"],
+            "Change": found["changed"],
+        },
+        columns=columns,
+    )
+    return Table(
+        name=name,
+        title="How the experts to keep settle with more calibration text",
+        caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
+        "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
+        f"experts kept at the end that are not kept yet. Uniform removal from each layer. {reading(study)}",
+        frame=frame,
+        formats={
+            "Tokens": "{:,.0f}",
+            **dict.fromkeys(("Jaccard", "Lowest layer", "By chance"), SCORE),
+            "Change": "{:.1%}",
+        },
+        blocks=("Model", "Pruned", "Calibration"),
+    )
+
+
+def settling_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
+    """Jaccard against tokens, a panel per ratio and calibration set, a line per criterion; dotted: random sets."""
+    found = found[found["model"] == model]
+    sets = names.calibrations_in_order(found["calibration"])
+    ratios = sorted(found["ratio"].unique())
+    criteria = names.in_order(found["criterion"], names.CRITERIA)
+    with style.look():
+        drawing = style.drawing(style.PAGE, 1.9 * len(ratios) + 0.8)
+        grid = drawing.subplots(len(ratios), len(sets), squeeze=False, sharey="row")
+        for row, ratio in zip(grid, ratios, strict=True):
+            for axes, calibration in zip(row, sets, strict=True):
+                panel = found[(found["ratio"] == ratio) & (found["calibration"] == calibration)]
+                _panel(axes, panel, criteria)
+                axes.set_title(f"{names.calibration(calibration)}, {names.ratio(ratio)} pruned", fontsize=7.5)
+        for row in grid:
+            row[0].set_ylabel("same experts kept (Jaccard)")
+        for axes in grid[-1]:
+            axes.set_xlabel("calibration tokens read")
+        drawing.legend(handles=_handles(criteria), loc="outside lower center", ncols=min(6, len(criteria)), fontsize=7)
+    caption = (
+        "The experts that would be kept after reading a part of the calibration set, against those kept after all of "
+        "it (the right end, where all lines meet at 1): intersection over union, mean over layers. A line that is "
+        "still rising at its last points says that more text would change the choice. Dotted: random sets."
+    )
+    return Figure(name, f"Would more calibration text matter: {model}", caption, drawing)
+
+
+def _panel(axes: Axes, found: pd.DataFrame, criteria: Sequence[str]) -> None:
+    handles = dict(zip(criteria, _handles(criteria), strict=True))
+    for about, line in groups(found, ["criterion"]):
+        look = handles[about["criterion"]]
+        x = [*line["tokens"], line["whole"].iloc[0]]
+        axes.plot(
+            x, [*line["jaccard"], 1.0], color=look.get_color(), marker=look.get_marker(), markersize=3, linewidth=1.1
+        )
+    if len(found):
+        axes.axhline(found["chance"].iloc[0], color=style.MUTED, linestyle=":", linewidth=1)
+    axes.set_ylim(top=1.02)
+    axes.ticklabel_format(axis="x", style="plain")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
+    axes.locator_params(axis="x", nbins=4)
+    axes.grid()
+
+
+def _handles(criteria: Sequence[str]) -> list[Line2D]:
+    return [
+        Line2D(
+            [],
+            [],
+            color=style.colour(name),
+            marker=style.MARKERS[at % len(style.MARKERS)],
+            markersize=3,
+            linewidth=1.1,
+            label=names.criterion(name),
+        )
+        for at, name in enumerate(criteria)
+    ]
+
+
+def settling_finding(found: pd.DataFrame) -> list[str]:
+    """A sentence per model and calibration set: how much the choice still moved at the end of the pass."""
+    said = []
+    for key, part in groups(found, ["model", "calibration"]):
+        last = part[part["tokens"] == part["tokens"].max()]
+        moved = last.loc[last["changed"].idxmax()]
+        read = int(moved["tokens"]) / int(moved["whole"])
+        settled = "has settled" if moved["changed"] <= SETTLED else "has not settled"
+        said.append(
+            f"Calibration on {names.calibration(key['calibration'])} {settled} for {key['model']}: after "
+            f"{names.share(read)} of the text at most {moved['changed']:.1%} of the experts to keep still changed "
+            f"({names.criterion(str(moved['criterion']))}, {names.ratio(float(moved['ratio']))} pruned)."
+        )
+    return said

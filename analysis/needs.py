@@ -1,0 +1,41 @@
+"""What a run must have had for an output to have numbers: said when it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SEARCH = "cells with allocation=evolutionary"
+_BOTH_TASKS = "a calibration set about code and one about mathematics"
+
+NEEDS: Mapping[str, str] = {
+    "convergence": "a run with calibration.snapshots=8",
+    "aimer.fig6": "a run with profile=true",
+    "coverage.entropy": "a run with profile=true",
+    "unified.fig3": "a run with overlap=true",
+    "unified.fig4": "a run with overlap=true and two calibration sets",
+    "unified.fig5": "a run with overlap=true and two calibration sets",
+    "task_specific": _BOTH_TASKS,
+    "unified.table2": _BOTH_TASKS,
+    "evoesap.table1": _SEARCH,
+    "evoesap.fig1": _SEARCH,
+    "evoesap.fig3": _SEARCH,
+    "evoesap.search": _SEARCH,
+    "heapr.fig2": "HEAPr or CAMERA at three ratios",
+    "heapr.table1": "HEAPr or CAMERA with allocation=global or layerwise",
+    "heapr.table2": "CAMERA and HEAPr with allocation=layerwise or global",
+    "coverage.table6": "one channel criterion under allocation=coverage and others",
+    "coverage.table7": "allocation=coverage and its coverage_smoothing_* variants",
+    "coverage.table13": "several channel criteria under allocation=coverage",
+    "quantized.table11": "cells with a recovery",
+    "quantized.fig8": "cells with recovery=nf4",
+    "aimer.table2": "cells with criterion=aimer",
+    "aimer.fig2": "cells with criterion=magnitude or aimer",
+    "ranks.cd": "three criteria and three columns",
+}
+"""Output -> what it needs; those that are not here need results, or a gap."""
+DEFAULT = "results"
+
+
+def needs(name: str) -> str:
+    """What the output `name` needs, in words."""
+    return NEEDS.get(name, DEFAULT)
