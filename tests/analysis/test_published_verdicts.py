@@ -1,0 +1,236 @@
+"""Measured numbers find exactly their printed counterparts, and a verdict never takes one thing for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import handmade
+import numpy as np
+import pandas as pd
+import pytest
+from printed_comparisons import of_tables, share
+
+from analysis import ranks
+from analysis.__main__ import main
+from analysis.comparison import Comparison
+from analysis.published_numbers import Printed, numbers, split
+from analysis.published_tables import published_table
+
+MODEL = "olmoe_1b_7b"
+RUN = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "openbookqa")
+METRICS = {"humaneval": "base", "humaneval_plus": "plus", "mbpp": "base", "mbpp_plus": "plus", "openbookqa": "acc_norm"}
+HARNESSES = {"livecodebench": "evalscope", "openbookqa": "lm_eval"}
+
+
+def printed(criterion: str, table: str = "5") -> dict[str, Printed]:
+    """Benchmark -> what Unified prints of OLMoE at 25 % (or unpruned)."""
+    rows = [number for number in of_tables("000", table) if number.key[0] == MODEL and number.key[2] == criterion]
+    return {number.benchmark: number for number in rows}
+
+
+def outcomes(number: Printed, *, off: int = 0) -> list[float]:
+    """As many items as the split has, as many of them right as printed, or `off` more."""
+    items = split(number, number.benchmark).items
+    assert items is not None
+    right = round(share(number) * items) + off
+    return [1.0] * right + [0.0] * (items - right)
+
+
+def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **changes: Any) -> tuple[Any, Comparison]:
+    """A study that measured what Unified's Table 5 prints, with some axes of its cells changed."""
+    axes = [handmade.UNPRUNED | {"model": MODEL}]
+    axes += [handmade.cell(name, ratio=0.25, **{"model": MODEL, "calibration": "c4", **changes}) for name in criteria]
+    cells = handmade.cells_of(axes)
+    rows = {name: [outcomes(printed(str(c))[name], off=off) for c in cells["criterion"]] for name in RUN}
+    matrices = {name: np.array(found) for name, found in rows.items()}
+    scores = pd.DataFrame({name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index)
+    model = str(cells["model"].iloc[-1])
+    comparison = Comparison(model, cells, scores, ranks.displayed(RUN), (), matrices, scores * np.nan)
+    results = pd.DataFrame(
+        [
+            {"cell": cell, "benchmark": name, "metric": METRICS.get(name, "acc"), "folder": name}
+            | {"n": matrices[name].shape[1], "expected": matrices[name].shape[1]}
+            for cell in cells.index
+            for name in RUN
+        ]
+    )
+    protocols = {name: {"harness": HARNESSES.get(name, "evalplus"), "shots": 0} for name in RUN}
+    study = SimpleNamespace(
+        cells=cells,
+        results=results,
+        calibrations={f"c4@{model}": {"rows": 128, "length": 4096}},
+        searches=pd.DataFrame(columns=["cell", "generations"]),
+        kept=pd.DataFrame(columns=["cell"]),
+        origins=pd.DataFrame({"versions": []}),
+        protocols=protocols,
+        reader=SimpleNamespace(folder=lambda name: name, json=lambda name, _: {"protocol": protocols[name]}),
+    )
+    return study, comparison
+
+
+def verdicts(study: Any, comparison: Comparison, of: str = "unified.table5") -> pd.DataFrame:
+    return published_table(study, [comparison], of=of).frame
+
+
+def test_what_is_measured_as_printed_agrees_in_every_cell() -> None:
+    study, comparison = study_of()
+    found = verdicts(study, comparison)
+    assert len(found) == 3 * len(RUN)
+    assert set(found["Verdict"]) == {"agrees"}
+    assert found["Deviation"].abs().max() < 0.0006
+    for criterion, name in (("none", "Unpruned"), ("man", "MAN"), ("reap", "REAP")):
+        rows = found[found["Criterion"] == name]
+        expected = [printed(criterion)[benchmark].value for benchmark in printed(criterion) if benchmark in RUN]
+        assert rows["Published"].tolist() == expected
+
+
+def test_columns_are_compared_as_the_papers_average_them() -> None:
+    study, comparison = study_of()
+    found = verdicts(study, comparison, "unified.table1").set_index(["Criterion", "Benchmark"])
+    assert found.loc[("MAN", "Eval+"), "Verdict"] == "agrees"
+    assert found.loc[("MAN", "Eval+"), "Published"] == printed("man", "1")["Eval+"].value
+    assert "without ARC-C, ARC-E, BoolQ, HellaSwag, MMLU, RTE" in found.loc[("MAN", "MC Avg"), "Verdict"]
+    assert "measured without WildBench, GSM8K, MATH-500" in found.loc[("MAN", "Avg"), "Verdict"]
+    assert "ranked among 2, published among 7; ranked over 3 columns" in found.loc[("MAN", "Avg Rank"), "Verdict"]
+
+
+def test_what_lies_outside_the_interval_differs() -> None:
+    study, comparison = study_of(off=40)
+    assert set(verdicts(study, comparison)["Verdict"]) == {"differs"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ratio": 0.3},
+        {"allocation": "evolutionary"},
+        {"recovery": "nf4"},
+        {"calibration": "wikitext2"},
+        {"calibration": "evol_codealpaca"},
+        {"model": "olmoe"},
+    ],
+)
+def test_what_is_not_the_printed_row_finds_none(changes: dict[str, Any]) -> None:
+    axes = {"criterion": "man", **changes}
+    study, comparison = study_of(("man",))
+    comparison.cells.loc[1, list(axes)] = list(axes.values())
+    found = verdicts(study, comparison)
+    assert set(found["Criterion"]) == {"Unpruned"}
+    note = published_table(study, [comparison], of="unified.table5").footnotes[-1]
+    assert note == "1 of 1 pruned cells have no printed row here (MAN)."
+
+
+def _tokens(study: Any) -> None:
+    study.calibrations[f"c4@{MODEL}"]["rows"] = 64
+
+
+def _limit(study: Any) -> None:
+    study.results["n"] = 16
+
+
+def _other_set(study: Any) -> None:
+    study.results[["n", "expected"]] = 60
+
+
+def _metric(study: Any) -> None:
+    study.results["metric"] = study.results["metric"].replace("acc_norm", "acc")
+
+
+def _harness(study: Any) -> None:
+    study.protocols["humaneval"]["harness"] = "opencompass"
+
+
+def _shots(study: Any) -> None:
+    study.protocols["openbookqa"]["shots"] = 5
+
+
+@pytest.mark.parametrize(
+    ("change", "benchmark", "reason"),
+    [
+        (_tokens, "OBQA", "calibrated on 262,144 tokens, published on 524,288"),
+        (_limit, "HumanEval", "other items: HumanEval (16 of 164, published on 164)"),
+        (_other_set, "HumanEval", "other items: HumanEval (60, published on 164)"),
+        (_metric, "OBQA", "other metric: OBQA (acc, published acc_norm)"),
+        (_harness, "HumanEval", "other harness: HumanEval (opencompass, published evalplus)"),
+        (_shots, "OBQA", "other number of examples in the prompt: OBQA (5, published 0)"),
+    ],
+)
+def test_what_was_measured_otherwise_is_not_comparable(
+    change: Callable[[Any], None], benchmark: str, reason: str
+) -> None:
+    study, comparison = study_of(("man",))
+    change(study)
+    found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])
+    assert found.loc[("MAN", benchmark), "Verdict"] == f"not comparable because {reason}"
+
+
+def test_gates_and_seeds_are_compared_where_the_paper_says_them() -> None:
+    """EvoESAP's code: 4,194,304 tokens, seed 42, softmax twice; criteria without gates do not care."""
+    changes = {"calibration": "evol_codealpaca", "seed": 43, "gate": "model"}
+    study, comparison = study_of(("reap", "ean"), **changes)
+    study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
+    found = verdicts(study, comparison, "evoesap.table1").set_index(["Criterion", "Benchmark"])["Verdict"]
+    seed = "seed 43, published with 42"
+    assert found["EAN", "HumanEval"] == f"not comparable because {seed}"
+    assert found["REAP", "HumanEval"] == (f"not comparable because gate model, published with double_softmax; {seed}")
+
+
+def test_searches_are_compared_by_their_set_and_generations() -> None:
+    axes = {"calibration": "evol_codealpaca", "allocation": "evolutionary", "gate": "double_softmax"}
+    study, comparison = study_of(("reap",), **axes)
+    study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
+    study.searches = pd.DataFrame({"cell": [1], "generations": [30]})
+    study.cells["plan_folder"] = "plan"
+    documents = {"plan": {"provenance": {"search": "evol_search"}}}
+    study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})
+    found = verdicts(study, comparison, "evoesap.table1")
+    reasons = set(found.loc[(found["Criterion"] == "REAP") & (found["Benchmark"] == "HumanEval"), "Verdict"])
+    assert reasons == {
+        "not comparable because search set evol_search, published with tulu_math_search; "
+        "generations 30, published with 50"
+    }
+
+
+def test_what_ships_here_stands_in_and_says_so() -> None:
+    study, comparison = study_of(("man",), model="pocket_olmoe", calibration="pocket_general")
+    comparison.cells["model"] = "pocket_olmoe"
+    found = verdicts(study, comparison)
+    assert len(found) == 2 * len(RUN)
+    assert set(found["Verdict"]) == {"not comparable because pocket_olmoe stands in for olmoe_1b_7b"}
+
+
+def test_misprints_missing_results_and_remarks_are_told() -> None:
+    study, comparison = study_of(("man",))
+    comparison.benchmarks.loc[1, "humaneval"] = np.nan
+    found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
+    assert found["MAN", "HumanEval"] == "missing" and found["MAN", "MBPP"] == "agrees"
+    study, comparison = study_of(("mone",))
+    found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
+    assert found["MoNE", "MBPP"] == "agrees (probably with summed gates (mone_freq))"
+    noted = {number.note for number in numbers() if number.note.startswith("not comparable: it is a misprint")}
+    assert len(noted) >= 10
+
+
+def test_the_command_line_writes_them_beside(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["unified.table2", "--compare", f"store={small}", f"out={out}"]) == 0
+    found = pd.read_csv(out / "tables" / "unified.table2.published.csv")
+    assert {"Measured", "Published", "Deviation", "Verdict", "Measured low", "Measured high"} <= set(found)
+    assert found["Verdict"].str.startswith("not comparable because").all()
+    assert {path.suffix for path in (out / "tables").glob("unified.table2.published.*")} == {
+        ".csv", ".md", ".tex", ".html",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(["unified.table3", "compare=true", f"store={small}", f"out={out}"]) == 0
+    assert main(["heapr.table1", "winners", "--compare", f"store={small}", f"out={out}"]) == 1
+    assert "heapr.table1: no cell of study=made_up has published numbers" in capsys.readouterr().err
+    for words, said in (
+        (["winners", "--compare"], "no published numbers, expected unified.table1"),
+        (["winners", "compare=yes"], "expected true or false"),
+        (["diff", "a", "b", "--compare"], "ask for one"),
+    ):
+        assert main([*words, f"store={small}"]) == 2
+        assert said in capsys.readouterr().err
