@@ -1,0 +1,235 @@
+"""LiveCodeBench inside EvalScope's process: which problems are asked, and how programs that a model wrote are run.
+
+EvalScope runs such programs in a process that knows the expected outputs and keeps the verdicts. Here they run in
+`runner.py`, which knows neither; EvalScope's own comparison then sees what they printed or returned. What surrounds a
+program there (its imports, its input, its main block) is EvalScope's own source text, sent along with the program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import date
+from types import SimpleNamespace
+from typing import Any
+
+from moe_lab.evaluation.programs import Outcome, Runner
+from moe_lab.evaluation.runner import Request
+
+_FIRST_TESTS = 4  # a wrong program mostly fails one of them, and the others need not be run
+_OUTPUT = 256 << 20
+_PARTS = 1 << 30  # outputs are compared here, so they come back whole
+
+_PROGRAM = """
+import ast, json, sys
+from io import BytesIO, StringIO, TextIOWrapper
+from types import ModuleType
+from unittest.mock import mock_open, patch
+import_string = {imports!r}
+def _set_alarm(seconds):
+    pass
+{functions}
+def _load(solution, function):
+    if function is None:
+        return get_function(compile_code(make_function(clean_if_name(solution)), 0), "wrapped_function")
+    return get_function(compile_code(import_string + "\\n\\n" + solution, 0), function)
+_method, _calls_function = _load({solution!r}, {function!r}), {function!r} is not None
+def moe_lab_answer(given):
+    if _calls_function:
+        return _method(*[json.loads(line) for line in given.split("\\n")])
+    with Capturing() as captured:
+        call_method(_method, given)
+    return captured[0]
+"""
+
+
+class DataError(Exception):
+    """The data, or what is allowed with it, is not as it must be: a sentence for the user."""
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """Which problems, and how programs run."""
+
+    start_date: str
+    """First day of contests, YYYY-MM-DD."""
+    end_date: str
+    """Last day of contests; all of it counts."""
+    pickles: bool = False
+    """Private tests may come as a pickle. Even then nothing but text is taken out of one."""
+    confined: bool = True
+    """Programs run in namespaces; otherwise only in a limited subprocess."""
+    seconds: float = 6.0
+    """CPU time per test."""
+    memory_mib: int = 4096
+    """Address space of a program."""
+    processes: int = 1
+    """Programs run at the same time."""
+
+    def chooses(self, day: str) -> bool:
+        """Whether a contest of this day, an ISO date or time, is asked."""
+        return self.start_date <= date.fromisoformat(day[:10]).isoformat() <= self.end_date
+
+
+class Programs:
+    """The programs of one run of EvalScope: where they run, and what went wrong that is no program's fault."""
+
+    def __init__(self, settings: CodeSettings) -> None:
+        self.settings = settings
+        self.failures: list[Exception] = []
+        self._runners: list[Runner] = []
+        self._own = threading.local()
+        self._judging = threading.Lock()
+
+    def adapter(self, of_evalscope: type, *, asking: bool) -> type:
+        """EvalScope's task, with the problems between the dates only; asking looks at no test."""
+        settings = self.settings
+
+        class Adapter(of_evalscope):  # type: ignore[misc]
+            def record_to_sample(self, record: dict[str, Any]) -> Any:
+                day = record["contest_date"]
+                row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
+                if not settings.chooses(row["contest_date"]):
+                    return []
+                return super().record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
+
+        return Adapter
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A context in which EvalScope unpickles nothing but text and runs no program itself."""
+        from unittest.mock import patch
+
+        from evalscope.benchmarks.live_code_bench import evaluate_utils, load_utils, testing_util
+
+        with (
+            patch.object(load_utils, "pickle", SimpleNamespace(loads=self._unpickle)),
+            patch.object(evaluate_utils, "codegen_check_correctness", self._checked),
+            patch.object(testing_util, "_set_alarm", lambda seconds: None),
+        ):
+            try:
+                yield
+            finally:
+                for runner in self._runners:
+                    runner.close()
+        if self.failures:
+            raise self.failures[0]
+
+    def _unpickle(self, content: bytes) -> str:
+        if not self.settings.pickles:
+            raise DataError("its private tests are pickled: set allow_pickled_data=true, or make them JSON in the data")
+        return unpickled_text(content)
+
+    def _checked(self, sample: dict[str, str], generation: str, timeout: float, debug: bool = False) -> Any:
+        """What EvalScope's function of this place gives: a result per test up to the first wrong one, and notes."""
+        try:
+            tests = json.loads(sample["input_output"])
+            if not tests["inputs"]:
+                raise DataError("it has a problem without tests")
+            first = self._run(generation, tests, _FIRST_TESTS)
+            results, notes = self._judge(tests, first)
+            if len(tests["inputs"]) <= _FIRST_TESTS or not all(result is True for result in results):
+                return results, notes
+            return self._judge(tests, self._run(generation, tests, None))
+        except Exception as error:  # EvalScope would take any for a wrong answer
+            self.failures.append(error)
+            raise
+
+    def _run(self, solution: str, tests: dict[str, Any], number: int | None) -> Outcome:
+        inputs = tests["inputs"][:number]
+        request = Request(
+            program=program(solution, tests["fn_name"]),
+            entry_point="moe_lab_answer",
+            inputs=[[text] for text in inputs],
+            seconds=[self.settings.seconds] * len(inputs),
+            total_seconds=(self.settings.seconds + 1) * len(inputs),
+            memory=self.settings.memory_mib << 20,
+            output=_OUTPUT,
+            parts=_PARTS,
+        )
+        return self._runner().run(request)
+
+    def _runner(self) -> Runner:
+        """This thread's own."""
+        if not hasattr(self._own, "runner"):
+            self._own.runner = Runner(confined=self.settings.confined)
+            self._runners.append(self._own.runner)
+        runner: Runner = self._own.runner
+        return runner
+
+    def _judge(self, tests: dict[str, Any], outcome: Outcome) -> tuple[list[Any], dict[str, Any]]:
+        """EvalScope's comparison of what the program said to the first tests with what it should have said."""
+        from evalscope.benchmarks.live_code_bench import testing_util
+
+        number = len(outcome.encoded) + (outcome.status != "ok")
+        inputs, outputs = (tests[name][:number] for name in ("inputs", "outputs"))
+        with self._judging, replayed(outcome, tests["fn_name"]):
+            if tests["fn_name"] is None:
+                results, notes = testing_util.grade_stdio("", inputs, outputs, 0)
+            else:
+                results, notes = testing_util.grade_call_based("", inputs, outputs, tests["fn_name"], 0)
+        return results, {**notes, "program": outcome.status, "program_error": outcome.error}
+
+
+def unpickled_text(content: bytes) -> str:
+    """The string that is all there is in a pickle. DataError for a pickle that needs anything to be imported."""
+
+    class OnlyText(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            raise DataError(
+                f"its private tests are a pickle that would run {module}.{name}: the data is not to be trusted"
+            )
+
+    text = OnlyText(io.BytesIO(content)).load()
+    if not isinstance(text, str):
+        raise DataError(f"its private tests are a pickle of {type(text).__name__}, and should be one of text")
+    return text
+
+
+def program(solution: str, function: str | None) -> str:
+    """A program whose function moe_lab_answer(test input) gives what the solution prints, or its `function` returns."""
+    from evalscope.benchmarks.live_code_bench import testing_util
+
+    needed = ("Capturing", "clean_if_name", "make_function", "call_method", "get_function", "compile_code")
+    return _PROGRAM.format(
+        imports=testing_util.import_string,
+        functions="\n".join(inspect.getsource(getattr(testing_util, name)) for name in needed),
+        solution=solution,
+        function=function,
+    )
+
+
+@contextmanager
+def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
+    """A context in which EvalScope's comparison sees a recorded outcome where it would run a solution."""
+    from unittest.mock import patch
+
+    from evalscope.benchmarks.live_code_bench import testing_util
+
+    said, printed = _said(outcome), list[str]()
+    solution = SimpleNamespace(**{function or "wrapped_function": lambda *given: next(said)})
+
+    def call_method(method: Any, given: str) -> None:
+        printed[:] = [method()]
+
+    with (
+        patch.object(testing_util, "compile_code", lambda code, timeout: solution),
+        patch.object(testing_util, "Capturing", lambda: nullcontext(printed)),
+        patch.object(testing_util, "call_method", call_method),
+    ):
+        yield
+
+
+def _said(outcome: Outcome) -> Iterator[Any]:
+    """What the program said to each test, and then how it ended if that was not well."""
+    try:
+        yield from outcome.values()
+    except ValueError as error:
+        raise RuntimeError(f"it sent no value: {error}") from None
+    raise RuntimeError("TimeoutException" if outcome.status == "timeout" else f"{outcome.status}: {outcome.error}")

@@ -1,0 +1,253 @@
+"""The process that has EvalScope: it asks one of EvalScope's tasks, or grades answers to it.
+
+It needs EvalScope and the standard library, neither Hydra nor the environment moe_lab itself runs in. EvalScope writes
+the prompts, extracts the answers and scores them; its model is a stand-in that notes questions (ask) or repeats texts
+that were generated before (grade), so batching is the business of whoever generates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from moe_lab.evaluation import evalscope_code
+
+_MODEL = "moe_lab"
+_SCORED = "success"  # of EvalScope's states, the others are for judges and for what could not be compared
+_VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
+Item = tuple[str, int]
+"""Subset of the task and number of the sample in it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run of one task."""
+
+    task: str
+    """EvalScope's name, such as gsm8k."""
+    folder: str
+    """The data, laid out as on the hub. EvalScope may delete files in it."""
+    work: str
+    """An empty folder for what EvalScope writes."""
+    dataset_args: dict[str, Any]
+    """What EvalScope is told about the task: subset_list, eval_split, few_shot_num."""
+    settings: dict[str, Any]
+    """Generation settings that every question must arrive with."""
+    limit: int | None = None
+    """Only so many items, as many of each subset as there are."""
+    texts: dict[str, str] | None = None
+    """Name of an item -> what the model said, when answers are graded."""
+    code: evalscope_code.CodeSettings | None = None
+    """How programs are run and which problems are chosen; of tasks that have programs."""
+
+
+@dataclass
+class Reply:
+    """What came of it."""
+
+    error: str = ""
+    """A sentence for the user; then nothing else holds."""
+    questions: list[dict[str, Any]] = field(default_factory=list)
+    """item, messages."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """item, outcome (None where EvalScope could not say), extracted, why."""
+    score: float | None = None
+    """EvalScope's own mean over what it could score."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def main(request_file: str, reply_file: str) -> None:
+    """Do what the request says. Ends at once when whoever started this process is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    content = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    code = content.pop("code")
+    request = Request(**content, code=evalscope_code.CodeSettings(**code) if code else None)
+    try:
+        reply = run(request)
+    except evalscope_code.DataError as error:
+        reply = Reply(error=str(error))
+    Path(reply_file).write_text(json.dumps(asdict(reply)), encoding="utf-8")
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not sys.stdin: its lock, held here, would stop every process that EvalScope forks
+    os.killpg(0, signal.SIGKILL)
+
+
+def run(request: Request) -> Reply:
+    """Ask the task, or grade `request.texts`. Raises AssertionError where EvalScope did something else."""
+    from evalscope import TaskConfig, run_task
+
+    stand_in = _stand_in()(request.texts)
+    programs = evalscope_code.Programs(request.code) if request.code else None
+    task = _Task(request, stand_in, programs)
+    with task.in_place(), programs.in_place() if programs else nullcontext():
+        reports = run_task(
+            TaskConfig(
+                model=stand_in,
+                model_id=_MODEL,
+                eval_type="custom",
+                datasets=[request.task],
+                dataset_args={request.task: {"dataset_id": request.folder, **request.dataset_args}},
+                generation_config=dict(request.settings),
+                eval_batch_size=request.code.processes if request.code and request.texts is not None else 1,
+                work_dir=request.work,
+                no_timestamp=True,
+                ignore_errors=False,
+            )
+        )
+    if not task.names:
+        raise evalscope_code.DataError("no item is left to ask: the data or the dates are others than expected")
+    _check(request, task, stand_in, reports[request.task])
+    versions = {name: version(name) for name in _VERSIONS}
+    if request.texts is None:
+        questions = [{"item": name, "messages": stand_in.asked[name]} for name in task.names.values()]
+        return Reply(questions=questions, versions=versions)
+    samples = list(_samples(request, task.names))
+    primary = [metric for metric in reports[request.task].metrics]
+    return Reply(samples=samples, score=primary[0].score if primary else None, versions=versions)
+
+
+def _check(request: Request, task: _Task, stand_in: Any, report: Any) -> None:
+    names = set(task.names.values())
+    assert len(names) == len(task.names), "two items have one name"
+    assert set(stand_in.asked) == names, "EvalScope asked other questions than it has"
+    assert stand_in.calls == len(names), f"{stand_in.calls} questions were asked for {len(names)} items"
+    for arrived in stand_in.settings:
+        lost = {name: value for name, value in request.settings.items() if arrived.get(name) != value}
+        assert not lost, f"settings that did not arrive: {lost}"
+    if request.texts is not None:
+        assert set(request.texts) == names, "the answers are not those to this task's questions"
+    done = report.execution_summary
+    assert (done.requested, done.succeeded, done.errored) == (len(names), len(names), 0), str(done)
+    assert not done.incomplete
+
+
+class _Task:
+    """EvalScope's task with three changes: items carry names, only some may be wanted, and asking scores nothing."""
+
+    def __init__(self, request: Request, stand_in: Any, programs: evalscope_code.Programs | None) -> None:
+        self.request, self.stand_in, self.programs = request, stand_in, programs
+        self.names: dict[Item, str] = {}
+
+    def in_place(self) -> Any:
+        """A context in which EvalScope takes this for its task."""
+        from unittest.mock import patch
+
+        from evalscope.api.registry import BENCHMARK_REGISTRY
+
+        meta = BENCHMARK_REGISTRY.lookup(self.request.task)
+        return patch.object(meta, "data_adapter", self._adapter(meta.data_adapter))
+
+    def _adapter(self, of_evalscope: type) -> type:
+        task = self
+
+        class Adapter(of_evalscope):  # type: ignore[misc]
+            def load_dataset(self) -> Any:
+                return task.name_items(super().load_dataset())
+
+            def _on_inference_start(self, model: Any, sample: Any) -> None:
+                task.stand_in.now.item = sample.metadata["moe_lab item"]
+
+            if task.request.texts is None:
+
+                def calculate_metrics(self, task_state: Any) -> Any:
+                    return _no_score(task_state)
+
+        return self.programs.adapter(Adapter, asking=self.request.texts is None) if self.programs else Adapter
+
+    def name_items(self, subsets: Any) -> Any:
+        """Give every sample a name that says which it is and what it asks; drop those beyond the limit."""
+        order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
+        wanted = {(subset, number) for number, subset in order[: self.request.limit]}
+        for subset, samples in subsets.items():
+            samples.samples = [sample for sample in samples if (subset, sample.id) in wanted]
+            for sample in samples:
+                name = f"{subset}/{sample.id} {_digest(_messages(sample.input))}"
+                sample.metadata["moe_lab item"] = self.names[subset, sample.id] = name
+        return subsets
+
+
+def _no_score(task_state: Any) -> Any:
+    from evalscope.api.metric import SampleScore, Score
+
+    score = Score(value={"acc": 0.0}, main_score_name="acc")
+    return SampleScore(score=score, sample_id=task_state.sample_id, group_id=task_state.group_id)
+
+
+def _stand_in() -> Callable[[dict[str, str] | None], Any]:
+    """The class of models that generate nothing; made here because EvalScope's own class is not known before."""
+    from evalscope.api.model import ModelAPI, ModelOutput
+
+    class StandIn(ModelAPI):  # type: ignore[misc]
+        def __init__(self, texts: dict[str, str] | None) -> None:
+            super().__init__(model_name=_MODEL)
+            self.texts = texts
+            self.now = threading.local()
+            self.asked: dict[str, list[dict[str, str]]] = {}
+            self.settings: list[dict[str, Any]] = []
+            self.calls = 0
+            self.noting = threading.Lock()
+
+        def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
+            item = self.now.item
+            with self.noting:
+                self.calls += 1
+                self.asked[item] = _messages(input)
+                self.settings.append(config.model_dump(exclude_none=True))
+            return ModelOutput.from_content(_MODEL, "" if self.texts is None else self.texts[item])
+
+    return StandIn
+
+
+def _messages(conversation: Any) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.text} for message in conversation]
+
+
+def _digest(messages: list[dict[str, str]]) -> str:
+    return sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _samples(request: Request, names: dict[Item, str]) -> Iterator[dict[str, Any]]:
+    """What EvalScope's reviews say of each item, in the order of the data."""
+    found: dict[Item, dict[str, Any]] = {}
+    for subset in {subset for subset, _ in names}:
+        reviews = Path(request.work, "reviews", _MODEL, f"{request.task}_{subset}.jsonl")
+        for line in reviews.read_text(encoding="utf-8").split("\n"):
+            if not line:
+                continue
+            review = json.loads(line)
+            item = subset, review["index"]
+            assert item not in found, f"{item} was graded twice"
+            found[item] = review["sample_score"]["score"]
+    assert set(found) == set(names), "EvalScope reviewed other items than it asked"
+    texts = request.texts or {}
+    for item, name in names.items():
+        score = found[item]
+        assert score["prediction"] == texts[name], f"{name} was graded with another text"
+        values = list(score["value"].values()) if score["status"] == _SCORED else [None]
+        assert len(values) == 1, f"{name} has several scores: {score}"
+        yield {
+            "item": name,
+            "outcome": values[0] if values[0] is None else float(values[0]),
+            "extracted": score["extracted_prediction"] or "",
+            "why": _why(score),
+        }
+
+
+def _why(score: dict[str, Any]) -> str:
+    """Why an answer is wrong, or could not be scored."""
+    notes = score.get("metadata") or {}
+    if "final_metadata" in notes:  # of a program; a right one has no error
+        of_program = json.loads(notes["final_metadata"][0][0])
+        return " ".join(of_program.get(name) or "" for name in ("error_message", "program_error")).strip()
+    return str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or "")
