@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from analysis import memory, names, score_tables
 from analysis.comparison import Comparison
 from analysis.frames import records
 from analysis.load import Study
+from analysis.published_facts import Facts
 from analysis.published_numbers import AFTER, BEFORE, RANK, Key, Printed, counterparts, stands_for, target
-from analysis.verdicts import Evaluation, Measured
+from analysis.verdicts import Measured
 
 Found = tuple[Printed, Measured]
 Number = tuple[float, float, float]
@@ -27,7 +26,8 @@ _GIB = 2**30
 
 def found(study: Study, comparisons: Sequence[Comparison], of: str) -> list[Found]:
     """Numbers of the study with their counterparts in the papers' tables that the table `of` corresponds to."""
-    return [*_scores(study, comparisons, of), *_ranks(study, comparisons, of), *_memory(study, of)]
+    facts = Facts(study)
+    return [*_scores(facts, comparisons, of), *_ranks(facts, comparisons, of), *_memory(study, of)]
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
@@ -37,7 +37,7 @@ def key_of(cell: Mapping[str, Any]) -> Key:
     return model, ratio, str(cell["criterion"]), str(cell["allocation"]), str(cell["recovery"]), calibration
 
 
-def _scores(study: Study, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
+def _scores(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
     """Benchmarks, displayed columns and their averages."""
     printed = counterparts(of)
     for comparison in comparisons:
@@ -50,7 +50,7 @@ def _scores(study: Study, comparisons: Iterable[Comparison], of: str) -> Iterato
                     ends = [float(end[cell]) for end in comparison.interval(here)]
                     value = (float(comparison.score(here)[cell]), ends[0], ends[1])
                     sources = dict.fromkeys(comparison.weights(here), cell)
-                    yield number, _measured(study, comparison, value, sources, _lacking(comparison, wanted))
+                    yield number, _measured(facts, comparison, value, sources, _lacking(comparison, wanted))
 
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
-def _ranks(study: Study, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
+def _ranks(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
     """Average ranks, which the tables of scores compute for all methods of a block at once."""
     printed = {key: number for key, row in counterparts(of).items() for number in row if number.benchmark == RANK}
     if not printed:
@@ -83,7 +83,7 @@ def _ranks(study: Study, comparisons: Iterable[Comparison], of: str) -> Iterator
                 every = sum(1 for other in printed if (other[:2], other[5]) == (number.key[:2], number.key[5]))
                 among = [f"ranked among {len(block)}, published among {every}"] if len(block) != every else []
                 lacking = [*among, *_other_columns(columns, of), *_lacking(comparison, columns)]
-                yield number, _measured(study, comparison, value, sources, lacking)
+                yield number, _measured(facts, comparison, value, sources, lacking)
 
 
 Ranked = tuple[list[tuple[dict[str, int], Number]], tuple[str, ...]]
@@ -127,46 +127,20 @@ def _other_columns(columns: Sequence[str], of: str) -> list[str]:
 
 
 def _measured(
-    study: Study, comparison: Comparison, value: Number, sources: Mapping[str, int], lacking: Sequence[str]
+    facts: Facts, comparison: Comparison, value: Number, sources: Mapping[str, int], lacking: Sequence[str]
 ) -> Measured:
     """A number that rests on benchmarks, each evaluated for a cell."""
     cell = next(iter(sources.values()))
     axes = records(comparison.cells.loc[[cell]])[0]
-    report = study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
-    tokens = int(report["rows"]) * int(report["length"]) if {"rows", "length"} <= set(report) else None
-    evaluations = [found for name, cell in sources.items() for found in _evaluations(study, cell, name)]
+    evaluations = [facts.evaluation(each, name) for name, each in sources.items()]
     return Measured(
-        *value, cell=axes, tokens=tokens, search=_search(study, cell), evaluations=evaluations, lacking=lacking
+        *value,
+        cell=axes,
+        tokens=facts.tokens(axes),
+        search=facts.search(cell),
+        evaluations=[evaluation for evaluation in evaluations if evaluation],
+        lacking=lacking,
     )
-
-
-def _search(study: Study, cell: int) -> tuple[str | None, int | None] | None:
-    """On what and for how many generations the cell's allocation was searched; None for one that was not."""
-    found = study.searches[study.searches["cell"] == cell]
-    if found.empty:
-        return None
-    folder = study.reader.folder(str(study.cells.loc[cell, "plan_folder"]))
-    plan = (study.reader.json(folder, "plan.json") if folder else None) or {}
-    generations = found["generations"].iloc[0]
-    return (plan.get("provenance") or {}).get("search"), None if pd.isna(generations) else int(generations)
-
-
-def _evaluations(study: Study, cell: int, benchmark: str) -> Iterator[Evaluation]:
-    results = study.results
-    for row in records(results[(results["cell"] == cell) & (results["benchmark"] == benchmark)]):
-        folder = study.reader.folder(str(row["folder"]))
-        document = (study.reader.json(folder, "result.json") if folder else None) or {}
-        protocol = document.get("protocol") or {}
-        shots = protocol.get("num_fewshot", protocol.get("shots"))
-        yield Evaluation(
-            benchmark=benchmark,
-            n=int(row["n"]),
-            expected=None if pd.isna(row["expected"]) else int(row["expected"]),
-            metric=str(row["metric"]),
-            harness=protocol.get("harness"),
-            shots=None if shots is None else int(shots),
-            judge=(protocol.get("judge") or {}).get("model"),
-        )
 
 
 def _memory(study: Study, of: str) -> Iterator[Found]:
