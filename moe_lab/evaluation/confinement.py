@@ -154,10 +154,16 @@ def enter(root: str, hidden: Iterable[str] = (), readable: Iterable[str] = (), w
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+    """Kill this process when the one that started it ends, however that ends (Linux; elsewhere nothing happens)."""
+    if sys.platform.startswith("linux"):
+        _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
 def _continue_as_first_process() -> None:
     child = os.fork()
     if child == 0:
-        _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         return
     os.closerange(0, 256)  # who reads what the child writes must see its end, not that of this process
     _, status = os.waitpid(child, 0)

@@ -19,7 +19,9 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
+from moe_lab.evaluation import values
 from moe_lab.evaluation.closed_world import leaves_closed_world
+from moe_lab.evaluation.confinement import die_with_parent
 from moe_lab.evaluation.programs import Outcome, Runner
 from moe_lab.evaluation.runner import Request
 from moe_lab.evaluation.values import encode
@@ -45,6 +47,8 @@ class GradeRequest:
     """Run programs in namespaces; otherwise only in a limited subprocess."""
     closed_world_only: bool
     """Count programs that could reach outside themselves as wrong without running them."""
+    sanitize: bool = False
+    """Leave the programs to EvalPlus's sanitizer first."""
     seconds: float = 4.0
     """Least CPU time a call may take; a call may always take four times what the canonical solution took."""
     memory_mib: int = 4096
@@ -83,6 +87,7 @@ class Grader:
     def __init__(self, request: GradeRequest) -> None:
         self.request = request
         self.problems = problems_of(request.dataset, request.data)
+        self.programs = self._sanitized() if request.sanitize else request.programs
         count = min(request.processes or _cores(), max(1, len(request.programs)))
         self._all = [Runner(confined=request.confined) for _ in range(count)]
         self._free: SimpleQueue[Runner] = SimpleQueue()
@@ -90,6 +95,12 @@ class Grader:
             self._free.put(runner)
         self._comparing = Lock()
         self._expected: dict[str, dict[str, Any]] = {}
+
+    def _sanitized(self) -> dict[str, str]:
+        from moe_lab.evaluation.sanitizing import sanitized
+
+        programs = self.request.programs
+        return {task: sanitized(text, self.problems[task]["entry_point"]) for task, text in programs.items()}
 
     def close(self) -> None:
         for runner in self._all:
@@ -102,7 +113,7 @@ class Grader:
         self._oracle = oracle
         with ThreadPoolExecutor(len(self._all)) as pool:
             self._load_expected(pool)
-            return dict(zip(self.request.programs, pool.map(self._verdict, self.request.programs), strict=True))
+            return dict(zip(self.programs, pool.map(self._verdict, self.programs), strict=True))
 
     def _run(self, task: str, part: str, program: str, seconds: list[float], memory: int) -> Outcome:
         inputs = [encode(list(arguments)) for arguments in self.problems[task][f"{part}_input"]]
@@ -151,13 +162,14 @@ class Grader:
             raise GradingError(
                 f"{folder} must belong to you and be writable by you alone: it says what right answers are"
             )
-        digest = hashlib.sha256(Path(self.request.data).read_bytes()).hexdigest()
+        code = Path(values.__file__).read_bytes() + sys.version.encode()  # say how an output is written down
+        digest = hashlib.sha256(Path(self.request.data).read_bytes() + code).hexdigest()
         return folder / f"{self.request.dataset}-{digest}.json"
 
     # The verdict of one program.
 
     def _verdict(self, task: str) -> Verdict:
-        program = self.request.programs[task]
+        program = self.programs[task]
         if self.request.closed_world_only:
             reason = leaves_closed_world(program)
             if reason:
@@ -206,13 +218,14 @@ def main(arguments: list[str]) -> None:
     """Read the request file, write the verdicts beside their place, rename."""
     request_file, verdicts_file = map(Path, arguments)
     request = GradeRequest(**json.loads(request_file.read_text()))
+    die_with_parent()
     grader = Grader(request)
     try:
         verdicts = {task: asdict(verdict) for task, verdict in grader.verdicts().items()}
     finally:
         grader.close()
     beside = verdicts_file.with_suffix(".part")
-    beside.write_text(json.dumps({"evalplus": version("evalplus"), "verdicts": verdicts}))
+    beside.write_text(json.dumps({"evalplus": version("evalplus"), "verdicts": verdicts, "programs": grader.programs}))
     os.replace(beside, verdicts_file)
 
 

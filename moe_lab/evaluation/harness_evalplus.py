@@ -1,8 +1,11 @@
-"""EvalPlus's problems: direct completion, then grading in a process of its own (`grade.py`)."""
+"""EvalPlus's problems, asked as EvalPlus asks, then graded in a process of its own (`grade.py`).
+
+A model either goes on with a problem's prompt, as EvalPlus lets base models do, or is asked for a program through its
+chat template, as EvalPlus asks the models behind an API: one message, no beginning of the answer written for it.
+"""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import subprocess
@@ -17,50 +20,65 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation import mirror
+from moe_lab.evaluation.extraction import fenced_program
+from moe_lab.evaluation.generation import Answer, Messages, Question
 from moe_lab.evaluation.grade import GradeRequest
 from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.evaluation.suite import check_count, data_files, is_closed_world
 from moe_lab.results import Sample
 
+_INSTRUCTION = (
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
+)
+
 
 def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """Every problem's prompt, to be completed."""
-    return [Question(task, problem["prompt"].strip() + "\n") for task, problem in _problems(benchmark).items()]
+    """Every problem's prompt, to be completed or, with benchmark.chat, answered."""
+    return [Question(task, _prompt(problem, benchmark.chat)) for task, problem in _problems(benchmark).items()]
+
+
+def _prompt(problem: Mapping[str, Any], chat: bool) -> str | Messages:
+    text = problem["prompt"].strip()
+    return [{"role": "user", "content": f"{_INSTRUCTION}\n```python\n{text}\n```"}] if chat else f"{text}\n"
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """Texts that end a completion."""
-    return (*EOS, *extra_eos_for_direct_completion(dataset_of(_problems(benchmark))))
+    """Texts that end a completion; an answer ends by itself."""
+    return () if benchmark.chat else (*EOS, *extra_eos_for_direct_completion(dataset_of(_problems(benchmark))))
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Grade completions on the base and on all (plus) tests. A right answer to plus has passed base too.
+    """Grade programs on the base and on all (plus) tests. A right answer to plus has passed base too.
 
+    Published problems' answers go through EvalPlus's sanitizer first, as EvalPlus does it; shipped ones are completed
+    by models that know nothing else.
     Raises UserError where programs may not run, RuntimeError with the grader's last words where grading itself fails.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
-    dataset = dataset_of(_problems(benchmark))
+    problems = _problems(benchmark)
     request = GradeRequest(
-        dataset=dataset,
-        data=str(data_files(benchmark)[-1]),
-        programs={answer.item: answer.prompt + answer.output.replace("\t", "    ") for answer in answers},
+        dataset=dataset_of(problems),
+        data=str(_data_file(benchmark)),
+        programs={answer.item: _program(answer, problems[answer.item], benchmark.chat) for answer in answers},
         confined=protection == NAMESPACES,
         closed_world_only=protection == LIMITED,
+        sanitize=benchmark.data is not None,
         cache=str(_cache_folder()),
         **benchmark.parameters,
     )
-    verdicts = run_grader(request)["verdicts"]
+    graded = run_grader(request)
     samples = [
-        _sample(name, metric, answer, verdicts[answer.item])
+        _sample(name, metric, answer, graded["verdicts"][answer.item], graded["programs"][answer.item])
         for name, metric in benchmark.reports.items()
         for answer in answers
     ]
     results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
     protocol = {
-        "dataset": dataset,
+        "dataset": request.dataset,
         "sandbox": protection,
+        "sanitize": request.sanitize,
         "seconds": request.seconds,
         "memory_mib": request.memory_mib,
         "stop": list(stops(benchmark)),
@@ -68,19 +86,26 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     return Graded(results, samples, protocol)
 
 
+def _program(answer: Answer, problem: Mapping[str, Any], chat: bool) -> str:
+    if chat:
+        return fenced_program(answer.output, problem["entry_point"])
+    return answer.prompt + answer.output.replace("\t", "    ")
+
+
 def _problems(benchmark: BenchmarkConfig) -> dict[str, dict[str, Any]]:
     """Task id -> problem, as many as the benchmark's limit lets through."""
-    problems = read_problems(data_files(benchmark)[-1])
+    problems = {row["task_id"]: row for row in mirror.read_rows(_data_file(benchmark))}
     check_count(benchmark, len(problems))
     return dict(list(problems.items())[: benchmark.limit])
 
 
-def read_problems(file: Path) -> dict[str, dict[str, Any]]:
-    """Task id -> problem, from JSON lines, gzipped or not."""
-    opener = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines if line.strip()]
-    return {row["task_id"]: row for row in rows}
+def _data_file(benchmark: BenchmarkConfig) -> Path:
+    """The release file: a mirror keeps it as it is."""
+    if benchmark.data is None:
+        return data_files(benchmark)[-1]
+    (splits,) = mirror.subsets(benchmark).values()
+    (file,) = splits[str(benchmark.split)]
+    return file
 
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
@@ -117,7 +142,7 @@ def _cache_folder() -> Path:
     return Path(base, "moe_lab", "expected")
 
 
-def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str]) -> Sample:
+def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str], program: str) -> Sample:
     status = verdict[metric]
     said = status if not verdict["reason"] or status == "pass" else f"{status}: {verdict['reason']}"
     return Sample(
@@ -126,5 +151,5 @@ def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str]) 
         outcome=float(status == "pass"),
         prompt_hash=prompt_hash(answer.prompt),
         output=answer.output,
-        extracted=said,
+        extracted=f"{said}\n\n{program}",
     )

@@ -28,6 +28,7 @@ from moe_lab.evaluation.values import HUGE, decode, encode_result
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 _LEAST_WAIT = 0.01
+_PROCESSES = 2  # a program may have one thread or child besides: memory is limited for each of them
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ def _answer(reply: dict[str, Any]) -> None:
 
 
 def _start_confined(request: Request, results: int) -> int:
-    """A child that is process 1 of its own tree. A helper makes the tree, tells the child's id and leaves."""
+    """A child that is process 1 of its own tree. A helper makes the tree, tells the child's id and leaves; the child
+    waits for that, because the helper would count as a process of the program."""
     told, tell = os.pipe()
+    waiting, going = os.pipe()
     helper = os.fork()
     if helper == 0:
         code = 1
@@ -87,13 +90,16 @@ def _start_confined(request: Request, results: int) -> int:
             new_process_tree()
             child = os.fork()
             if child == 0:
+                os.close(going)
+                os.read(waiting, 1)
                 _child(request, results)
             os.write(tell, str(child).encode())
             code = 0
         finally:
             os._exit(code)
-    os.close(tell)
     _, status = os.waitpid(helper, 0)
+    for done in (tell, waiting, going):
+        os.close(done)
     child_id = os.read(told, 32)
     os.close(told)
     if status != 0 or not child_id:
@@ -207,7 +213,7 @@ def _child(request: Request, results: int) -> None:
             os.dup2(nothing, standard)
         os.dup2(results, 3)
         os.closerange(4, 256)
-        limit_process(request.memory, 8)
+        limit_process(request.memory, _PROCESSES)
         random.seed(0)
         _call_program(request)
     except BaseException as error:  # noqa: BLE001 - whatever the program raised, SystemExit too, is its own failure

@@ -121,15 +121,32 @@ def test_a_fork_bomb_is_small_and_dies(confined: Runner) -> None:
         "            if os.fork() == 0: time.sleep(99)\n            n += 1\n    except OSError: return n"
     )
     (children,) = run(confined, count, seconds=1).values()
-    assert children < 8
+    assert children == 1
+    thread = (
+        "import threading\ndef f(x):\n    t = threading.Thread(target=print)\n    t.start(); t.join()\n    return x"
+    )
+    assert run(confined, thread).values() == [1]
     assert still_works(confined)
+
+
+def test_ten_gigabytes_are_not_to_be_had(confined: Runner) -> None:
+    """Neither at once nor by several processes together."""
+    assert run(confined, "def f(x): return len(bytearray(10 << 30))", memory=4 << 30).error[:11] == "MemoryError"
+    several = (
+        "import os\ndef f(x):\n    got = 0\n    for _ in range(20):\n        reading, writing = os.pipe()\n"
+        "        try: child = os.fork()\n        except OSError: break\n        if child == 0:\n"
+        "            held = bytearray(x)\n            os.write(writing, b'.')\n            while True: pass\n"
+        "        got += len(os.read(reading, 1))\n    return got * x"
+    )
+    (held,) = run(confined, several, [[300 * MEBI]], seconds=2).values()
+    assert held <= 2 * 512 * MEBI
 
 
 def test_daemons_do_not_outlive_their_program(confined: Runner, tmp_path: Path) -> None:
     marker = f"marker-{os.getpid()}"
     body = (
-        "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
-        f"            os.execv('/bin/sh', ['sh', '-c', ': {marker}; sleep 60'])\n        os._exit(0)\n"
+        "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n"
+        f"        os.execv('/bin/sh', ['sh', '-c', ': {marker}; while true; do :; done'])\n"
         "    time.sleep(0.1)\n    return x"
     )
     assert run(confined, body, seconds=1).values() == [1]

@@ -1,0 +1,74 @@
+"""EvalPlus's sanitizer on what a model wrote: imports and what the entry point needs, nothing else.
+
+The sanitizer looks for the longest run of lines that is Python in a time cubic in the lines, and parses what a model
+wrote, which can end a process. So it works in a child with a limit, on few lines, from the longest run down.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import warnings
+from collections.abc import Callable
+from itertools import accumulate
+
+from evalplus import sanitize as evalplus_sanitize
+
+MOST_LINES = 150
+"""Lines looked at of a text that is not Python as a whole."""
+_SECONDS = 20
+
+
+def sanitized(text: str, entry_point: str) -> str:
+    """What EvalPlus's sanitizer leaves of `text`; the text itself where it dies or takes more than 20 CPU seconds."""
+    return _in_child(lambda: evalplus_sanitize.sanitize(text, entry_point), otherwise=text)
+
+
+def longest_program(text: str) -> str:
+    """The longest run of lines of `text` that is Python, counted in lines that are not blank, the first of equals.
+
+    This is `code_extract` of EvalPlus, which tries every run. Only the first MOST_LINES lines of a text that is not
+    Python as a whole are looked at.
+    """
+    lines = text.split("\n")
+    if not _is_python(text):
+        lines = lines[:MOST_LINES]
+    full = [0, *accumulate(bool(line.strip()) for line in lines)]
+    runs = [(full[start] - full[end], start, end) for start in range(len(lines)) for end in range(start + 2, len(full))]
+    for _, start, end in sorted(run for run in runs if run[0] < 0):
+        run = "\n".join(lines[start:end])
+        if _is_python(run):
+            return run
+    return lines[0]
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+evalplus_sanitize.code_extract = longest_program
+
+
+def _in_child(work: Callable[[], str], otherwise: str) -> str:
+    """What `work` returns in a fork of this process, which must have one thread; `otherwise` if it ends without."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(receiving)
+            warnings.simplefilter("ignore")
+            resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+            with open(sending, "wb") as results:
+                results.write(b"=" + work().encode("utf-8", "surrogatepass"))
+        finally:
+            os._exit(0)
+    os.close(sending)
+    with open(receiving, "rb") as results:
+        said = results.read()
+    os.waitpid(child, 0)
+    return said[1:].decode("utf-8", "surrogatepass") if said else otherwise
