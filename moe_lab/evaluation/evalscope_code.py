@@ -91,7 +91,7 @@ class Programs:
         """EvalScope's task, with the problems between the dates only; asking looks at no test."""
         settings = self.settings
 
-        class Adapter(of_evalscope):  # type: ignore[misc]
+        class Adapter(of_evalscope):
             def record_to_sample(self, record: dict[str, Any]) -> Any:
                 day = record["contest_date"]
                 row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}

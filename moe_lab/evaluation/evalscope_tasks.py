@@ -28,11 +28,13 @@ class Task:
     """Numbers of examples it can show; None is any."""
     code: bool = False
     """Answers are programs."""
+    parted: bool = False
+    """EvalScope parts the items into subsets of its own."""
 
 
 TASKS: Mapping[str, Task] = {
     "gsm8k": Task("test", shots=None),
-    "math_500": Task("test"),
+    "math_500": Task("test", parted=True),
     "aime25": Task("test"),
     "gpqa_diamond": Task("train", shots=(0, 5)),
     "live_code_bench": Task("test", code=True),
@@ -63,13 +65,14 @@ def interpreter(benchmark: BenchmarkConfig) -> str:
     )
 
 
-def evalscope_version(benchmark: BenchmarkConfig) -> str:
-    """EvalScope's version under the benchmark's interpreter."""
-    python = interpreter(benchmark)
-    found = _version(python)
-    if not found:
-        raise UserError(f"interpreters.evalscope={python} has no EvalScope: run make evalscope, or name another")
-    return found
+def installed(benchmark: BenchmarkConfig) -> str | None:
+    """EvalScope's version under the benchmark's interpreter; None for other harnesses, or where there is none."""
+    if benchmark.harness != "evalscope":
+        return None
+    try:
+        return _version(interpreter(benchmark)) or None
+    except UserError:
+        return None
 
 
 @lru_cache(maxsize=8)
@@ -78,26 +81,39 @@ def _version(python: str) -> str:
     return subprocess.run([python, "-s", "-c", ask], capture_output=True, text=True, env={}).stdout.strip()
 
 
-def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """One sentence per thing that would keep EvalScope from asking and grading this benchmark."""
+def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
+    """One sentence per setting that EvalScope's task cannot take."""
     name = f"benchmark {benchmark.name}"
-    yield from said(lambda: evalscope_version(benchmark))
     if benchmark.task not in TASKS:
         yield str(unknown(f"{name}: task", benchmark.task, TASKS))
         return
     task = TASKS[benchmark.task]
     if benchmark.data is None:
         yield f"{name}: data is null, and EvalScope reads a mirror: expected a hub repository, such as openai/gsm8k"
+    if benchmark.split != task.split:
+        yield f"{name}: split={benchmark.split}, and {benchmark.task} asks {task.split}: set split={task.split}"
     if task.shots is not None and benchmark.shots not in task.shots:
         yield f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows {_either(task.shots)} examples"
     if benchmark.executes_code != task.code:
-        yield f"{name}: executes_code={benchmark.executes_code}, and {benchmark.task} is asked for " + (
+        yield f"{name}: executes_code={benchmark.executes_code}, but answers to {benchmark.task} are " + (
             "programs" if task.code else "no programs"
         )
     if task.code:
         yield from _wrong_dates(name, benchmark.parameters)
-        if benchmark.data is not None and not policy.allow_pickled_data:
-            yield from said(lambda: _check_pickles(benchmark))
+
+
+def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    """EvalScope itself, where it is not here, and the permission to read pickled tests, where there are some."""
+    yield from said(lambda: _check_interpreter(benchmark))
+    known = TASKS.get(benchmark.task)
+    if known and known.code and benchmark.data is not None and not policy.allow_pickled_data:
+        yield from said(lambda: _check_pickles(benchmark))
+
+
+def _check_interpreter(benchmark: BenchmarkConfig) -> None:
+    python = interpreter(benchmark)
+    if not _version(python):
+        raise UserError(f"interpreters.evalscope={python} has no EvalScope: run make evalscope, or name another")
 
 
 def _either(numbers: tuple[int, ...]) -> str:
@@ -119,7 +135,7 @@ def _check_pickles(benchmark: BenchmarkConfig) -> None:
     import pyarrow.parquet as parquet
 
     for files in mirror.subsets(benchmark).get(benchmark.subset or "default", {}).values():
-        for file in files:
+        for file in filter(Path.is_file, files):
             for batch in parquet.ParquetFile(file).iter_batches(batch_size=1, columns=["private_test_cases"]):
                 if not batch.column(0)[0].as_py().lstrip().startswith("["):
                     raise UserError(

@@ -151,7 +151,7 @@ class _Task:
     def _adapter(self, of_evalscope: type) -> type:
         task = self
 
-        class Adapter(of_evalscope):  # type: ignore[misc]
+        class Adapter(of_evalscope):
             def load_dataset(self) -> Any:
                 return task.name_items(super().load_dataset())
 
@@ -188,7 +188,7 @@ def _stand_in() -> Callable[[dict[str, str] | None], Any]:
     """The class of models that generate nothing; made here because EvalScope's own class is not known before."""
     from evalscope.api.model import ModelAPI, ModelOutput
 
-    class StandIn(ModelAPI):  # type: ignore[misc]
+    class StandIn(ModelAPI):
         def __init__(self, texts: dict[str, str] | None) -> None:
             super().__init__(model_name=_MODEL)
             self.texts = texts

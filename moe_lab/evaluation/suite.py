@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation import definitions, mirror, rubric
+from moe_lab.evaluation import definitions, evalscope_tasks, mirror, rubric
 from moe_lab.evaluation.policy import Policy
 from moe_lab.paths import PREFIX, resolve
 
@@ -26,15 +26,22 @@ PACKAGES: Mapping[str, str | None] = {
 """Harness -> the distribution that does its grading, if it is not moe_lab itself."""
 METRICS: Mapping[str, tuple[str, ...]] = {
     "evalplus": ("base", "plus"),
+    "evalscope": ("acc",),
     "wildbench": ("score",),
     "stories": ("score",),
     "perplexity": ("perplexity", "bits_per_byte", "loss"),
 }
 """Harness -> metrics it can report; the others' are those of the task."""
-ASKING: Mapping[str, tuple[str, ...]] = {"lm_eval": ("folder",), "perplexity": ("length",), "wildbench": ("tag",)}
+ASKING: Mapping[str, tuple[str, ...]] = {
+    "lm_eval": ("folder",),
+    "evalscope": evalscope_tasks.DATES,
+    "perplexity": ("length",),
+    "wildbench": ("tag",),
+}
 """Harness -> what benchmark.parameters may hold that changes what the model is asked."""
 GRADING: Mapping[str, tuple[str, ...]] = {
     "evalplus": ("seconds", "memory_mib", "processes"),
+    "evalscope": evalscope_tasks.LIMITS,
     "wildbench": ("template",),
 }
 """Harness -> what benchmark.parameters may hold that changes only how answers are graded."""
@@ -92,7 +99,7 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
-        "version": _version(package) if package else None,
+        "version": _version(package) if package else evalscope_tasks.installed(benchmark),
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, ASKING),
@@ -150,6 +157,8 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     if benchmark.data is None:
         yield from said(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
+    if benchmark.harness == "evalscope":
+        yield from evalscope_tasks.wrong(benchmark)
 
 
 def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
@@ -160,6 +169,8 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield from definitions.problems(benchmark)
     if benchmark.harness == "wildbench":
         yield from rubric.problems(benchmark, policy)
+    if benchmark.harness == "evalscope":
+        yield from evalscope_tasks.lacking(benchmark, policy)
     if runs_programs(benchmark):
         yield from said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 

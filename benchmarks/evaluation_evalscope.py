@@ -1,0 +1,125 @@
+"""EvalScope's grading of real answers: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
+
+FOLDER holds GSM8K and MATH-500 as files (docs/evaluation.md says which). A mirror is made of them, EvalScope's own
+process asks all 1,319 and 500 questions, and then grades three sets of answers to them, each in a box as its prompt
+asks: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all right, the
+others all wrong; every item that is judged otherwise is listed, and exit code 1 says that there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation import harness_evalscope, mirror
+from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.policy import Policy
+
+NAMES = ("gsm8k", "math500")
+Change = Callable[[Sequence[str], int], str]
+"""The data's answers and the number of one of them -> the answer that is given."""
+
+
+def main() -> int:
+    """Ask, answer, grade, print."""
+    arguments = _arguments()
+    failed = False
+    with tempfile.TemporaryDirectory() as root:
+        for benchmark in benchmarks(arguments.benchmarks, root):
+            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            failed |= _check(replace(benchmark, limit=arguments.limit))
+    return int(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl, math500_test.jsonl")
+    parser.add_argument("--benchmarks", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--limit", type=int, help="only so many items")
+    return parser.parse_args()
+
+
+def _check(benchmark: BenchmarkConfig) -> bool:
+    clock = _clock()
+    questions = harness_evalscope.ask(benchmark)
+    print(f"{benchmark.name}: {len(questions)} questions, {clock()}", flush=True)
+    own = own_answers(benchmark, questions)
+    failed = False
+    for kind, change, right in (("own answers", _own, 1.0), ("plus one", _plus_one, 0.0), ("others'", _others, 0.0)):
+        given = [change(own, number) for number in range(len(own))]
+        answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
+        graded = harness_evalscope.grade(answers, benchmark, Policy())
+        score = round(sum(sample["outcome"] for sample in graded.samples))
+        print(f"{benchmark.name}: {kind}: {score}/{len(questions)} right, {clock()}", flush=True)
+        for sample, wanted, text in zip(graded.samples, own, given, strict=True):
+            if sample["outcome"] != right:
+                failed = True
+                print(
+                    f"  {sample['item']}: answer {wanted!r}, given {text!r}, read {sample['extracted']!r}", flush=True
+                )
+    return failed
+
+
+def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Question]) -> list[str]:
+    """The data's answer to each question, found by the text that EvalScope put into the prompt."""
+    of_text = {_question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)}
+    texts = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
+    return [of_text[text.rsplit("\nPlease reason step by step", 1)[0]] for text in texts]
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    return str(row["question"] if "question" in row else row["problem"])
+
+
+def boxed(answer: str) -> str:
+    """An answer as the prompts ask for it."""
+    return f"Step by step, this is what comes out.\n\nThe answer is \\boxed{{{answer}}}."
+
+
+def _own(answers: Sequence[str], number: int) -> str:
+    return answers[number]
+
+
+def _plus_one(answers: Sequence[str], number: int) -> str:
+    """One more for a whole number, an expression that says so for anything else."""
+    text = answers[number].replace(",", "")
+    return str(int(text) + 1) if text.lstrip("-").isdigit() else f"{answers[number]}+1"
+
+
+def _others(answers: Sequence[str], number: int) -> str:
+    """The next answer that is not written alike."""
+    following = [*answers[number + 1 :], *answers[:number]]
+    return next(text for text in following if text != answers[number])
+
+
+def _clock() -> Callable[[], str]:
+    """Seconds on the wall and of processor time, of this process's children too, since it was last asked."""
+    last = [time.monotonic(), _processor_seconds()]
+
+    def say() -> str:
+        now = [time.monotonic(), _processor_seconds()]
+        wall, used = (after - before for after, before in zip(now, last, strict=True))
+        last[:] = now
+        return f"{wall:.0f} s, {used:.0f} s of processor time"
+
+    return say
+
+
+def _processor_seconds() -> float:
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
