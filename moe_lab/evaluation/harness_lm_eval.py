@@ -9,7 +9,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -46,18 +45,18 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
     with _quiet(), _random_state_kept():
         found = tasks(benchmark)
         check_count(benchmark, sum(len(task.task_docs) for task in found.values()))
-        chosen = _chosen(found, benchmark.limit)
+        items = first_items(found, benchmark.limit)
         results = evaluator.evaluate(
             lm=SubjectLM(subject, benchmark),
-            task_dict={"tasks": {name: found[name] for name in chosen}, "groups": {}},
-            samples=chosen,
+            task_dict={"tasks": {name: found[name] for name in items}, "groups": {}},
+            samples=items,
             bootstrap_iters=0,
             log_samples=True,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
         )
     several = len(found) > 1
-    rows = [row for name in chosen for row in _named(results["samples"][name], name if several else "")]
+    rows = [row for name in items for row in _named(results["samples"][name], name if several else "")]
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
@@ -65,15 +64,15 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
         samples += own
         scores.append(_result(result, metric, of_metric, own, benchmark))
     protocol = {
-        "task": benchmark.task if benchmark.data is not None else next(iter(chosen)),
-        "task_version": ", ".join(sorted({str(results["versions"].get(name)) for name in chosen})),
-        "num_fewshot": found[next(iter(chosen))].config.num_fewshot,
+        "task": benchmark.task if benchmark.data is not None else next(iter(items)),
+        "task_version": ", ".join(sorted({str(results["versions"].get(name)) for name in items})),
+        "num_fewshot": found[next(iter(items))].config.num_fewshot,
         "prompt": rows[0]["arguments"][0][0],
     }
     return Graded(scores, samples, protocol)
 
 
-def _chosen(found: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
+def first_items(found: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
     """Task -> which of its items: all, or `limit` altogether, the first of every task before the second of any."""
     sizes = {name: len(task.task_docs) for name, task in found.items()}
     places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
@@ -211,6 +210,10 @@ def _result(
 # What lm-eval would do to the process around it.
 
 
+def _no_bar(*arguments: Any, **settings: Any) -> Any:
+    return tqdm(*arguments, **{**settings, "disable": True})
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Only errors from lm-eval, and no progress bars."""
@@ -220,7 +223,7 @@ def _quiet() -> Iterator[None]:
     datasets.disable_progress_bars()
     with ExitStack() as stack:
         for module in (lm_eval.api.task, lm_eval.models.huggingface):
-            stack.enter_context(patch.object(module, "tqdm", partial(tqdm, disable=True)))
+            stack.enter_context(patch.object(module, "tqdm", _no_bar))
         stack.callback(logger.setLevel, level)
         if bars:
             stack.callback(datasets.enable_progress_bars)

@@ -1,0 +1,161 @@
+"""Multiple choice and perplexity the slow and obvious way: prompts written out, one unpadded forward pass per answer.
+
+What adapters are compared with. It knows nothing of lm-eval and of moe_lab.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A question with its answers, of which the one at `label` is right."""
+
+    contexts: list[str]
+    """What stands before each answer."""
+    endings: list[str]
+    """What is scored."""
+    label: int
+    lengths: list[int]
+    """Characters of each answer as acc_norm counts them."""
+
+
+def _after(context: str, answers: list[str], label: int) -> Choice:
+    """Answers that follow the same text after a space."""
+    return Choice([context] * len(answers), [f" {a}" for a in answers], label, [len(a) for a in answers])
+
+
+def _arc(row: Row) -> Choice:
+    return _after(
+        f"Question: {row['question']}\nAnswer:",
+        list(row["choices"]["text"]),
+        list(row["choices"]["label"]).index(row["answerKey"]),
+    )
+
+
+def _boolq(row: Row) -> Choice:
+    return _after(f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], row["label"])
+
+
+def _hellaswag(row: Row) -> Choice:
+    def cleaned(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return _after(cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"]))
+
+
+def _mathqa(row: Row) -> Choice:
+    answers = re.split(r" ?, ?(?=[b-e] \) )", row["options"])
+    texts = [answer.partition(" ) ")[2].rstrip(" ,") for answer in answers]
+    return _after(f"Question: {row['Problem']}\nAnswer:", texts, "abcde".index(row["correct"]))
+
+
+def _mmlu(row: Row) -> Choice:
+    head = f"The following are multiple choice questions (with answers) about {row['subject'].replace('_', ' ')}.\n\n"
+    lines = [f"{letter}. {text}" for letter, text in zip("ABCD", row["choices"], strict=True)]
+    return _after("\n".join([head + row["question"].strip(), *lines, "Answer:"]), list("ABCD"), row["answer"])
+
+
+def _openbookqa(row: Row) -> Choice:
+    label = list(row["choices"]["label"]).index(row["answerKey"].strip())
+    return _after(row["question_stem"], list(row["choices"]["text"]), label)
+
+
+def _piqa(row: Row) -> Choice:
+    return _after(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"])
+
+
+def _rte(row: Row) -> Choice:
+    question = f"{row['sentence1']}\nQuestion: {row['sentence2']} True or False?\nAnswer:"
+    return _after(question, ["True", "False"], row["label"])
+
+
+def _winogrande(row: Row) -> Choice:
+    """The end of the sentence is scored after each of the names, not the names."""
+    before, _, end = row["sentence"].partition("_")
+    names = [row["option1"], row["option2"]]
+    ending = f" {end.strip()}"
+    return Choice([before + name for name in names], [ending] * 2, int(row["answer"]) - 1, [len(n) for n in names])
+
+
+CHOICES: Mapping[str, Callable[[Row], Choice]] = {
+    "arc_challenge": _arc,
+    "arc_easy": _arc,
+    "boolq": _boolq,
+    "hellaswag": _hellaswag,
+    "mathqa": _mathqa,
+    "mmlu": _mmlu,
+    "openbookqa": _openbookqa,
+    "piqa": _piqa,
+    "rte": _rte,
+    "winogrande": _winogrande,
+}
+"""Benchmark -> how a row of its data is asked."""
+
+
+def likelihoods(model: Any, tokenizer: Any, choice: Choice) -> list[float]:
+    """The log-likelihood of each answer; answers of one token after the same text share a forward pass."""
+    found: list[float] = []
+    seen: list[int] = []
+    logits = torch.empty(0)
+    for context, ending in zip(choice.contexts, choice.endings, strict=True):
+        kept = context.rstrip()  # a space at the end belongs to the answer
+        start, whole = len(tokenizer(kept).input_ids), tokenizer(context + ending).input_ids
+        if whole[:-1] != seen:
+            seen = whole[:-1]
+            with torch.inference_mode():
+                logits = model(torch.tensor([seen])).logits[0]
+        ending_logits = logits[start - 1 :].double().log_softmax(-1)
+        found.append(sum(float(ending_logits[place - start, whole[place]]) for place in range(start, len(whole))))
+    return found
+
+
+def outcome(scores: list[float], choice: Choice, metric: str) -> float:
+    """1 if the right answer is the most likely (acc) or most likely per character (acc_norm), the first of equals."""
+    lengths = choice.lengths if metric == "acc_norm" else [1] * len(scores)
+    shares = [score / length for score, length in zip(scores, lengths, strict=True)]
+    return float(shares.index(max(shares)) == choice.label)
+
+
+def perplexity(model: Any, tokenizer: Any, text: str, length: int, windows: int | None = None) -> float:
+    """exp of the mean loss of all tokens but the first of each window of `length` tokens; of the first `windows`."""
+    tokens = tokenizer(text, verbose=False).input_ids
+    starts = list(range(0, len(tokens), length))[:windows]
+    total, count = 0.0, 0
+    for window in (tokens[start : start + length] for start in starts):
+        with torch.inference_mode():
+            logits = model(torch.tensor([window])).logits[0].double().log_softmax(-1)
+        losses = [-float(logits[place - 1, window[place]]) for place in range(1, len(window))]
+        total, count = total + math.fsum(losses), count + len(losses)
+    return math.exp(total / count)
+
+
+def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], length: int) -> float:
+    """exp of the loss of whole documents per word: pairs of the text that is read and the text whose words count.
+
+    A document begins with the end-of-text token, and is read in windows of `length` tokens: each predicts as many as it
+    has, the last one starts earlier, so that it is full, and predicts only what is left.
+    """
+    total, words = 0.0, 0
+    for text, counted in pages:
+        tokens = [tokenizer.eos_token_id, *tokenizer(text, verbose=False).input_ids]
+        done = 1
+        while done < len(tokens):
+            end = min(done + length, len(tokens))
+            start = max(0, end - 1 - length)
+            with torch.inference_mode():
+                logits = model(torch.tensor([tokens[start : end - 1]])).logits[0].double().log_softmax(-1)
+            total -= math.fsum(float(logits[place - 1 - start, tokens[place]]) for place in range(done, end))
+            done = end
+        words += len(re.split(r"\s+", counted))
+    return math.exp(total / words)
