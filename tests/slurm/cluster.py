@@ -1,11 +1,13 @@
 """A Slurm cluster of one node, made from Debian's packages, in a folder of its own.
 
 Accounting is off, as on many a cluster: there is no sacct. Ports, sockets and keys are the cluster's own, so that it
-does not meet another one on the machine.
+does not meet another one on the machine. Credentials expire soon, since a requeued job waits for that; the two GPUs are
+none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -15,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+LONG = 240
+"""Seconds after which a test gives up on a job; on a quiet machine it takes a twentieth."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONFIGURATION = """\
 ClusterName=test
@@ -23,7 +27,7 @@ SlurmUser=root
 SlurmctldPort={controller_port}
 SlurmdPort={node_port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -40,11 +44,13 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
+GresTypes=gpu
+MaxArraySize=3
 KillWait=2
 MinJobAge=300
 SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
-NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=16000 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=64000 Gres=gpu:2 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -76,6 +82,7 @@ class Cluster:
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         ports = _free_ports(2)
         self.configuration = folder / "slurm.conf"
         self.configuration.write_text(
@@ -136,6 +143,20 @@ class Cluster:
         """What a command of Slurm prints, errors included."""
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment)
         return done.stdout + done.stderr
+
+    def job(self, job: str) -> Mapping[str, str]:
+        """What scontrol says of a job, ended ones too."""
+        words = self.ask("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for_the_end(self, store: Path) -> None:
+        """Until the queue has no jobs of the studies in a store."""
+        arrays = self.arrays(store)
+        until(lambda: not arrays.intersection(self.ask("squeue", "-h", "-o", "%F").split()), LONG, "jobs do not end")
+
+    def arrays(self, store: Path) -> set[str]:
+        """All jobs that were ever submitted for the studies in a store; of an array, its own id."""
+        return {job["array"] for file in store.glob("runs/*/*/jobs.json") for job in json.loads(file.read_text())}
 
     def is_idle(self) -> bool:
         """Whether the node is there and nothing runs on it."""

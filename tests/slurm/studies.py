@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SMALL = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
-RESULTS = (
-    "facts.json",
-    "statistics.safetensors",
-    "scores.parquet",
-    "plan.json",
-    "cost.json",
-    "result.json",
-    "samples.parquet",
-)
+WHEN_AND_WHERE = {"provenance.json", "manifest.json"}
+"""Files of a step that say when and where it was done, and the checksums of all its files."""
 ANNOUNCED = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
 
@@ -42,8 +35,10 @@ def asked(store: Path, *words: str) -> str:
 
 
 def results(store: Path) -> dict[str, bytes]:
-    """Everything that was computed, by file; provenance and times are not part of it."""
-    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.glob("*/*/*")) if p.name in RESULTS}
+    """All files of all steps, by path, but for what says when and where they were made."""
+    folders = [path.parent for path in sorted(store.glob("*/*/manifest.json"))]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(store)): path.read_bytes() for path in files if path.name not in WHEN_AND_WHERE}
 
 
 def ran(store: Path) -> Counter[str]:

@@ -1,0 +1,41 @@
+"""With this folder on its path, Python does steps that only count and wait: for tests of what the scheduler does.
+
+Every step has PARTS parts, and saves after each. In the folder that LITTLE_WORK names, a file `hold-KIND` stops steps
+of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
+part that was done, `begun` one for every start of a step, with the process that does it.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from moe_lab.study import kinds
+from moe_lab.study.job import Job
+
+PARTS = 2
+
+
+def little(job: Job) -> None:
+    """Do the parts that are not saved yet, then leave a result that depends on the settings alone."""
+    folder, partial = Path(os.environ["LITTLE_WORK"]), Path(job.partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    saved = partial / "saved"
+    _note(folder / "begun", f"{job.name} {os.getpid()}")
+    for part in range(int(saved.read_text()) if saved.exists() else 0, PARTS):
+        while part == PARTS - 1 and (folder / f"hold-{job.kind}").exists():
+            time.sleep(0.02)
+        if (folder / f"break-{job.kind}").exists():
+            raise ValueError("broken on purpose")
+        _note(folder / "parts", f"{job.name} {part}")
+        saved.write_text(str(part + 1))
+    job.output("little.txt").write_text(f"{job.name} {sorted(job.settings)}")
+
+
+def _note(file: Path, line: str) -> None:
+    with file.open("a") as notes:
+        notes.write(line + "\n")
+
+
+work: dict[str, Any] = dict.fromkeys(kinds.KINDS, little)
+kinds.KINDS = work

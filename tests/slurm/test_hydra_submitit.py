@@ -1,0 +1,23 @@
+"""Hydra's own Slurm launcher, which makes one study per job: the store keeps what they share single."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cluster import LONG, Cluster
+from little import WORDS, Little
+
+pytestmark = pytest.mark.slow
+
+
+def test_jobs_of_hydras_own_launcher_share_steps(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    little = Little(cluster, tmp_path)
+    words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
+    own = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    run = little.type(*own, *WORDS, *words)
+    printed, errors = run.communicate(timeout=LONG)
+    assert run.returncode == 0, printed + errors
+    assert little.done_once() == {"model": 1, "scores": 1, "plan": 2, "cost": 3}
+    assert len(little.record("both")["cells"]) == 3
