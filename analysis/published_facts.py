@@ -10,6 +10,7 @@ import pandas as pd
 
 from analysis.frames import records
 from analysis.load import Study
+from analysis.published_numbers import ASKED
 from analysis.verdicts import Evaluation
 
 
@@ -38,15 +39,13 @@ class Facts:
         if row is None:
             return None
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
-        shots = protocol.get("num_fewshot", protocol.get("shots"))
+        known = {**protocol, **(protocol.get("parameters") or {}), "judge": (protocol.get("judge") or {}).get("model")}
         return Evaluation(
             benchmark=benchmark,
             n=int(row["n"]),
             expected=_whole(row["expected"]),
             metric=str(row["metric"]),
-            harness=protocol.get("harness"),
-            shots=_whole(shots),
-            judge=(protocol.get("judge") or {}).get("model"),
+            asked={word: _word(known[word]) for word in ASKED if known.get(word) is not None},
         )
 
     @cached_property
@@ -62,6 +61,11 @@ class Facts:
             folder = self.study.reader.folder(name)
             self._documents[name, file] = (self.study.reader.json(folder, file) if folder else None) or {}
         return self._documents[name, file]
+
+
+def _word(value: Any) -> str:
+    """As the published files write it: true, 2048, openai/gpt-oss-120b."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _whole(value: Any) -> int | None:

@@ -22,6 +22,10 @@ GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
 """Printed averages of displayed columns, besides AVERAGE."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """What an AVERAGE is taken over."""
+PERPLEXITIES = ("wikitext2",)
+"""Printed perplexities that are measured here too, under these names."""
+ASKED = ("harness", "chat", "shots", "max_new_tokens", "length", "judge")
+"""What a paper may say about how a benchmark was asked and graded."""
 NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off the 1/277 grid"
 """How the notes begin that change what a printed number can be compared with."""
 
@@ -94,9 +98,8 @@ class Split:
 
     items: int | None
     metric: str | None
-    harness: str | None
-    shots: int | None
-    judge: str | None
+    asked: Mapping[str, str]
+    """Of ASKED, what the paper says, in words."""
 
 
 @cache
@@ -126,7 +129,7 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
     AVERAGE is that of all scores in its row of the same table.
     """
-    if number.benchmark in SCORES:
+    if number.benchmark in (*SCORES, *PERPLEXITIES):
         return (number.benchmark,)
     if number.benchmark != AVERAGE:
         return GROUPS.get(number.benchmark, ())
@@ -148,9 +151,8 @@ def _whole(text: str | None) -> int | None:
 def split(number: Printed, benchmark: str) -> Split:
     """How the paper of this number measured a benchmark."""
     found = _most_specific("splits", number, benchmark=benchmark) or {}
-    items, shots = _whole(found.get("items")), _whole(found.get("shots"))
-    metric, harness, judge = (found.get(word) or None for word in ("metric", "harness", "judge"))
-    return Split(items, metric, harness, shots, judge)
+    asked = {word: found[word] for word in ASKED if found.get(word)}
+    return Split(_whole(found.get("items")), found.get("metric") or None, asked)
 
 
 def stands_for(axis: str, name: str) -> str:

@@ -16,6 +16,14 @@ READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "
 """Criteria whose scores depend on what the gate is taken to be."""
 UNGRADED = 0.99
 """Share of the items that must have been graded: a judge may be silent about a few."""
+_ASKED = {
+    "harness": "harness",
+    "chat": "use of the chat template",
+    "shots": "number of examples in the prompt",
+    "max_new_tokens": "limit of answers",
+    "length": "length of windows",
+    "judge": "judge",
+}
 _SEARCH = ("search set", "generations")
 _NAMED = 3
 """Benchmarks that a reason lists by name; of more it says how many."""
@@ -29,9 +37,8 @@ class Evaluation:
     n: int
     expected: int | None
     metric: str
-    harness: str | None
-    shots: int | None
-    judge: str | None
+    asked: Mapping[str, str]
+    """Of `published_numbers.ASKED`, what the store says, in words."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,10 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
     kinds = {
         "other items": [_items(found, paper) for found, paper in known],
         "other metric": [_other(found.metric, paper.metric) for found, paper in known],
-        "other harness": [_other(found.harness, paper.harness) for found, paper in known],
-        "other number of examples in the prompt": [_other(found.shots, paper.shots) for found, paper in known],
-        "other judge": [_other(found.judge, paper.judge) for found, paper in known],
+        **{
+            f"other {kind}": [_other(found.asked.get(word), paper.asked.get(word)) for found, paper in known]
+            for word, kind in _ASKED.items()
+        },
     }
     for kind, details in kinds.items():
         differing = [
@@ -126,11 +134,12 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
 
 def _items(found: Evaluation, paper: Split) -> str:
     whole = found.n if found.expected is None else found.expected
-    if whole == paper.items and found.n >= UNGRADED * whole:
+    graded = found.n >= UNGRADED * whole
+    if graded and paper.items in (None, whole):
         return ""
-    of = f" of {whole:,}" if found.n < whole else ""
-    published = "an unknown number" if paper.items is None else f"{paper.items:,}"
-    return f"{found.n:,}{of}, published on {published}"
+    of = "" if graded else f" of {whole:,}"
+    published = "" if paper.items is None else f", published on {paper.items:,}"
+    return f"{found.n:,}{of}{published}"
 
 
 def _other(found: object, paper: object) -> str:

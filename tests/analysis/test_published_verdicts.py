@@ -57,7 +57,10 @@ def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **cha
             for name in RUN
         ]
     )
-    protocols = {name: {"harness": HARNESSES.get(name, "evalplus"), "shots": 0} for name in RUN}
+    asked = {"shots": 0, "max_new_tokens": 2048}
+    protocols = {
+        name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **asked} for name in RUN
+    }
     study = SimpleNamespace(
         cells=cells,
         results=results,
@@ -143,6 +146,10 @@ def _harness(study: Any) -> None:
     study.protocols["humaneval"]["harness"] = "opencompass"
 
 
+def _chat(study: Any) -> None:
+    study.protocols["mbpp"]["chat"] = False
+
+
 def _shots(study: Any) -> None:
     study.protocols["openbookqa"]["shots"] = 5
 
@@ -155,6 +162,7 @@ def _shots(study: Any) -> None:
         (_other_set, "HumanEval", "other items: HumanEval (60, published on 164)"),
         (_metric, "OBQA", "other metric: OBQA (acc, published acc_norm)"),
         (_harness, "HumanEval", "other harness: HumanEval (opencompass, published evalplus)"),
+        (_chat, "MBPP", "other use of the chat template: MBPP (false, published true)"),
         (_shots, "OBQA", "other number of examples in the prompt: OBQA (5, published 0)"),
     ],
 )
