@@ -70,11 +70,11 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
         "generation_config.json": _greedy(checkpoint, tokenizer),
         "tokenizer_config.json": {**_json(checkpoint / "tokenizer_config.json"), "clean_up_tokenization_spaces": False},
     }
+    for file_name, content in neutral.items():  # first, so that nothing is ever written through a link
+        (view / file_name).write_text(json.dumps(content))
     for file in checkpoint.iterdir():
         if file.name not in neutral:
             (view / file.name).symlink_to(file.resolve())
-    for file_name, content in neutral.items():
-        (view / file_name).write_text(json.dumps(content))
 
 
 def _greedy(checkpoint: Path, tokenizer: Any) -> dict[str, Any]:
