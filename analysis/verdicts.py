@@ -12,8 +12,8 @@ from analysis.published_numbers import NOT_COMPARABLE, Printed, Split, protocol,
 
 AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
 BECAUSE = "not comparable because "
-READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "exact_damage")
-"""Criteria whose scores depend on what the gate is taken to be."""
+READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy")
+"""Printed criteria whose scores depend on what the gate is taken to be."""
 UNGRADED = 0.99
 """Share of the items that must have been graded: a judge may be silent about a few."""
 _ASKED = {

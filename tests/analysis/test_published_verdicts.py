@@ -18,6 +18,8 @@ from analysis.__main__ import main
 from analysis.comparison import Comparison
 from analysis.published_numbers import Printed, numbers, split
 from analysis.published_tables import published_table
+from analysis.verdicts import READS_GATES
+from moe_lab import criteria
 
 MODEL = "olmoe_1b_7b"
 RUN = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "openbookqa")
@@ -184,6 +186,11 @@ def test_gates_and_seeds_are_compared_where_the_paper_says_them() -> None:
     seed = "seed 43, published with 42"
     assert found["EAN", "HumanEval"] == f"not comparable because {seed}"
     assert found["REAP", "HumanEval"] == (f"not comparable because gate model, published with double_softmax; {seed}")
+
+
+def test_gates_matter_to_the_criteria_that_read_them() -> None:
+    reading = {name for name, criterion in criteria.CRITERIA.items() if criterion.uses_gate}
+    assert reading - {"s_family"} == set(READS_GATES)
 
 
 def test_searches_are_compared_by_their_set_and_generations() -> None:
