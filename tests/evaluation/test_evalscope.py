@@ -1,0 +1,327 @@
+"""EvalScope asks and grades in its own process; what it is handed is what was generated, item by item."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import evalscope_miniatures as miniatures
+import pytest
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation import evalscope_code, evalscope_tasks, evalscope_worker, harness_evalscope, mirror, run, suite
+from moe_lab.evaluation.generation import Answer, GenSpec, Messages
+from moe_lab.evaluation.mirror_make import benchmarks
+from moe_lab.evaluation.policy import NAMESPACES, Policy
+from moe_lab.evaluation.programs import namespaces_missing
+
+ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
+needs_evalscope = pytest.mark.skipif(
+    evalscope_tasks.installed(BenchmarkConfig(name="any", harness="evalscope")) is None,
+    reason="no EvalScope: make evalscope",
+)
+
+# LiveCodeBench: what a model may answer to a problem that wants the sum of each line, or `largest`.
+SUMS = "import sys\nfor line in sys.stdin.read().split('\\n')[1:]:\n    if line: print(sum(map(int, line.split())))"
+MAIN = "def main():\n    for _ in range(int(input())):\n        print(sum(map(int, input().split())))\n"
+LARGEST = "class Solution:\n    def largest(self, numbers, times):\n        return tuple(sorted(numbers)[::-1][:times])"
+KILL = "import ctypes, os\nctypes.CDLL(None).kill(os.getppid(), 9)\n"
+FORGE = """
+import gc, sys
+frame = sys._getframe()
+while frame:
+    for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+        if isinstance(value, dict) and "outputs" in value: print("\\n".join(value["outputs"])); raise SystemExit
+    frame = frame.f_back
+print(*[each for each in gc.get_objects() if isinstance(each, dict) and "outputs" in each])
+"""
+ALIKE = """
+class Alike(list):
+    def __eq__(self, other): return True
+class Solution:
+    def largest(self, numbers, times): return Alike()
+"""
+LOOSE = """
+try:
+    open("/tmp/moe_lab_was_here", "w").write("x")
+    import io; io.open("/tmp/moe_lab_was_here", "w").write("x")
+except OSError: pass
+"""
+CASES: dict[str, tuple[bool, str, float]] = {
+    "reads lines": (False, f"```python\n{SUMS}\n```", 1.0),
+    "has a main block": (False, f"```python\n{MAIN}\nif __name__ == '__main__':\n    main()\n```", 1.0),
+    "changes its mind": (False, f"```\nprint(1)\n```\nNo:\n```python\n{SUMS}\n```", 1.0),
+    "returns a tuple": (True, f"```python\n{LARGEST}\n```", 1.0),
+    "tries to write": (False, f"```python\n{LOOSE}\n{SUMS}\n```", 1.0),
+    "is right in the first tests only": (
+        False,
+        f"```python\nn = 0\n{SUMS.replace('print(', 'print(0 if [*map(int, line.split())][-1] == 4 else ')}\n```",
+        0.0,
+    ),
+    "has no block": (False, SUMS, 0.0),
+    "returns another order": (True, f"```python\n{LARGEST.replace('[::-1]', '')}\n```", 0.0),
+    "never ends": (False, "```python\nwhile True: pass\n```", 0.0),
+    "dies": (False, "```python\nimport os\nos._exit(0)\n```", 0.0),
+    "tries to kill its parent": (False, f"```python\n{KILL}{SUMS}\n```", 1.0),
+    "looks for what is expected": (False, f"```python\n{FORGE}\n```", 0.0),
+    "equals everything": (True, f"```python\n{ALIKE}\n```", 0.0),
+}
+
+
+class Parrot:
+    """A model that says what it is told to."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts, self.rendered, self.spec = list(texts), list[Messages](), GenSpec(0)
+
+    def render(self, messages: Messages) -> str:
+        self.rendered.append(messages)
+        return "|".join(f"{message['role']}: {message['content']}" for message in messages) + f" #{len(self.rendered)}"
+
+    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+        self.spec = spec
+        yield from enumerate(self.texts)
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as parquet
+
+    found: list[dict[str, Any]] = parquet.read_table(folder / "samples.parquet").to_pylist()
+    return found
+
+
+@needs_evalscope
+def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_nor_cheat(tmp_path: Path) -> None:
+    if namespaces_missing():
+        pytest.skip(f"no namespaces: {namespaces_missing()}")
+    benchmark = miniatures.benchmark("live_code_bench", tmp_path, expected=len(CASES))
+    days = ["2025-01-01T00:00:00", *["2025-02-02T10:30:00"] * (len(CASES) - 2), "2025-04-30T23:59:00"]
+    outside = [miniatures.problem(97, "2024-12-31T23:59:59"), miniatures.problem(98, "2025-05-01T00:00:00")]
+    asked = [
+        miniatures.problem(number, day, function=function)
+        for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
+    ]
+    miniatures.write(replace(benchmark, expected=None), {"test": [outside[0], *asked, outside[1]]})
+    wall = pytest.MonkeyPatch()
+    wall.setattr(mirror, "expected_rows", lambda of: None)  # the harness chooses among the rows
+    try:
+        parrot = Parrot([text for _, text, _ in CASES.values()])
+        [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
+    finally:
+        wall.undo()
+    found = samples_of(tmp_path / "out")
+    assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
+        name: outcome for name, (_, _, outcome) in CASES.items()
+    }
+    assert (result["n"], result["score"]) == (len(CASES), pytest.approx(6 / len(CASES)))
+    said = {name: sample["extracted"] for name, sample in zip(CASES, found, strict=True)}
+    assert (
+        said["reads lines"] == "pass" and "Time Limit" in said["never ends"] and "Wrong answer" in said["has no block"]
+    )
+    assert not Path("/tmp/moe_lab_was_here").exists()
+    assert [message["role"] for message in parrot.rendered[0]] == ["system", "user"]
+    assert "Problem 0" in parrot.rendered[0][1]["content"]
+    written = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert written["protocol"]["sandbox"] == NAMESPACES and written["protocol"]["evalscope"]["evalscope"]
+
+
+@needs_evalscope
+def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -> None:
+    questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
+    answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else
+    benchmark = miniatures.benchmark("gsm8k", tmp_path, expected=4)
+    rows = [{"question": q, "answer": f"Thus.\n#### {a}"} for q, a in zip(questions, answers, strict=True)]
+    miniatures.write(benchmark, {"test": rows})
+    beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
+    beside.write_text("{}")
+    parrot = Parrot(["So \\boxed{2}.", "\\boxed{5}", "It is \\boxed{3}", "\\boxed{1006}"])
+    [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
+    assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 1.0, 1.0]
+    assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "3", "1006"]
+    assert result["score"] == 0.75 and parrot.spec.max_new_tokens == 64 and not parrot.spec.special_tokens
+    content = [messages[-1]["content"] for messages in parrot.rendered]
+    assert all(text.startswith(question) for text, question in zip(content, questions, strict=True))
+    assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
+    assert beside.exists()
+
+
+def test_items_beyond_the_limit_are_taken_from_all_subsets_alike() -> None:
+    def sample(number: int) -> Any:
+        return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")], metadata={})
+
+    class Samples(list[Any]):
+        samples: Any = property(lambda self: list(self), lambda self, kept: self.__setitem__(slice(None), kept))
+
+    subsets = {"easy": Samples(map(sample, range(4))), "hard": Samples(map(sample, range(2)))}
+    task = evalscope_worker._Task(_request(limit=5), None, None)
+    task.name_items(subsets)
+    assert list(task.names) == [("easy", 0), ("easy", 1), ("easy", 2), ("hard", 0), ("hard", 1)]
+    assert len(set(task.names.values())) == 5
+    assert [one.metadata["moe_lab item"] for one in subsets["hard"]] == list(task.names.values())[3:]
+
+
+def _request(**changes: Any) -> evalscope_worker.Request:
+    plain = evalscope_worker.Request("gsm8k", "", "", {}, {"max_tokens": 64, "temperature": 0.0})
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, None),
+        ({"settings": [{"max_tokens": 64}]}, "settings that did not arrive: {'temperature': 0.0}"),
+        ({"settings": [{"max_tokens": 32, "temperature": 0.0}]}, "settings that did not arrive: {'max_tokens': 64}"),
+        ({"asked": {"a": []}}, "EvalScope asked other questions"),
+        ({"calls": 3}, "3 questions were asked for 2 items"),
+        ({"done": (2, 1, 1, True)}, "errored"),
+        ({"done": (3, 3, 0, False)}, "requested"),
+        ({"texts": {"a": ""}}, "the answers are not those"),
+    ],
+)
+def test_a_run_of_evalscope_that_did_something_else_is_an_error(changes: dict[str, Any], sentence: str | None) -> None:
+    arrived = {"max_tokens": 64, "temperature": 0.0, "retries": 5}
+    plain: dict[str, Any] = {"settings": [arrived], "asked": {"a": [], "b": []}, "calls": 2, "texts": None}
+    have = {**plain, "done": (2, 2, 0, False), **changes}
+    stand_in = SimpleNamespace(settings=have["settings"], asked=have["asked"], calls=have["calls"])
+    names = ("requested", "succeeded", "errored", "incomplete")
+    report = SimpleNamespace(execution_summary=SimpleNamespace(**dict(zip(names, have["done"], strict=True))))
+    task = SimpleNamespace(names={("s", 0): "a", ("s", 1): "b"})
+    request = _request(texts=have["texts"])
+    if sentence is None:
+        evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
+        return
+    with pytest.raises(AssertionError, match=sentence.replace("{", "\\{")):
+        evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
+
+
+class _Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("hostile",)
+
+
+def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert evalscope_code.unpickled_text(pickle.dumps("[1]")) == "[1]"
+    with pytest.raises(evalscope_code.DataError, match=r"a pickle that would run \w+\.mkdir: the data is not to be"):
+        evalscope_code.unpickled_text(pickle.dumps(_Hostile()))
+    with pytest.raises(evalscope_code.DataError, match="a pickle of list, and should be one of text"):
+        evalscope_code.unpickled_text(pickle.dumps(["[1]"]))
+    assert not (tmp_path / "hostile").exists()
+
+
+def test_the_process_needs_nothing_of_this_environment() -> None:
+    package = str(Path(evalscope_worker.__file__).resolve().parents[2])
+    boot = harness_evalscope._BOOT.rsplit("main(", 1)[0] + "print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", boot, package, "", ""], capture_output=True, text=True, env={}, check=True
+    )
+    foreign = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
+    assert foreign <= {"moe_lab", "__main__"}
+
+
+def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    benchmark = miniatures.benchmark("gsm8k", tmp_path, python=str(python))
+    miniatures.write(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
+    python.write_text('#!/bin/sh\necho \'{"error": "its tests are pickled"}\' > "$6"\n')
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"^benchmark gsm8k: its tests are pickled$"):
+        harness_evalscope.ask(benchmark)
+    python.write_text("#!/bin/sh\necho first >&2; echo last words >&2; exit 3\n")
+    with pytest.raises(RuntimeError, match=r"^benchmark gsm8k: EvalScope failed: last words$"):
+        harness_evalscope.ask(benchmark)
+
+
+def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
+    benchmark = BenchmarkConfig(name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"})
+    verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
+    verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
+    reply = evalscope_worker.Reply(samples=verdicts, score=1.0)
+    answers = [Answer(f"{n}", "", "") for n in range(200)]
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(harness_evalscope, "_run", lambda *given: reply)
+    try:
+        graded = harness_evalscope.grade(answers, benchmark, Policy())
+        assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
+        assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
+        for number in (8, 9):
+            verdicts[number] |= {"outcome": None, "why": "the same"}
+        with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
+            harness_evalscope.grade(answers, benchmark, Policy())
+        reply.samples, reply.score = verdicts[10:], 0.5
+        with pytest.raises(RuntimeError, match=r"EvalScope's mean is 0.5, that of its verdicts 1.0"):
+            harness_evalscope.grade(answers[10:], benchmark, Policy())
+    finally:
+        monkeypatch.undo()
+
+
+def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = miniatures.benchmark("live_code_bench", tmp_path, python=sys.executable)
+    miniatures.write(code, {"test": [miniatures.problem(1, "2025-01-01T00:00:00")]})
+    file = mirror.subsets(code)["default"]["test"][0]
+    said = suite.preflight([code], Policy(allow_code_execution=True))
+    assert f"interpreters.evalscope={sys.executable} has no EvalScope: run make evalscope, or name another" in said
+    pickled = f"{file} holds pickled tests: set allow_pickled_data=true, and only text is read of them"
+    assert f"benchmark live_code_bench: {pickled}" in said
+    missing = replace(code, python=str(tmp_path / "nowhere"))
+    assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
+    monkeypatch.setattr(evalscope_tasks, "OWN", tmp_path / "none")
+    monkeypatch.setattr(evalscope_tasks, "find_spec", lambda name: None)
+    lacking = list(evalscope_tasks.lacking(replace(code, python=None), ALLOWED))
+    assert lacking == [
+        "benchmark live_code_bench needs EvalScope, which is not here: run make evalscope, or name an interpreter that "
+        "has it, interpreters.evalscope=PYTHON"
+    ]
+    bad = replace(
+        code,
+        task="live_code_bench",
+        shots=2,
+        split="train",
+        executes_code=False,
+        parameters={"end_date": "2025-04-31", "processes": 1},
+    )
+    assert list(evalscope_tasks.wrong(bad)) == [
+        "benchmark live_code_bench: split=train, and live_code_bench asks test: set split=test",
+        "benchmark live_code_bench: shots=2, but EvalScope's live_code_bench shows 0 examples",
+        "benchmark live_code_bench: executes_code=False, but answers to live_code_bench are programs",
+        "benchmark live_code_bench: parameters.start_date is missing: expected a day, such as 2025-01-31",
+        "benchmark live_code_bench: parameters.end_date=2025-04-31: expected a day, such as 2025-01-31",
+    ]
+    [unknown_task] = evalscope_tasks.wrong(replace(code, task="gsm8"))
+    assert "task=gsm8" in unknown_task and "did you mean gsm8k" in unknown_task
+
+
+def test_the_published_benchmarks_are_as_large_as_the_papers_say(tmp_path: Path) -> None:
+    sizes = {"livecodebench": 182, "gsm8k": 1319, "math500": 500, "aime25": 30, "gpqa": 198}
+    found = benchmarks(list(sizes), str(tmp_path))
+    assert {benchmark.name: benchmark.expected for benchmark in found} == sizes
+    assert [list(evalscope_tasks.wrong(benchmark)) for benchmark in found] == [[]] * 5
+    assert all(benchmark.chat and not benchmark.shots for benchmark in found)
+    at_most = {benchmark.name: (benchmark.max_new_tokens, benchmark.max_length) for benchmark in found}
+    assert {at_most[name] for name in ("livecodebench", "gsm8k", "math500")} == {(2048, 4096)}
+
+
+@needs_evalscope
+@pytest.mark.slow
+def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
+    from benchmarks.evaluation_evalscope import boxed, own_answers
+    from moe_lab.evaluation.mirror_make import make
+
+    [benchmark] = benchmarks(["math500"], str(tmp_path))
+    make(benchmark, shared_data)
+    benchmark = replace(benchmark, limit=40)
+    questions = harness_evalscope.ask(benchmark)
+    own = own_answers(benchmark, questions)
+    given = [own[number] if number % 2 else own[number] + "+1" for number in range(40)]
+    answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
+    graded = harness_evalscope.grade(answers, benchmark, Policy())
+    assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 20
