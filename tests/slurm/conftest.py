@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, why_not
+from little import Little
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +33,11 @@ def cluster() -> Iterator[Cluster]:
         else:
             os.environ["SLURM_CONF"] = before
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def little(cluster: Cluster, tmp_path: Path) -> Iterator[Little]:
+    """An empty store; afterwards nothing of it is in the queue and the node is idle, whatever became of the test."""
+    yield (own := Little(cluster, tmp_path))
+    cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
+    own.end()

@@ -24,14 +24,13 @@ class Little:
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
-        folder.chmod(0o755)
         self.store, self.folder = folder / "store", folder / "little"
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        path = str(Path(__file__).parent / "little_work")
-        return {**os.environ, "PYTHONPATH": path, "LITTLE_WORK": str(self.folder)}
+        path = [str(Path(__file__).parent / "little_work"), os.environ.get("PYTHONPATH", "")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "LITTLE_WORK": str(self.folder)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Type a command that submits jobs."""

@@ -28,7 +28,7 @@ STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
 """What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
 
 
-def inline(store: Path) -> Path:
+def play_inline(store: Path) -> Path:
     """A store with the results of one process."""
     for words in (AGNOSTIC, PASS):
         done = moe_lab(store, *words, "launcher=inline")
@@ -36,7 +36,7 @@ def inline(store: Path) -> Path:
     return store
 
 
-def agnostic(cluster: Cluster, store: Path) -> Path:
+def play_agnostic(cluster: Cluster, store: Path) -> Path:
     """A store in which jobs did all of the main experiment."""
     done = moe_lab(store, *AGNOSTIC, *SLURM)
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
@@ -45,7 +45,7 @@ def agnostic(cluster: Cluster, store: Path) -> Path:
     return store
 
 
-def interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
+def play_interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
     """A store in which a calibration pass had to make room, and how many batches it had saved, each time it did."""
     done = moe_lab(store, *PASS, *SLURM)
     job = jobs(done.stdout)["statistics"]

@@ -22,6 +22,7 @@ def command(store: Path, *words: str) -> list[str]:
 
 def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
+    store.parent.mkdir(exist_ok=True)
     done = command(store, *words)
     return subprocess.run(done, capture_output=True, text=True, cwd=store.parent, env=environment)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from cluster import LONG, Cluster
+from cluster import LONG, until
 from little import WORDS, Little
 
 pytestmark = pytest.mark.slow
 
 
-def test_jobs_of_hydras_own_launcher_share_steps(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_of_hydras_own_launcher_share_steps(little: Little) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    little = Little(cluster, tmp_path)
     words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
     own = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    little.hold("model")
     run = little.type(*own, *WORDS, *words)
+    until(lambda: len(little.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2, LONG, "no two jobs run")
+    little.release()
     printed, errors = run.communicate(timeout=LONG)
     assert run.returncode == 0, printed + errors
     assert little.done_once() == {"model": 1, "scores": 1, "plan": 2, "cost": 3}

@@ -6,15 +6,14 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import LONG, Cluster
 from little import Little
-from scenes import SLURM, STEPS, Limited, Overlapping, agnostic, inline, interrupted
+from scenes import SLURM, STEPS, Limited, Overlapping, play_agnostic, play_inline, play_interrupted
 from studies import asked, command, jobs, ran, results
 
 pytestmark = [
@@ -26,29 +25,59 @@ pytestmark = [
 ]
 
 
+SCENES = ("limited", "overlapping", "agnostic", "one_process", "interrupted")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_at_once(request: pytest.FixtureRequest) -> None:
+    """Start the scenes that tests to come want."""
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    for name in SCENES:
+        if name in wanted:
+            request.getfixturevalue(name)
+
+
 @pytest.fixture(scope="module")
-def scenes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Any]]]:
-    """All scenes, started together."""
-    folders = {}
-    for name in ("limited", "overlapping", "agnostic", "inline", "interrupted"):
-        folders[name] = tmp_path_factory.mktemp(name)
-        folders[name].chmod(0o755)
-    limited = Limited(Little(cluster, folders["limited"]))
-    overlapping = Overlapping(Little(cluster, folders["overlapping"]))
-    with ThreadPoolExecutor() as pool:
-        yield {
-            "limited": pool.submit(limited.play),
-            "overlapping": pool.submit(overlapping.play),
-            "agnostic": pool.submit(agnostic, cluster, folders["agnostic"] / "store"),
-            "inline": pool.submit(inline, folders["inline"] / "store"),
-            "interrupted": pool.submit(interrupted, cluster, folders["interrupted"] / "store"),
-        }
-        limited.little.end()
-        overlapping.little.end()
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as threads:
+        yield threads
 
 
-def test_overlapping_studies_do_shared_steps_once(scenes: Mapping[str, Future[Any]]) -> None:
-    played = scenes["overlapping"].result()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all scenes have their stores."""
+    return tmp_path_factory.mktemp("scenes")
+
+
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Iterator[Future[Limited]]:
+    yield pool.submit((scene := Limited(Little(cluster, folder / "limited"))).play)
+    scene.little.end()
+
+
+@pytest.fixture(scope="module")
+def overlapping(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Iterator[Future[Overlapping]]:
+    yield pool.submit((scene := Overlapping(Little(cluster, folder / "overlapping"))).play)
+    scene.little.end()
+
+
+@pytest.fixture(scope="module")
+def agnostic(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Future[Path]:
+    return pool.submit(play_agnostic, cluster, folder / "agnostic")
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: ThreadPoolExecutor, folder: Path) -> Future[Path]:
+    return pool.submit(play_inline, folder / "inline")
+
+
+@pytest.fixture(scope="module")
+def interrupted(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Future[tuple[Path, list[int]]]:
+    return pool.submit(play_interrupted, cluster, folder / "interrupted")
+
+
+def test_overlapping_studies_do_shared_steps_once(overlapping: Future[Overlapping]) -> None:
+    played = overlapping.result()
     little = played.little
     assert little.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
     assert sum(text.count("plan: 3 jobs, 3 steps") for text in played.printed) >= 2, "MaxArraySize is 3"
@@ -58,25 +87,27 @@ def test_overlapping_studies_do_shared_steps_once(scenes: Mapping[str, Future[An
     assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
 
 
-def test_a_mistake_is_told_where_it_happened(scenes: Mapping[str, Future[Any]]) -> None:
-    store = scenes["overlapping"].result().little.store
+def test_a_mistake_is_told_where_it_happened(overlapping: Future[Overlapping]) -> None:
+    store = overlapping.result().little.store
     why = asked(store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
     assert "broken on purpose" in asked(store, "logs", "weights/")
     assert "failed" in asked(store, "status", "broken")
 
 
-def test_the_main_experiment_gives_the_numbers_of_one_process(scenes: Mapping[str, Future[Any]]) -> None:
+def test_the_main_experiment_gives_the_numbers_of_one_process(
+    agnostic: Future[Path], one_process: Future[Path]
+) -> None:
     """Bit for bit, in the same store: the same steps, the same files, but for when and where they were made."""
-    mine, theirs = results(scenes["agnostic"].result()), results(scenes["inline"].result())
+    mine, theirs = results(agnostic.result()), results(one_process.result())
     own = {name: content for name, content in theirs.items() if name.split("/")[1] in {n.split("/")[1] for n in mine}}
     assert mine == own
     counted = Counter(name.split("/")[0] for name in mine if name.endswith("step.json"))
     assert counted["evaluate"] == 10 and counted["plan"] == 4 and counted["statistics"] == 1
 
 
-def test_each_step_of_the_main_experiment_ran_once(scenes: Mapping[str, Future[Any]]) -> None:
-    store = scenes["agnostic"].result()
+def test_each_step_of_the_main_experiment_ran_once(agnostic: Future[Path]) -> None:
+    store = agnostic.result()
     steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/manifest.json")}
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
@@ -85,17 +116,19 @@ def test_each_step_of_the_main_experiment_ran_once(scenes: Mapping[str, Future[A
     assert len(record["cells"]) == 5 and all(all(cell["evaluate"].values()) for cell in record["cells"])
 
 
-def test_an_interrupted_pass_goes_on_where_it_was(scenes: Mapping[str, Future[Any]]) -> None:
+def test_an_interrupted_pass_goes_on_where_it_was(
+    interrupted: Future[tuple[Path, list[int]]], one_process: Future[Path]
+) -> None:
     """To the very sums of one that was not interrupted, no group of batches read twice."""
-    store, saved = scenes["interrupted"].result()
+    store, saved = interrupted.result()
     assert saved == sorted(set(saved)) and saved[0] < 32 and len(saved) > 1, saved
     (mine,) = [content for name, content in results(store).items() if name.endswith("statistics.safetensors")]
-    assert mine in results(scenes["inline"].result()).values()
+    assert mine in results(one_process.result()).values()
 
 
-def test_a_time_limit_interrupts_and_requeues_so_often(scenes: Mapping[str, Future[Any]]) -> None:
+def test_a_time_limit_interrupts_and_requeues_so_often(limited: Future[Limited]) -> None:
     """A step goes on inside where its time ended; after max_requeues the next command takes it up."""
-    played = scenes["limited"].result()
+    played = limited.result()
     log = played.little.log("limited", played.first["cost"])
     assert played.restarted["Restarts"] == played.ended["Restarts"] == "1"
     assert "this job is timed-out" in log and "Job not requeued" in log
@@ -105,7 +138,7 @@ def test_a_time_limit_interrupts_and_requeues_so_often(scenes: Mapping[str, Futu
 
 
 def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
-    cluster: Cluster, scenes: Mapping[str, Future[Any]], tmp_path: Path
+    cluster: Cluster, one_process: Future[Path], tmp_path: Path
 ) -> None:
     """snapshot=true: what is edited while jobs are in the queue, even in the folder they start in, does not matter."""
     tmp_path.chmod(0o755)
@@ -113,7 +146,7 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
     root = Path(__file__).parents[2]
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
         shutil.copytree(root / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (before,) = scenes["inline"].result().glob("plan/*-random-*")
+    (before,) = one_process.result().glob("plan/*-random-*")
     shutil.copytree(before.parents[1], store)
     shutil.rmtree(store / before.relative_to(before.parents[1]))
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=drain", "reason=test")
