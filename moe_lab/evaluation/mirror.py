@@ -66,8 +66,8 @@ def verify(benchmark: BenchmarkConfig) -> None:
         state = file.stat() if file.is_file() else None
         if state is None or _sha256(file, state.st_size, state.st_mtime_ns) != entry["sha256"]:
             raise UserError(
-                f"benchmark {benchmark.name}: {file} {'is missing' if state is None else 'is not the file'} "
-                f"that {MANIFEST} describes: make the mirror again with {_COMMAND} {benchmark.name} "
+                f"benchmark {benchmark.name}: {file} {'is missing, which' if state is None else 'is not what'} "
+                f"{MANIFEST} describes: make the mirror again with {_COMMAND} {benchmark.name} "
                 f"data_root={benchmark.root}"
             )
 

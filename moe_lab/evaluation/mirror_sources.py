@@ -61,11 +61,14 @@ def parts(benchmark: BenchmarkConfig, source: Path | None, scratch: Path) -> Ite
 
 
 def _from_hub(benchmark: BenchmarkConfig, about: Mapping[str, Any], scratch: str) -> Iterator[Part]:
+    import huggingface_hub
     from datasets.exceptions import DatasetsError
+    from httpx import HTTPError
 
     try:
-        yield from _loaded(benchmark, about, str(benchmark.data), scratch)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        commit = huggingface_hub.HfApi().dataset_info(str(benchmark.data)).sha
+        yield from _loaded(benchmark, about, str(benchmark.data), scratch, commit)
+    except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
             f"benchmark {benchmark.name}: {benchmark.data} could not be had from the hub ({reason}): "
@@ -96,19 +99,20 @@ def _laid_out(place: Path) -> bool:
     return card.is_file() and re.search(r"\A---\n.*^configs:", card.read_text("utf-8"), re.S | re.M) is not None
 
 
-def _loaded(benchmark: BenchmarkConfig, about: Mapping[str, Any], place: str, scratch: str) -> Iterator[Part]:
-    """`place` is a folder or the name of a data set on the hub."""
+def _loaded(
+    benchmark: BenchmarkConfig, about: Mapping[str, Any], place: str, scratch: str, commit: str | None = None
+) -> Iterator[Part]:
+    """`place` is a folder, or the name of a data set on the hub with a commit."""
     import datasets
 
     datasets.disable_progress_bars()
     subsets = [benchmark.subset]
     if "by" in about:
-        subsets = [name for name in datasets.get_dataset_config_names(place) if name not in about.get("skip", ())]
+        every = datasets.get_dataset_config_names(place, revision=commit)
+        subsets = [name for name in every if name not in about.get("skip", ())]
     for subset in subsets:
-        for split, rows in datasets.load_dataset(place, subset, cache_dir=scratch).items():
-            origin = " ".join(rows.info.download_checksums or ())
-            commit = re.search(r"@([0-9a-f]{40})/", origin)
-            yield Part(subset or "default", split, list(rows), place, commit[1] if commit else None)
+        for split, rows in datasets.load_dataset(place, subset, revision=commit, cache_dir=scratch).items():
+            yield Part(subset or "default", split, list(rows), place, commit)
 
 
 def _download(benchmark: BenchmarkConfig, address: str, scratch: Path) -> Path:
