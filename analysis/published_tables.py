@@ -88,5 +88,5 @@ def _without_counterpart(study: Study, of: str) -> Iterator[str]:
         methods = names.methods_in_order(str(cell["method"]) for cell in lacking)
         yield (
             f"{len(lacking)} of {len(pruned)} pruned cells have no printed row here "
-            f"({names.listing(map(names.method, methods))})."
+            f"({'; '.join(map(names.method, methods))})."
         )

@@ -102,7 +102,7 @@ def test_full_splits_print_shares_of_their_items() -> None:
     odd = []
     for number in numbers():
         items = split(number, number.benchmark).items if number.benchmark in names.BENCHMARKS else None
-        if items is None or number.note.startswith(NOT_COMPARABLE) or number.paper in ("003", "004"):
+        if items is None or number.note.startswith(NOT_COMPARABLE):
             continue
         if number.benchmark != "wildbench" and items <= 10 ** (len(number.text) - 2):
             low, high = number.ends
