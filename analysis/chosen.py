@@ -64,11 +64,14 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
     Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where outcomes lack.
     """
     score = comparison.score(target)
+    p_values: dict[int, float] = {}
+    for other in dict.fromkeys(against.values()):  # all cells that are measured against it in one go
+        cells = [cell for cell, base in against.items() if base == other]
+        p_values |= zip(cells, comparison.p_values(target, other, cells), strict=True)
     rows = []
     for cell, other in against.items():
         low, high = comparison.lead(target, cell, other)
-        p = float(comparison.p_values(target, cell, [other])[0])
-        rows.append((score[cell] - score[other], low, high, p))
+        rows.append((score[cell] - score[other], low, high, float(p_values[cell])))
     return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
 
 

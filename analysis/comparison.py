@@ -133,9 +133,16 @@ class Comparison:
 
     def draws(self, target: Target) -> np.ndarray | None:
         """Bootstrap replicates (replicates, cells) of the target's score; None when a benchmark has no outcomes."""
-        found = [self._column_draws.get(name) for name in target]
-        known = [draws for draws in found if draws is not None]
-        return np.mean(known, axis=0) if known and len(known) == len(target) else None
+        if target not in self._target_draws:
+            found = [self._column_draws.get(name) for name in target]
+            known = [draws for draws in found if draws is not None]
+            self._target_draws[target] = np.mean(known, axis=0) if known and len(known) == len(target) else None
+        return self._target_draws[target]
+
+    @cached_property
+    def _target_draws(self) -> dict[Target, np.ndarray | None]:
+        """Replicates that were asked for already: a table measures many cells against the same one."""
+        return {}
 
     def rows(self, cells: Sequence[int]) -> np.ndarray:
         """Positions of `cells` in matrices."""

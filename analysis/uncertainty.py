@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 from scipy.stats import binom
@@ -56,10 +57,10 @@ def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES, seed: in
     """
     totals = np.abs(differences.sum(axis=-1))
     tolerance = 1e-9 * np.abs(differences).sum(axis=-1)
-    rng = np.random.default_rng(seed)
     reached = np.zeros(len(differences))
-    for rows in _chunks(replicates):
-        signs = rng.integers(0, 2, size=(rows, differences.shape[-1])) * 2.0 - 1.0
+    items = differences.shape[-1]
+    for packed in _patterns(replicates, items, seed):
+        signs = np.unpackbits(packed, axis=1, count=items) * 2.0 - 1.0
         reached += (np.abs(signs @ differences.T) >= totals - tolerance).sum(axis=0)
     return np.asarray((reached + 1) / (replicates + 1))
 
@@ -94,6 +95,15 @@ def percentiles(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.n
     ends = [int(np.floor(tail * last)), int(np.ceil((1 - tail) * last))]
     ordered = np.partition(draws, ends, axis=0)
     return ordered[ends[0]], ordered[ends[1]]
+
+
+@lru_cache(maxsize=8)
+def _patterns(replicates: int, items: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Random signs of items as bits, in chunks of replicates: the same for all tests over as many items."""
+    rng = np.random.default_rng(seed)
+    return tuple(
+        np.packbits(rng.integers(0, 2, size=(rows, items)).astype(np.uint8), axis=1) for rows in _chunks(replicates)
+    )
 
 
 def _draw(rng: np.random.Generator, rows: int, items: int) -> np.ndarray:
