@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 
 from moe_lab import compose as composition
 from moe_lab import config, grid
+from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
 from moe_lab.study import run
 from moe_lab.study.estimate import hours
 from moe_lab.study.graph import Graph, build
@@ -78,13 +80,26 @@ def test_every_published_table_has_its_file() -> None:
     assert [f"{paper}_table{number}" for paper in sorted(TABLES) for number in sorted(TABLES[paper], key=str)] == NAMES
 
 
+def permissions(name: str) -> set[str]:
+    """What a sweep's benchmarks are only done with when it is said."""
+    benchmarks = request(name)[2]
+    needs = {
+        "allow_code_execution=true": any(suite.runs_programs(benchmark) for benchmark in benchmarks),
+        "allow_judge=true": any(benchmark.judge for benchmark in benchmarks),
+        "allow_pickled_data=true": any(benchmark.name == "livecodebench" for benchmark in benchmarks),
+    }
+    return {permission for permission, needed in needs.items() if needed}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
     lines = (SWEEPS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     head = [line for line in lines if line.startswith("#")]
     number = name.partition("_table")[2]
     assert f"Table {number}" in head[0] and max(map(len, lines)) <= 120
-    assert f"# Use: python -m moe_lab --config-dir sweeps --config-name {name}" in head
+    command = " ".join(" ".join(head).partition("# Use: ")[2].partition("# Costs")[0].replace("\\ #", "").split())
+    start = f"python -m moe_lab --config-dir sweeps --config-name {name}"
+    assert command.startswith(start) and set(command.removeprefix(start).split()) == permissions(name)
     assert any("Should come to: " in line for line in head)
     assert "study: " + name in lines
 
@@ -112,10 +127,17 @@ def test_a_sweep_can_start_and_costs_what_it_says(name: str) -> None:
     assert gpu_hours > 0, "a model nothing is known of costs nothing by estimate"
 
 
+def empty(benchmarks: list[config.BenchmarkConfig], root: Path) -> list[config.BenchmarkConfig]:
+    """The benchmarks on a machine without mirrors."""
+    return [replace(benchmark, root=str(root)) for benchmark in benchmarks]
+
+
 def test_a_dry_run_prints_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, cells, benchmarks = request("heapr_table2")
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"))
-    assert run.run(dry, [(cells, benchmarks)]) == 0
+    with pytest.raises(UserError, match="this cannot start yet") as missing:
+        run.run(dry, [(cells, empty(benchmarks, tmp_path))])
+    assert str(missing.value).count("has no mirror of it") == len(benchmarks) == 7
     printed = capsys.readouterr().err
     _, gpu_hours = hours(graph("heapr_table2").steps(), settings.resources.gpu_memory)
     assert "heapr_table2: 14 cells" in printed and f"{gpu_hours:.2f}" in printed and "gradients" in printed
@@ -126,7 +148,8 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: py
     cluster = config.ResourcesConfig(jobs={"ernie_21b_a3b/search": {"gpus": 2, "partition": "long", "minutes": 77}})
     slurm = config.LauncherConfig(name="slurm")
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster)
-    assert run.run(dry, [(cells, benchmarks)]) == 0
+    with pytest.raises(UserError, match="allow_judge=false"):
+        run.run(dry, [(cells, empty(benchmarks, tmp_path))])
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().err.splitlines() if "│" in line]
     asks = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
     assert asks["search", "8"][:3] == ["8", "2", "16"] and asks["search", "8"][-2:] == ["77", "long"]
