@@ -112,6 +112,8 @@ def test_each_step_of_the_main_experiment_ran_once(agnostic: Future[Path]) -> No
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == {folder for _, folder, _ in json.loads((last / "run.json").read_text())["steps"]}
+    submitted = Counter(job["kind"] for job in json.loads((last / "jobs.json").read_text()))
+    assert submitted["evaluate"] == 2, "five models in jobs of three at most"
     record = json.loads((store / "studies" / "task_agnostic.json").read_text())
     assert len(record["cells"]) == 5 and all(all(cell["evaluate"].values()) for cell in record["cells"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,14 @@ from moe_lab.study.launch import launcher
 from moe_lab.study.logs import excerpt
 from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted
-from moe_lab.study.schedule import Schedule
+from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.nodes import Nodes, nodes, too_much
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.refusal import refusal
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.slurm.under_way import under_way
+from moe_lab.study.state import StepState, StudyState, left
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
@@ -199,13 +201,15 @@ def test_the_log_of_a_step_is_its_own() -> None:
     assert excerpt(lines, "plan/z-9") == []
 
 
-def test_a_pack_leaves_out_what_has_no_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, given = Store(tmp_path), []
     there, gone = Step("first", "there"), Step("first", "gone", {"p": Part({"n": 1})})
     with store.claim(there):
         pass
     good, bad = Step("next", "good", {}, {"in": there}), Step("next", "bad", {}, {"in": gone})
-    last = Step("last", "bad", {}, {"in": bad})
+    last, failed = Step("last", "bad", {}, {"in": bad}), Step("next", "failed", {"p": Part({"n": 2})}, {"in": there})
 
     class Worker:
         def __init__(self, *_: object) -> None: ...
@@ -215,12 +219,23 @@ def test_a_pack_leaves_out_what_has_no_inputs(tmp_path: Path, monkeypatch: pytes
         def __exit__(self, *_: object) -> None: ...
         def __call__(self, step: Step, scratch: Path) -> None:
             given.append(step.label)
+            if step is failed:
+                raise StepError({"message": "no"})
 
     monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", Worker)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert Pack(str(tmp_path), [bad, last, good], 1)()["done"] == 2
-    assert given == ["good"] and store.done(good)
+    assert Pack(str(tmp_path), [bad, last, failed, good], 1)() == {"done": 2, "failed": 1, "skipped": 3}
+    assert given == ["failed", "good"] and store.done(good) and store.error(failed)
+
+
+def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
+    """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one for too long."""
+    now = time.time()
+    rows = [("a", "done", None), ("b", "running", now - 20), ("c", "running", now - 99), ("d", "pending", None)]
+    steps = {name: StepState(name, f"k/{name}", state, (), None, since) for name, state, since in rows}
+    state = StudyState(now, steps, {}, {}, {}, "")
+    assert left(state, {"k": 60.0})["k"] == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
 def test_requeues_come_to_an_end() -> None:
