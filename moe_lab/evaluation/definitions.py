@@ -26,7 +26,7 @@ def folder(benchmark: BenchmarkConfig) -> Path:
     name = str(benchmark.parameters.get("folder", benchmark.task))
     found = tasks / name
     if not found.is_dir() or found == tasks:
-        parent = found.parent if found.parent.is_dir() else tasks
+        parent = found.parent if found.parent.is_dir() and found != tasks else tasks
         known = [str(each.relative_to(tasks)) for each in parent.iterdir() if each.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, known)
     defined = {match for file in found.rglob("*.yaml") for match in _NAME.findall(file.read_text(encoding="utf-8"))}
