@@ -24,6 +24,7 @@ from moe_lab.evaluation.runner import Request
 
 _FIRST_TESTS = 4  # a wrong program mostly fails one of them, and the others need not be run
 _OUTPUT = 256 << 20
+_PROCESSES = 4  # recursion is often given a thread of its own, and one that ends is counted for a moment
 _PARTS = 1 << 30  # outputs are compared here, so they come back whole
 
 _PROGRAM = """
@@ -152,6 +153,7 @@ class Programs:
             memory=self.settings.memory_mib << 20,
             output=_OUTPUT,
             parts=_PARTS,
+            processes=_PROCESSES,
         )
         return self._runner().run(request)
 

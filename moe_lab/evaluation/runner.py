@@ -28,7 +28,6 @@ from moe_lab.evaluation.values import HUGE, decode, encode_result
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 _LEAST_WAIT = 0.01
-_PROCESSES = 2  # a program may have one thread or child besides: memory is limited for each of them
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Request:
     """Bytes of encoded results the program may send."""
     parts: int = HUGE
     """A value of more parts than this comes back as its hash."""
+    processes: int = 2
+    """Threads and children of the program, itself counted: memory is limited for each of them."""
 
 
 def main(root: str | None, hidden: list[str]) -> None:
@@ -213,7 +214,7 @@ def _child(request: Request, results: int) -> None:
             os.dup2(nothing, standard)
         os.dup2(results, 3)
         os.closerange(4, 256)
-        limit_process(request.memory, _PROCESSES)
+        limit_process(request.memory, request.processes)
         random.seed(0)
         _call_program(request)
     except BaseException as error:  # noqa: BLE001 - whatever the program raised, SystemExit too, is its own failure
