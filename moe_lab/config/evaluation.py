@@ -46,6 +46,8 @@ class BackendConfig:
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
     ready_seconds: float = 1800.0
     """Seconds the server may take until it answers."""
+    continuous: bool = False
+    """name=hf: a text that ends makes room for the next at once; for CUDA, and not every architecture can."""
 
 
 @dataclass

@@ -20,6 +20,8 @@ def check(backend: BackendConfig) -> None:
     if backend.name not in BACKENDS:
         raise unknown("backend.name", backend.name, BACKENDS)
     if backend.name == "server":
+        if backend.continuous:
+            raise UserError("backend.continuous=true is for backend=hf: a server batches in its own way")
         words(backend, Path("checkpoint"), 0, "name")
         if backend.ready_seconds <= 0:
             raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
@@ -29,7 +31,7 @@ def words(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> lis
     """The command with everything in its places; what is put in stays one word. UserError for a wrong place."""
     command = backend.command
     if not command:
-        raise UserError("backend.command is not set: expected the command line of a server, such as that of backend=server")
+        raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
     try:
         split = shlex.split(command)
         places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}

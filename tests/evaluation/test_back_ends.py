@@ -8,8 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tiny
 
 from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation.continuous import ContinuousSubject
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.server import serving
 from moe_lab.evaluation.subject import Subject
@@ -71,3 +74,18 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path) -> None:
         spec = GenSpec(16, special_tokens=False)
         texts = served.generate(rendered, spec)
         assert texts == loaded.generate(rendered, spec) and any(texts)
+
+
+@pytest.mark.slow
+def test_continuous_batching_writes_the_same_where_it_can(subject: Subject) -> None:
+    """On the CPU, where it is slow; the sizes keep it from planning for a GPU."""
+    sizes = {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256}
+    asked = [*prompts("gsm8k", 2), *prompts("wildbench", 2), *prompts("humaneval", 3)]
+    spec = GenSpec(32, stop=("\ndef ", ")"), batch_size=3)
+    continuous = ContinuousSubject(subject.model, subject.tokenizer, sizes=sizes)
+    assert continuous.generate(asked, spec) == subject.generate(asked, spec)
+    latent = ContinuousSubject(tiny.build("deepseek_v2"), subject.tokenizer, sizes=sizes)
+    with pytest.raises(
+        UserError, match=r"continuous batching fails with this model .*: expected backend\.continuous=false"
+    ):
+        latent.generate(["1"], GenSpec(4))

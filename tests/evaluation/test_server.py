@@ -352,6 +352,8 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
     backends.check(BackendConfig("hf"))
     with pytest.raises(UserError, match=r"backend.name=serve is unknown: did you mean server\?"):
         backends.check(BackendConfig("serve"))
+    with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
+        backends.check(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
     with pytest.raises(UserError, match=r"backend\.ready_seconds=0"):
         backends.check(BackendConfig("server", "s {checkpoint} {port}", 0))
     with (

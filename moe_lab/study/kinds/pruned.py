@@ -97,10 +97,12 @@ def _generator(job: Job) -> Iterator[Any]:
         with serving(checkpoint, backend, model, job.name) as generator:
             yield generator
         return
+    from moe_lab.evaluation.continuous import ContinuousSubject
     from moe_lab.evaluation.subject import Subject
 
+    sort = ContinuousSubject if backend.continuous else Subject
     with _subject(job) as (network, tokenizer):
-        yield Subject(network, tokenizer, model.template_arguments)
+        yield sort(network, tokenizer, model.template_arguments)
 
 
 def grade(job: Job) -> None:
