@@ -88,7 +88,7 @@ class Grader:
         self.request = request
         self.problems = problems_of(request.dataset, request.data)
         self.programs = self._sanitized() if request.sanitize else request.programs
-        count = min(request.processes or _cores(), max(1, len(request.programs)))
+        count = min(request.processes or cores(), max(1, len(request.programs)))
         self._all = [Runner(confined=request.confined) for _ in range(count)]
         self._free: SimpleQueue[Runner] = SimpleQueue()
         for runner in self._all:
@@ -205,7 +205,7 @@ class Grader:
         return names
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores this process may use; all of the machine's where the system cannot say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -20,6 +20,7 @@ from moe_lab.evaluation.evalscope_code import CodeSettings
 from moe_lab.evaluation.evalscope_tasks import LIMITS, TASKS, interpreter
 from moe_lab.evaluation.evalscope_worker import Reply, Request
 from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation.grade import cores
 from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
@@ -143,7 +144,7 @@ def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings | N
         end_date=str(benchmark.parameters["end_date"]),
         pickles=policy is not None and policy.allow_pickled_data,
         confined=policy is not None and policy.protection(closed_world=False) == NAMESPACES,
-        **{"processes": len(os.sched_getaffinity(0)), "seconds": _TESTS_SECONDS, **limits},
+        **{"processes": cores(), "seconds": _TESTS_SECONDS, **limits},
     )
 
 
