@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -64,7 +64,7 @@ class Runner:
     def run(self, request: Request) -> Outcome:
         """Run one program; whatever it does costs only its own outcome."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
+        self._process.stdin.write(json.dumps(vars(request)).encode() + b"\n")
         self._process.stdin.flush()
         reply = self._read()
         return Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])

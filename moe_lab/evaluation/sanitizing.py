@@ -12,6 +12,7 @@ import resource
 import warnings
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 from evalplus import sanitize as evalplus_sanitize
 
@@ -51,7 +52,17 @@ def _is_python(text: str) -> bool:
     return True
 
 
+def gives_something(function: Any) -> bool:
+    """Whether a function's tree-sitter node holds a return or a yield.
+
+    EvalPlus drops functions that return nothing, as unfinished. Generators are among them, such as the one that
+    Mbpp/630's own solution needs, which could not pass.
+    """
+    return any(node.type in ("return_statement", "yield") for node in evalplus_sanitize.traverse_tree(function))
+
+
 evalplus_sanitize.code_extract = longest_program
+evalplus_sanitize.has_return_statement = gives_something
 
 
 def _in_child(work: Callable[[], str], otherwise: str) -> str:

@@ -1,0 +1,140 @@
+"""What grading HumanEval+ and MBPP+ costs, and that it is right: `python -m benchmarks.grading DATA`.
+
+DATA is a folder with HumanEvalPlus.jsonl.gz and MbppPlus.jsonl.gz. Answers go through the adapter, as a model's do:
+- the canonical solutions, from nothing (expected outputs are computed first) and once more with expected outputs kept,
+  as a chat model and as a base model would give them: all right on base and plus;
+- the same, but wrong in what the last plus test asks: all right on base, all wrong on plus;
+- programs that raise: all wrong.
+
+Bar: 164 canonical solutions within 5 minutes on 2 cores, expected outputs included. The measure is processor seconds
+over 2 cores, because the clock on the wall counts what else a machine does; both are printed. Exit code 1 when a count
+or the bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation import mirror
+from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation.harness_evalplus import ask, grade
+from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.programs import namespaces_missing
+
+BAR = 300.0
+CORES = 2
+Problem = Mapping[str, Any]
+
+
+def canonical(problem: Problem) -> str:
+    """The data's own solution."""
+    return str(problem["prompt"] + problem["canonical_solution"])
+
+
+def wrong_at_last(problem: Problem) -> str:
+    """The data's own solution, but for the output of the last plus test; the sanitizer keeps all of it."""
+    return (
+        f"import collections\n_solution = {canonical(problem)!r}\n_names = dict()\n_calls = collections.Counter()\n"
+        f"def {problem['entry_point']}(*given):\n"
+        f"    if not _names: exec(_solution, _names)\n"
+        f"    _calls['all'] += 1\n"
+        f"    out = _names[{problem['entry_point']!r}](*given)\n"
+        f"    return out if _calls['all'] < {len(problem['plus_input'])} else 'no' if out is None else None\n"
+    )
+
+
+def raising(problem: Problem) -> str:
+    """A program that never returns anything."""
+    return f"def {problem['entry_point']}(*given):\n    raise ValueError(given)\n    return given\n"
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many answers are right, and what finding out took."""
+
+    base: int
+    plus: int
+    wall: float
+    processor: float
+
+
+def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Count:
+    """Grade one program per problem as the answers of a model."""
+    problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
+    answers = [_answer(question, problems[question.item], program) for question in ask(benchmark)]
+    policy = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
+    wall, processor = time.monotonic(), _processor()
+    results = grade(answers, benchmark, policy).results
+    base, plus = (round(result["score"] * result["n"]) for result in results)
+    return Count(base, plus, time.monotonic() - wall, _processor() - processor)
+
+
+def _answer(question: Question, problem: Problem, program: Callable[[Problem], str]) -> Answer:
+    if isinstance(question.prompt, str):  # a completion begins where the prompt ends
+        return Answer(question.item, question.prompt, program(problem).removeprefix(problem["prompt"]))
+    said = f"Here is a solution:\n\n```python\n{program(problem)}\n```\n\nIt does what was asked."
+    return Answer(question.item, json.dumps(question.prompt), said)
+
+
+def _processor() -> float:
+    """Processor seconds of all that this process has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    """Measure, print, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
+    arguments = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        for benchmark in benchmarks(arguments.benchmarks, folder):
+            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            failed |= _check(benchmark)
+    return int(failed)
+
+
+def _check(benchmark: BenchmarkConfig) -> bool:
+    n = benchmark.expected or 0
+    completed = replace(benchmark, chat=False)
+    first = count(benchmark, canonical)
+    failed = _report("canonical, chat, from nothing", first, (n, n))
+    failed |= _report("canonical, chat", count(benchmark, canonical), (n, n))
+    failed |= _report("canonical, completed", count(completed, canonical), (n, n))
+    failed |= _report("wrong at the last plus test", count(benchmark, wrong_at_last), (n, 0))
+    failed |= _report("raising", count(benchmark, raising), (0, 0))
+    if benchmark.name == "humaneval":
+        missed = first.processor / CORES > BAR
+        print(f"  from nothing on {CORES} cores: bar <= {BAR:.0f} s: {'FAILED' if missed else 'ok'}", flush=True)
+        failed |= missed
+    return failed
+
+
+def _report(what: str, found: Count, wanted: tuple[int, int]) -> bool:
+    right = (found.base, found.plus) == wanted
+    print(
+        f"  {what}: base {found.base}, plus {found.plus}, expected {wanted[0]} and {wanted[1]}: "
+        f"{'ok' if right else 'FAILED'}; {found.processor:.0f} s of processor time, {found.processor / CORES:.0f} s on "
+        f"{CORES} cores, {found.wall:.0f} s by the clock",
+        flush=True,
+    )
+    return not right
+
+
+if __name__ == "__main__":
+    sys.exit(main())

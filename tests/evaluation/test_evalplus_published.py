@@ -1,0 +1,233 @@
+"""EvalPlus's published problems through the adapter: what is asked, what is taken from an answer, and its verdict."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from miniature import problem, write_lines
+
+from benchmarks.grading import canonical, count, raising, wrong_at_last
+from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation import mirror, sanitizing
+from moe_lab.evaluation.extraction import fenced_program
+from moe_lab.evaluation.generation import Answer
+from moe_lab.evaluation.harness_evalplus import ask, grade, stops
+from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sanitizing import longest_program, sanitized
+
+ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
+CHOSEN = {
+    "humaneval": (0, 2, 32, 38, 50, 115, 163),  # 32: judged by putting the answer in; 38, 50: helpers in the prompt
+    "mbpp": (2, 6, 63, 75, 106, 124, 232, 250, 252, 259, 278, 558, 580, 581, 630, 722, 737, 787, 794),
+}
+"""Problems with oracles and input types of their own, and one whose solution is a generator's."""
+
+
+def published(name: str, root: Path, data: Path, numbers: tuple[int, ...]) -> BenchmarkConfig:
+    """A mirror of some published problems."""
+    (benchmark,) = benchmarks([name], str(root))
+    file, begin = {"humaneval": ("HumanEvalPlus", "HumanEval/"), "mbpp": ("MbppPlus", "Mbpp/")}[name]
+    wanted = {f"{begin}{number}" for number in numbers}
+    rows = [row for row in mirror.read_rows(data / f"{file}.jsonl.gz") if row["task_id"] in wanted]
+    assert len(rows) == len(numbers)
+    benchmark = replace(benchmark, expected=len(rows))
+    make(benchmark, write_lines(root / f"{file}.jsonl", rows))
+    return benchmark
+
+
+@pytest.mark.parametrize("name", list(CHOSEN))
+def test_published_problems_are_passed_by_their_own_solutions_alone(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All 164 and 378 problems: `python -m benchmarks.grading`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    benchmark = published(name, tmp_path, shared_data, CHOSEN[name])
+    n = len(CHOSEN[name])
+    assert (benchmark.chat, list(benchmark.reports)) == (True, [name, f"{name}_plus"])
+    for asked, program, wanted in (
+        (benchmark, canonical, (n, n)),
+        (replace(benchmark, chat=False), canonical, (n, n)),
+        (benchmark, wrong_at_last, (n, 0)),
+        (benchmark, raising, (0, 0)),
+    ):
+        found = count(asked, program)
+        assert (found.base, found.plus) == wanted, program
+
+
+def miniature_mirror(folder: Path) -> BenchmarkConfig:
+    (benchmark,) = benchmarks(["humaneval"], str(folder))
+    rows = [problem(number, f"f{number}", "return x + 1", [[1]], [[2], [3]]) for number in range(3)]
+    benchmark = replace(benchmark, expected=3)
+    make(benchmark, write_lines(folder / "HumanEvalPlus.jsonl", rows))
+    return benchmark
+
+
+def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
+    benchmark = miniature_mirror(tmp_path)
+    begin = 'def f0(x):\n    """What it does."""'
+    first, *others = ask(benchmark)
+    instruction = (
+        "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
+    )
+    assert first.prompt == [{"role": "user", "content": f"{instruction}\n```python\n{begin}\n```"}]
+    assert (first.item, len(others), stops(benchmark)) == ("HumanEval/0", 2, ())
+    completed = replace(benchmark, chat=False, limit=1)
+    assert [question.prompt for question in ask(completed)] == [begin + "\n"]
+    assert {"\nclass ", "\nif __name__", "</s>"} <= set(stops(completed))
+
+
+def test_answers_are_graded_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    benchmark = miniature_mirror(tmp_path)
+    said = [
+        "<think>Is it\n```\ndef f0(x): return 0\n```\n?</think>\n```python\ndef f0(x):\n    return x + 1\n```\n"
+        "Use it:\n```python\nprint(f0(1))\n```",
+        "```py\nimport math\n\ndef none(x): return x\n\ndef f1(x):\n    return math.floor(x) + 1 if x < 3 else 0\n\nf(",
+        "I cannot.",
+    ]
+    answers = [Answer(f"HumanEval/{number}", "rendered", text) for number, text in enumerate(said)]
+    graded = grade(answers, benchmark, ALLOWED)
+    assert [sample["outcome"] for sample in graded.samples] == [1, 1, 0, 1, 0, 0]
+    assert [result["score"] for result in graded.results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    verdict, _, program = graded.samples[4]["extracted"].partition("\n\n")
+    assert verdict == "fail: another value was expected"
+    assert [type(node).__name__ for node in ast.parse(program).body] == ["Import", "FunctionDef"]
+    assert graded.protocol["seconds"] == 4.0 and graded.protocol["sanitize"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("def f(): pass", "def f(): pass"),
+        ("```\ndef f(): pass\n```", "def f(): pass"),
+        ("A:\n```python\ndef f(): pass\n```\nB:\n```python\nf()\n# much longer than the first\n```", "def f(): pass"),
+        ("```python\ndef f(): return 1\n```\nBetter:\n```python\ndef f(): return 2\n```", "def f(): return 2"),
+        ("```python\nf = lambda: 1\n```\nso\n```\nf()\n```", "f = lambda: 1"),
+        ("```python\ndef f():\n    return 1", "def f():\n    return 1"),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1"),
+        ("```python\ndef func(): pass\n\n\n```\n```\nasync  def f(x): pass\n```", "async  def f(x): pass"),
+        ("", ""),
+    ],
+)
+def test_the_program_is_taken_from_its_fence(text: str, program: str) -> None:
+    assert fenced_program(text, "f") == program
+
+
+@pytest.fixture(scope="module")
+def original() -> ModuleType:
+    """EvalPlus's sanitizer as it comes."""
+    spec = importlib.util.find_spec("evalplus.sanitize")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LINES = [
+    "def f(x):",
+    "    return x",
+    "import os",
+    "x = (",
+    "",
+    "   ",
+    "class A:",
+    "    pass",
+    ")",
+    "Text.",
+    "'''",
+    "f(1)",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(lines=st.lists(st.sampled_from(LINES), max_size=9))
+def test_the_longest_program_is_the_one_evalplus_finds(original: ModuleType, lines: list[str]) -> None:
+    text = "\n".join(lines)
+    assert longest_program(text) == original.code_extract(text)
+
+
+def test_the_sanitizer_costs_little_and_nothing_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    prose, program = "".join(f"word {i} ( = \n" for i in range(400)), "".join(f"x{i} = {i}\n" for i in range(400))
+    assert sanitized(prose, "f") == "word 0 ( = "
+    assert sanitized(program, "f") == program.rstrip("\n")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10  # 160 s each, as EvalPlus does it
+    for text in ("(" * 5000, "x = 1\0", "\ud800"):
+        assert sanitized(text, "f") == text
+    monkeypatch.setattr(sanitizing.evalplus_sanitize, "sanitize", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert sanitized("def f(): pass", "f") == "def f(): pass"
+
+
+def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) -> None:
+    program = "def g(x):\n    yield x\ndef h():\n    print(1)\ndef f(x):\n    return list(g(x))"
+    kept = sanitized(program, "f")
+    assert [node.name for node in ast.parse(kept).body if isinstance(node, ast.FunctionDef)] == ["g", "f"]
+    assert "def g" not in original.sanitize(program, "f"), "EvalPlus keeps it itself by now"
+
+
+GRADING = """
+import sys
+from moe_lab.evaluation.grade import GradeRequest
+from moe_lab.evaluation.harness_evalplus import run_grader
+endless = "def f(x):\\n    while True: pass"
+run_grader(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.argv[2] == "", False, seconds=50.0))
+"""
+
+
+def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
+    worker = subprocess.Popen([sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""])
+    started = below(worker.pid, wanted=3)  # the grader, the runner, the program
+    assert not any("libtorch" in Path(f"/proc/{process}/maps").read_text() for process in started)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    left = set(started)
+    end = time.monotonic() + 20
+    while left and time.monotonic() < end:
+        time.sleep(0.1)
+        left = {process for process in left if alive(process)}
+    assert not left
+
+
+def below(process: int, wanted: int) -> set[int]:
+    """All processes that a process has started, as soon as there are so many."""
+    end, found = time.monotonic() + 60, set[int]()
+    while len(found) < wanted and time.monotonic() < end:
+        time.sleep(0.1)
+        found, front = set(), [process]
+        while front:
+            children = {int(child) for each in front for child in children_of(each)}
+            found, front = found | children, list(children)
+    assert len(found) >= wanted
+    return found
+
+
+def children_of(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return []
+
+
+def alive(process: int) -> bool:
+    try:
+        state: Any = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
