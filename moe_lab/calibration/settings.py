@@ -11,6 +11,7 @@ from moe_lab.errors import UserError, unknown
 
 ORDERS = ("random", "first")
 GAPS = ("none", "eos", "zero")
+ENGINES = ("resident", "streamed")
 
 
 def check(settings: CalibrationConfig) -> None:
@@ -21,6 +22,7 @@ def check(settings: CalibrationConfig) -> None:
         ("packing", settings.packing, PACKINGS),
         ("order", settings.order, ORDERS),
         ("gap", settings.gap, GAPS),
+        ("engine", settings.engine, ENGINES),
     ):
         if value not in known:
             raise unknown(f"calibration.{name}", value, known)
@@ -38,6 +40,15 @@ def _check_numbers(settings: CalibrationConfig) -> None:
         )
     if settings.batch_size < 1:
         raise UserError(f"calibration.batch_size={settings.batch_size} is no batch: expected at least 1 row")
+    if settings.activation_budget < 0:
+        raise UserError(
+            f"calibration.activation_budget={settings.activation_budget} is negative: expected GiB, 0 or more"
+        )
+    if settings.snapshots and settings.engine == "streamed":
+        raise UserError(
+            f"calibration.snapshots={settings.snapshots}: engine=streamed reads all of the text layer after layer, so "
+            "there is no part of the pass to take one of: set engine=resident, or snapshots=0"
+        )
     if settings.snapshots < 0:
         raise UserError(f"calibration.snapshots={settings.snapshots} is negative: expected 0 or more")
     if settings.seed is not None and settings.seed < 0:

@@ -110,6 +110,10 @@ class CalibrationConfig:
     end."""
     checkpointing: bool = False
     """Compute activations again in backward passes instead of keeping them: slower, and fits large models."""
+    engine: str = "resident"
+    """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models beyond the memory)."""
+    activation_budget: float = 8.0
+    """GiB of activations that engine=streamed keeps in memory; all of them are on disk, in the store, meanwhile."""
 
 
 @dataclass

@@ -38,14 +38,14 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     UserError, one sentence, for a folder that is incomplete or damaged, pickles that are not allowed, an unsupported
     architecture, weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device.
     """
-    dtype, device = _dtype(settings), _device(settings)
+    dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with _quiet():
+    with quiet():
         routed_layers(skeleton(folder, trust_remote_code=settings.trust_remote_code))
         model = _weights(folder, settings, dtype, device)
-        tokenizer = _tokenizer(folder, settings.trust_remote_code)
+        tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     model.eval().requires_grad_(False)
     check_finite(model)
     if device == "cpu":
@@ -55,12 +55,15 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def skeleton(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The model of a folder without its weights, on the meta device; UserError for what transformers does not know."""
+def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
+    """The model of a folder without its weights, on the meta device; UserError for what transformers does not know.
+
+    `dtype` is the precision its weights would be of; None leaves it to the configuration.
+    """
     config = _configuration(folder, trust_remote_code)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
     except AmbiguousGlobalPerLayerAttributeError:
         raise UserError(
             f"model_type={config.model_type} is not supported with layers of different shapes, as {folder} has, "
@@ -132,7 +135,8 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
     return model
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a folder, with a pad token; UserError when there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -145,7 +149,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _device(settings: ModelConfig) -> str:
+def place(settings: ModelConfig) -> str:
+    """The device, or the way to spread over devices, that `settings` ask for. UserError for what is not there."""
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -160,16 +165,17 @@ def _device(settings: ModelConfig) -> str:
     return device
 
 
-def _dtype(settings: ModelConfig) -> torch.dtype | str:
+def precision(settings: ModelConfig) -> torch.dtype | str:
+    """The dtype of the weights once loaded; auto for that of the checkpoint."""
     if settings.dtype == "auto":
-        return torch.float32 if _device(settings) == "cpu" else "auto"
+        return torch.float32 if place(settings) == "cpu" else "auto"
     if settings.dtype not in DTYPES:
         raise unknown("model.dtype", settings.dtype, ["auto", *DTYPES])
     return DTYPES[settings.dtype]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no warnings of transformers: what matters is said as an error."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

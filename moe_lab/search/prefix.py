@@ -15,6 +15,7 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.stand_in import stand_in
 
 Schedule = tuple[int, ...]
 """Experts removed per MoE layer, in layer order; also the beginning of one."""
@@ -49,25 +50,12 @@ class Decoder:
         with ExitStack() as undo, torch.inference_mode():
             if known is not None:
                 for layer in self.layers[:first]:
-                    _stand_in(layer, states[schedule[:known]], undo)
+                    stand_in(layer, states[schedule[:known]], undo)
             for k in range(0 if known is None else known + 1, len(schedule)):
                 _remember(self.layers[self.moe[k]], schedule[:k], states, undo)
             undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
         return output.logits[0], len(self.layers) - first
-
-
-def _stand_in(layer: nn.Module, state: torch.Tensor, undo: ExitStack) -> None:
-    """`layer` gives `state` instead of computing anything."""
-    own = vars(layer).get("forward")
-    vars(layer)["forward"] = lambda *inputs, **named: state
-
-    def restore() -> None:
-        del vars(layer)["forward"]
-        if own is not None:  # such as that of a model spread over devices
-            vars(layer)["forward"] = own
-
-    undo.callback(restore)
 
 
 def _remember(layer: nn.Module, beginning: Schedule, states: States, undo: ExitStack) -> None:

@@ -43,8 +43,7 @@ def gather_gradients(
     one decoder layer at a time and costs one more forward pass, with the same sums. UserError when no valid token
     follows another.
     """
-    if batches and not any(bool((valid[:, :-1] & valid[:, 1:]).any()) for _, valid in batches):
-        raise UserError("calibration has no token that follows another one, so there is no loss: expected longer rows")
+    check_loss(batches)
     with differentiable(model, checkpointing=checkpointing):
         return read_all(
             model,
@@ -58,6 +57,12 @@ def gather_gradients(
             progress=progress,
             reading=forward_and_backward,
         )
+
+
+def check_loss(batches: Sequence[Batch]) -> None:
+    """UserError when no valid token follows another, so that there is nothing to predict."""
+    if batches and not any(bool((valid[:, :-1] & valid[:, 1:]).any()) for _, valid in batches):
+        raise UserError("calibration has no token that follows another one, so there is no loss: expected longer rows")
 
 
 class GradientTap(Tap):

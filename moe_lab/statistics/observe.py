@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -64,7 +64,7 @@ class Tap:
 
 
 class Observer:
-    """Taps on all MoE layers of a model, over the batches it reads while open.
+    """Taps on all MoE layers of a model, or on some `layers`, over the batches it reads while open.
 
         with Observer(model, ForwardTap) as observer:
             observer.read(input_ids, valid)
@@ -80,10 +80,12 @@ class Observer:
         tap: Callable[[Observer, MoELayer, dict[str, torch.Tensor]], Tap],
         start: Layers | None = None,
         reading: Reading = forward,
+        layers: Sequence[MoELayer] | None = None,
     ) -> None:
         self.model = model
         self.reading = reading
-        self.taps = [tap(self, layer, (start or {}).get(layer.index, {})) for layer in moe_layers(model)]
+        observed = moe_layers(model) if layers is None else layers
+        self.taps = [tap(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
         self.valid: torch.Tensor | None = None
         """(B, S) bool: which tokens of the batch count; None for all of them."""
         self._open = ExitStack()

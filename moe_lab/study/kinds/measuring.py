@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,37 @@ def model(job: Job) -> None:
 
 def statistics(job: Job) -> None:
     """One forward pass over the calibration set: all sums, and how many tokens each expert saw."""
+    from moe_lab.statistics.streaming import stream
+    from moe_lab.statistics.sums import coverage
+
+    sums = _streamed(job, stream) if _is_streamed(job) else _statistics(job)
+    sums.save(job.output(STATISTICS))
+    write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
+
+
+def _statistics(job: Job) -> Any:
     from moe_lab.statistics.gather import gather
     from moe_lab.statistics.snapshots import Snapshots
-    from moe_lab.statistics.sums import coverage
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
     snapshots = Snapshots(Path(job.partial), text, job.runtime["calibration"]["snapshots"])
     sums = gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP, snapshots=snapshots)
     snapshots.publish(Path(job.scratch))
-    sums.save(job.output(STATISTICS))
-    write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
+    return sums
+
+
+def _is_streamed(job: Job) -> bool:
+    return bool(job.runtime["calibration"]["engine"] == "streamed")
+
+
+def _streamed(job: Job, read: Callable[..., Any]) -> Any:
+    """The sums of a pass that has one decoder layer in memory at a time."""
+    from moe_lab.models.streamed import open_streamed
+
+    model, tokenizer = open_streamed(ModelConfig(**job.runtime["model"]))
+    budget = job.runtime["calibration"]["activation_budget"] * 2**30
+    return read(model, rows(job, tokenizer), out=Path(job.partial), fingerprint=job.settings, budget=budget)
 
 
 def convergence(job: Job) -> None:
@@ -76,19 +97,24 @@ def _snapshots(job: Job, parts: int) -> Any:
 
 def gradients(job: Job) -> None:
     """One forward and one backward pass: sums over the channels and the gradients of the loss at them."""
+    from moe_lab.statistics.streaming import stream_gradients
+
+    sums = _streamed(job, stream_gradients) if _is_streamed(job) else _gradients(job)
+    sums.save(job.output(STATISTICS))
+
+
+def _gradients(job: Job) -> Any:
     from moe_lab.statistics.gradients import gather_gradients
 
     network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer)
-    sums = gather_gradients(
+    return gather_gradients(
         network,
-        text,
+        rows(job, tokenizer),
         out=Path(job.partial),
         fingerprint=job.settings,
         groups=GROUP,
         checkpointing=job.runtime["calibration"]["checkpointing"],
     )
-    sums.save(job.output(STATISTICS))
 
 
 def weight_gradients(job: Job) -> None:

@@ -1,0 +1,161 @@
+"""A model larger than the memory: one decoder layer at a time has its weights, read from safetensors when it is needed.
+
+Private names of transformers 5.23 are used in two places, `_fill` and `_compute_buffers`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
+from moe_lab.models.files import has_pickles_only, local_folder, quantization
+from moe_lab.models.load import DEVICE_MAPS, DTYPES, check_finite, load_tokenizer, place, precision, quiet, skeleton
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+REST = -1
+"""What belongs to no decoder layer: embeddings, the last norm, the vocabulary head."""
+
+
+def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
+    """The model of `settings`, to be read layer by layer, and its tokenizer. UserError as in `load_model`, and for
+    models that are spread over devices, pickled or quantised."""
+    folder = local_folder(settings)
+    if has_pickles_only(folder):
+        raise UserError(f"calibration.engine=streamed reads safetensors, and {folder} has only pickled weights")
+    if (method := quantization(settings)) is not None:
+        raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
+    dtype, device = precision(settings), place(settings)
+    if device in DEVICE_MAPS:
+        raise UserError(
+            f"model.device={device} spreads layers over devices, but one is there at a time: set cuda or cpu"
+        )
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if isinstance(dtype, str):
+        stored = read_json(folder / "config.json")
+        dtype = DTYPES.get(str(stored.get("dtype", stored.get("torch_dtype"))), torch.float32)
+    trust = settings.trust_remote_code
+    streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust)
+    return streamed, load_tokenizer(folder, trust_remote_code=trust)
+
+
+class StreamedModel:
+    """A causal language model on the meta device, but for what belongs to no decoder layer.
+
+        with streamed.layer(3):
+            ...   # layer 3 of streamed.model computes; all others cannot
+
+    `layers`: the decoder layers. UserError for damaged checkpoints, architectures that are not supported, quantised or
+    pickled weights.
+    """
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False) -> None:
+        self.checkpoint = open_checkpoint(folder)
+        self.device, self.dtype = device, dtype
+        self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
+        self.moe = {layer.index: layer for layer in moe_layers(self.model)}
+        first = next(iter(self.moe.values())).name.split(".")
+        prefix = first[: first.index(str(next(iter(self.moe))))]
+        self.path = ".".join(prefix)
+        """Where the decoder layers are in the model, such as model.layers."""
+        self.layers: Any = self.model.get_submodule(self.path)
+        self._names = self._by_layer()
+        self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
+        _compute_buffers(self.model, self.model, device)
+        self._fill(REST, self.model)
+
+    def _by_layer(self) -> dict[int, list[str]]:
+        """Number of a decoder layer, or REST -> its tensors in the checkpoint, prediction layers beyond left out."""
+        found: dict[int, list[str]] = {}
+        for name in self.checkpoint.tensors:
+            match = _NUMBER.search(name)
+            number = int(match[1]) if match else REST
+            if not name.startswith(EXTRA_PREDICTION_BLOCKS) and number < len(self.layers):
+                found.setdefault(number, []).append(name)
+        return found
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[nn.Module]:
+        """The decoder layer with its weights, for as long as this context is open. UserError naming a weight that the
+        checkpoint lacks, of the wrong shape, NaN or infinite."""
+        module: nn.Module = self.layers[number]
+        _compute_buffers(self.model, module, self.device)
+        self._fill(number, module)
+        check_finite(self.model)
+        try:
+            yield module
+        finally:
+            module.to("meta")
+
+    def prefetch(self, number: int) -> None:
+        """Ask the system to read a layer's bytes into its cache meanwhile; numbers beyond the last are ignored."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
+        for shard in {entry.shard for entry in entries}:
+            with (self.checkpoint.folder / shard).open("rb") as file:
+                for entry in entries:
+                    if entry.shard == shard:
+                        os.posix_fadvise(file.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
+
+    def _fill(self, number: int, module: nn.Module) -> None:
+        """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
+        settings = LoadStateDictConfig(
+            device_map={"": self.device},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=list(get_model_conversion_mapping(self.model)),  # type: ignore[arg-type]
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
+        )
+        with ExitStack() as files, quiet():
+            report, _ = self.model._load_pretrained_model(self.model, self._slices(number, files), None, settings)
+        if wrong := sorted(report.mismatched_keys):
+            raise UserError(
+                f"{self.checkpoint.folder}: {wrong[0][0]} has shape {tuple(wrong[0][1])}, but config.json asks for "
+                f"{tuple(wrong[0][2])}: they are of two models"
+            )
+        if number == REST:
+            self.model.tie_weights()
+        module.requires_grad_(False)
+        own = self.model.state_dict()
+        beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."
+        for name, tensor in own.items():
+            if tensor.is_meta and name.startswith(beginning) != (number == REST):
+                raise UserError(f"{self.checkpoint.folder}: weights are missing that config.json asks for: {name}")
+
+    def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
+        """Tensors of the checkpoint that are read when they are converted."""
+        opened: dict[str, Any] = {}
+        found = {}
+        for name in self._names.get(number, []):
+            shard = self.checkpoint.tensors[name].shard
+            if shard not in opened:
+                opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))
+            found[name] = opened[shard].get_slice(name)
+        return found
+
+
+def _compute_buffers(model: Any, root: nn.Module, device: str) -> None:
+    """Give all buffers below `root` that no checkpoint holds their values, as loading a whole model does."""
+    for module in root.modules():
+        own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        computed = {name: buffer for name, buffer in own.items() if buffer is not None}
+        if any(buffer.is_meta for buffer in computed.values()):
+            for name, buffer in computed.items():
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+            model._init_weights(module)

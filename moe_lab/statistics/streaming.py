@@ -1,0 +1,200 @@
+"""Calibration of models larger than the memory: layer after layer over all batches, the checkpoint read once a pass.
+
+The model's own code runs, with what is below the layer standing in for its output and nothing above it run. So what is
+computed, and in which order it is summed, is the same as when the whole model is there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from moe_lab.errors import UserError
+from moe_lab.models.stand_in import output_of, stand_in
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.statistics.backward import differentiable, loss_gradient
+from moe_lab.statistics.dispatch import run
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gather import Batch, description
+from moe_lab.statistics.gradients import GradientTap, check_loss
+from moe_lab.statistics.observe import Observer, Tap
+from moe_lab.statistics.states import States
+from moe_lab.statistics.sums import Layers, Statistics, check_finite
+
+
+def stream(
+    streamed: StreamedModel, batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any], budget: float
+) -> Statistics:
+    """All forward statistics, as `gather` gives them, with one decoder layer in memory.
+
+    Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. A pass that finds
+    there what an interrupted one of the same fingerprint and batches left goes on from its last finished layer.
+    """
+    work = _Work(out, description(batches, "forward", fingerprint))
+    states = States(work.folder / "states", budget)
+    for number in work.missing("forward", range(len(streamed.layers))):
+        with _layer(streamed, number, ForwardTap, batches) as read, torch.no_grad():
+            for index in range(len(batches)):
+                result = read(index, _state(states, streamed, number, index))
+                if number + 1 < len(streamed.layers):
+                    states.put(number + 1, index, result)
+        work.finish("forward", number, read.sums())
+        states.drop(number)
+    return work.result(streamed)
+
+
+def stream_gradients(
+    streamed: StreamedModel, batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any], budget: float
+) -> Statistics:
+    """Channel sums of a forward and a backward pass, as `gather_gradients` gives them; the rest as in `stream`.
+
+    Forward through all layers, keeping what enters each; then backward from the last to the first MoE layer, each of
+    which runs once more.
+    """
+    check_loss(batches)
+    work = _Work(out, description(batches, "gradients", fingerprint))
+    states = States(work.folder / "states", budget / 2)
+    gradients = States(work.folder / "gradients", budget / 2)
+    first, last = min(streamed.moe), len(streamed.layers)
+    for number in work.missing("forward", range(last)):
+        with _layer(streamed, number, None, batches) as read, torch.no_grad():
+            for index in range(len(batches)):
+                states.put(number + 1, index, read(index, _state(states, streamed, number, index)))
+        work.finish("forward", number, {})
+        if number < first:
+            states.drop(number)
+    with differentiable(streamed.model):
+        for _ in work.missing("head", [last]):
+            for index, (ids, valid) in enumerate(batches):
+                gradients.put(last, index, _at_head(streamed, ids, valid, states.get(last, index, streamed.device)))
+            work.finish("head", last, {})
+        for number in work.missing("backward", reversed(range(first, last))):
+            with _layer(streamed, number, GradientTap, batches) as read:
+                for index in range(len(batches)):
+                    state = _state(states, streamed, number, index)
+                    leaf = None if state is None else state.requires_grad_()
+                    read(index, leaf).backward(gradients.get(number + 1, index, streamed.device))
+                    if number > first and leaf is not None and leaf.grad is not None:
+                        gradients.put(number, index, leaf.grad)
+            work.finish("backward", number, read.sums())
+            states.drop(number + 1)
+            gradients.drop(number + 1)
+    return work.result(streamed)
+
+
+def _state(states: States, streamed: StreamedModel, number: int, index: int) -> torch.Tensor | None:
+    """What enters a layer; None for the first, which the embeddings feed."""
+    return states.get(number, index, streamed.device) if number else None
+
+
+class _Read:
+    """Reads batches through one decoder layer, under observation if it has routed experts."""
+
+    def __init__(self, streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch]) -> None:
+        self.streamed, self.number, self.batches = streamed, number, batches
+        self.observer = None
+        if tap is not None and number in streamed.moe:
+            self.observer = Observer(streamed.model, tap, layers=[streamed.moe[number]], reading=self._run)
+        self.state: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+
+    def __call__(self, index: int, state: torch.Tensor | None) -> torch.Tensor:
+        """What the layer makes of a batch (B, S, H), given what enters it."""
+        ids, valid = self.batches[index]
+        self.state = state
+        if self.observer is None:
+            self._run(self.streamed.model, ids, valid)
+        else:
+            self.observer.read(ids, valid)
+        assert self.output is not None
+        return self.output
+
+    def _run(self, model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> None:
+        with ExitStack() as undo:
+            if self.state is not None:
+                for below in self.streamed.layers[: self.number]:
+                    stand_in(below, self.state, undo)
+            layer = self.streamed.layers[self.number]
+            try:
+                self.output = output_of(layer, partial(run, model, ids, valid))
+            except TypeError as error:
+                raise UserError(
+                    f"calibration.engine=streamed: {error} instead of hidden states, so its layers cannot be run one "
+                    "by one: set calibration.engine=resident"
+                ) from None
+
+    def sums(self) -> Layers:
+        """The layer's sums over the batches read; empty where it was not observed."""
+        if self.observer is None:
+            return {}
+        layers = self.observer.layers()
+        check_finite(layers, "all batches")
+        return layers
+
+
+@contextmanager
+def _layer(streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch]) -> Iterator[_Read]:
+    """Read batches through a layer while it has its weights; the next ones are fetched meanwhile."""
+    read = _Read(streamed, number, tap, batches)
+    with ExitStack() as stack:
+        stack.enter_context(streamed.layer(number))
+        streamed.prefetch(number - 1 if tap is GradientTap else number + 1)
+        if read.observer is not None:
+            stack.enter_context(read.observer)
+        yield read
+
+
+def _at_head(streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """The gradient of the loss, times SCALE, at the output of the last decoder layer, (B, S, H)."""
+    leaf = state.requires_grad_()
+    with ExitStack() as undo:
+        for layer in streamed.layers:
+            stand_in(layer, leaf, undo)
+        output = run(streamed.model, ids, valid)
+    states: torch.Tensor = output.last_hidden_state
+    states.backward(loss_gradient(streamed.model, output, ids, valid))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+class _Work:
+    """What is finished, in a folder: a file of sums per layer, and a list that is replaced when one is added."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self.folder, self.about = folder / "streamed", json.loads(json.dumps(about))
+        self.list = self.folder / "finished.json"
+        content = json.loads(self.list.read_text()) if self.list.exists() else {}
+        if content.get("about") != self.about:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            content = {}
+        self.finished: list[list[Any]] = content.get("finished", [])
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def missing(self, phase: str, numbers: Iterable[int]) -> list[int]:
+        """The layers that are not finished in a phase, in their order."""
+        return [number for number in numbers if [phase, number] not in self.finished]
+
+    def finish(self, phase: str, number: int, sums: Layers) -> None:
+        """Save a layer's sums, then note that it is finished."""
+        if sums:
+            Statistics(sums, self.about).save(self._file(number))
+        self.finished.append([phase, number])
+        beside = self.list.with_suffix(".partial")
+        beside.write_text(json.dumps({"about": self.about, "finished": self.finished}))
+        beside.replace(self.list)
+
+    def result(self, streamed: StreamedModel) -> Statistics:
+        """The sums of all MoE layers."""
+        found = {number: Statistics.load(self._file(number)).layers[number] for number in sorted(streamed.moe)}
+        return Statistics(found, dict(self.about))
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"sums-{number}.safetensors"

@@ -1,0 +1,181 @@
+"""A pass that has one decoder layer in memory gives the sums of one that has the whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.streamed import StreamedModel, open_streamed
+from moe_lab.statistics import streaming
+from moe_lab.statistics.gather import Batch, gather
+from moe_lab.statistics.gradients import gather_gradients
+from moe_lab.statistics.streaming import stream, stream_gradients
+from moe_lab.statistics.sums import Statistics
+
+PASSES = {"forward": (gather, stream), "gradients": (gather_gradients, stream_gradients)}
+
+
+@pytest.fixture
+def batches() -> list[Batch]:
+    """Three batches, one of them padded."""
+    draws = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(3):
+        ids = torch.randint(3, tiny.VOCABULARY, (2, 16), generator=draws)
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        valid[0, 10:] = number != 1
+        found.append((ids, valid))
+    return found
+
+
+def resident(read: Callable[..., Statistics], name: str, batches: list[Batch], out: Path) -> Statistics:
+    return read(tiny.build(name), batches, out=out, fingerprint={}, groups=2)
+
+
+def opened(name: str, folder: Path) -> StreamedModel:
+    tiny.save(name, folder)
+    return StreamedModel(folder, dtype=torch.float32, device="cpu")
+
+
+def assert_equal(found: Statistics, expected: Statistics) -> None:
+    """To the bit forward; backward, autograd may add up what several experts say of a token in another order."""
+    tolerance = 1e-6 if expected.header["kind"] == "gradients" else 0.0
+    assert found.header == expected.header and found.layers.keys() == expected.layers.keys()
+    for layer, sums in expected.layers.items():
+        assert found.layers[layer].keys() == sums.keys()
+        for name, values in sums.items():
+            error = (found.layers[layer][name] - values).abs().max()
+            assert error <= tolerance * values.abs().max(), (layer, name)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize(
+    "name", ["olmoe", "qwen3_next", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss", "jamba", "minimax"]
+)
+def test_the_sums_are_the_same(name: str, kind: str, batches: list[Batch], tmp_path: Path) -> None:
+    whole, layered = PASSES[kind]
+    expected = resident(whole, name, batches, tmp_path / "resident")
+    model = opened(name, tmp_path / "model")
+    assert_equal(layered(model, batches, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
+    assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_killed_pass_goes_on_from_its_last_layer(
+    kind: str, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, layered = PASSES[kind]
+    expected = resident(whole, "deepseek_v2", batches, tmp_path / "resident")
+    model = opened("deepseek_v2", tmp_path / "model")
+    finish = streaming._Work.finish
+    done: list[tuple[str, int]] = []
+
+    def dying(self: Any, phase: str, number: int, sums: Any) -> None:
+        if len(done) % 2:
+            done.append(("killed", number))
+            raise Killed
+        finish(self, phase, number, sums)
+        done.append((phase, number))
+
+    monkeypatch.setattr(streaming._Work, "finish", dying)
+    for _ in range(20):
+        try:
+            found = layered(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+            break
+        except Killed:
+            continue
+    assert_equal(found, expected)
+    finished = [entry for entry in done if entry[0] != "killed"]
+    assert len(finished) == len(set(finished)) and len(done) > len(finished), "nothing is done twice"
+
+
+def test_another_text_starts_anew(batches: list[Batch], tmp_path: Path) -> None:
+    model = opened("olmoe", tmp_path / "model")
+    stream(model, batches[:1], out=tmp_path / "out", fingerprint={}, budget=0)
+    found = stream(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    assert_equal(found, resident(gather, "olmoe", batches, tmp_path / "resident"))
+
+
+def test_only_one_layer_is_there_at_a_time(
+    batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = opened("olmoe", tmp_path / "model")
+    most = 0
+
+    def counting(self: Any, index: int, state: Any) -> torch.Tensor:
+        nonlocal most
+        there = [number for number, layer in enumerate(model.layers) if not next(layer.parameters()).is_meta]
+        most = max(most, len(there))
+        return read(self, index, state)
+
+    read = streaming._Read.__call__
+    monkeypatch.setattr(streaming._Read, "__call__", counting)
+    stream(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    assert most == 1
+
+
+def _without(name: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if key != name}, folder / "model.safetensors")
+
+
+def _infinite(name: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[0] = float("inf")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _wide(name: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(3, 3)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), [(_without, "missing"), (_infinite, "holds inf"), (_wide, "they are of two models")]
+)
+def test_damaged_weights_are_named(damage: Any, says: str, batches: list[Batch], tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tiny.save("olmoe", tmp_path / "model")
+    damage(name, tmp_path / "model")
+    model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    with pytest.raises(UserError, match=rf"(?s){name}.*{says}|{says}.*{name}"):
+        stream(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+
+
+def test_what_cannot_be_streamed_is_said_first(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    settings = ModelConfig(name="m", path=str(tmp_path), device="balanced")
+    with pytest.raises(UserError, match=r"model\.device=balanced"):
+        open_streamed(settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match="stored as fp8"):
+        open_streamed(ModelConfig(name="m", path=str(tmp_path)))
+
+
+def test_half_precision_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    tiny.save("deepseek_v3", tmp_path)
+    whole = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = StreamedModel(tmp_path, dtype=torch.bfloat16, device="cpu")
+
+    def tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from module.named_parameters()
+        yield from module.named_buffers()
+
+    with model.layer(1) as layer:
+        expected = dict(tensors(whole.get_submodule(f"{model.path}.1")))
+        for name, tensor in tensors(layer):
+            assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
