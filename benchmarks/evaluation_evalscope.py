@@ -1,15 +1,21 @@
-"""EvalScope's grading of real answers: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
+"""EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
-FOLDER holds GSM8K and MATH-500 as files (docs/evaluation.md says which). A mirror is made of them, EvalScope's own
+answers: FOLDER holds GSM8K and MATH-500 as files (docs/evaluation.md says which). A mirror is made of them, EvalScope's own
 process asks all 1,319 and 500 questions, and then grades three sets of answers to them, each in a box as its prompt
 asks: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all right, the
-others all wrong; every item that is judged otherwise is listed, and exit code 1 says that there is one.
+others all wrong; every item that is judged otherwise is listed.
+
+programs: benchmarks/contest_programs.py, in EvalScope's interpreter: programs judged by EvalScope's own function, which
+runs them beside the expected outputs, and where moe_lab runs them. Bar: the same tests are passed.
+
+Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import harness_evalscope, mirror
+from moe_lab.evaluation import evalscope_tasks, harness_evalscope, mirror
 from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.mirror_make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.programs import namespaces_missing
 
+PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")
 Change = Callable[[Sequence[str], int], str]
 """The data's answers and the number of one of them -> the answer that is given."""
@@ -33,16 +41,29 @@ def main() -> int:
     """Ask, answer, grade, print."""
     arguments = _arguments()
     failed = False
+    if "programs" in arguments.parts:
+        python = evalscope_tasks.interpreter(BenchmarkConfig(name="programs"))
+        walls = "limits" if namespaces_missing() else "namespaces"
+        program = Path(__file__).with_name("contest_programs.py")
+        failed |= subprocess.run([python, "-s", str(program), walls], check=False).returncode != 0
+    if "answers" in arguments.parts:
+        failed |= _check_answers(arguments)
+    return int(failed)
+
+
+def _check_answers(arguments: argparse.Namespace) -> bool:
+    failed = False
     with tempfile.TemporaryDirectory() as root:
         for benchmark in benchmarks(arguments.benchmarks, root):
             print("\n".join(make(benchmark, arguments.data)), flush=True)
             failed |= _check(replace(benchmark, limit=arguments.limit))
-    return int(failed)
+    return failed
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl, math500_test.jsonl")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--benchmarks", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--limit", type=int, help="only so many items")
     return parser.parse_args()

@@ -113,8 +113,8 @@ def run(request: Request) -> Reply:
         questions = [{"item": name, "messages": stand_in.asked[name]} for name in task.names.values()]
         return Reply(questions=questions, versions=versions)
     samples = list(_samples(request, task.names))
-    primary = [metric for metric in reports[request.task].metrics]
-    return Reply(samples=samples, score=primary[0].score if primary else None, versions=versions)
+    metrics = reports[request.task].metrics  # none where nothing could be scored
+    return Reply(samples=samples, score=metrics[0].score if metrics else None, versions=versions)
 
 
 def _check(request: Request, task: _Task, stand_in: Any, report: Any) -> None:
@@ -125,8 +125,6 @@ def _check(request: Request, task: _Task, stand_in: Any, report: Any) -> None:
     for arrived in stand_in.settings:
         lost = {name: value for name, value in request.settings.items() if arrived.get(name) != value}
         assert not lost, f"settings that did not arrive: {lost}"
-    if request.texts is not None:
-        assert set(request.texts) == names, "the answers are not those to this task's questions"
     done = report.execution_summary
     assert (done.requested, done.succeeded, done.errored) == (len(names), len(names), 0), str(done)
     assert not done.incomplete
@@ -174,6 +172,10 @@ class _Task:
             for sample in samples:
                 name = f"{subset}/{sample.id} {_digest(_messages(sample.input))}"
                 sample.metadata["moe_lab item"] = self.names[subset, sample.id] = name
+        texts = self.request.texts
+        if texts is not None:
+            other = set(texts) ^ set(self.names.values())
+            assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
         return subsets
 
 

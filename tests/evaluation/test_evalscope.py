@@ -167,6 +167,11 @@ def test_items_beyond_the_limit_are_taken_from_all_subsets_alike() -> None:
     assert list(task.names) == [("easy", 0), ("easy", 1), ("easy", 2), ("hard", 0), ("hard", 1)]
     assert len(set(task.names.values())) == 5
     assert [one.metadata["moe_lab item"] for one in subsets["hard"]] == list(task.names.values())[3:]
+    answered = dict.fromkeys(task.names.values(), "text")
+    evalscope_worker._Task(_request(texts=answered), None, None).name_items(subsets)
+    subsets["easy"][1].input[0].text = "another question"
+    with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
+        evalscope_worker._Task(_request(texts=answered), None, None).name_items(subsets)
 
 
 def _request(**changes: Any) -> evalscope_worker.Request:
@@ -184,18 +189,17 @@ def _request(**changes: Any) -> evalscope_worker.Request:
         ({"calls": 3}, "3 questions were asked for 2 items"),
         ({"done": (2, 1, 1, True)}, "errored"),
         ({"done": (3, 3, 0, False)}, "requested"),
-        ({"texts": {"a": ""}}, "the answers are not those"),
     ],
 )
 def test_a_run_of_evalscope_that_did_something_else_is_an_error(changes: dict[str, Any], sentence: str | None) -> None:
     arrived = {"max_tokens": 64, "temperature": 0.0, "retries": 5}
-    plain: dict[str, Any] = {"settings": [arrived], "asked": {"a": [], "b": []}, "calls": 2, "texts": None}
+    plain: dict[str, Any] = {"settings": [arrived], "asked": {"a": [], "b": []}, "calls": 2}
     have = {**plain, "done": (2, 2, 0, False), **changes}
     stand_in = SimpleNamespace(settings=have["settings"], asked=have["asked"], calls=have["calls"])
     names = ("requested", "succeeded", "errored", "incomplete")
     report = SimpleNamespace(execution_summary=SimpleNamespace(**dict(zip(names, have["done"], strict=True))))
     task = SimpleNamespace(names={("s", 0): "a", ("s", 1): "b"})
-    request = _request(texts=have["texts"])
+    request = _request()
     if sentence is None:
         evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
         return
