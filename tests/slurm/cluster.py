@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-LONG = 240
-"""Seconds after which a test gives up on a job; on a quiet machine it takes a twentieth."""
+LONG = 500
+"""Seconds after which a test gives up on a job; on a quiet machine it takes a fraction."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONFIGURATION = """\
 ClusterName=test

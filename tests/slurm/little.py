@@ -15,7 +15,7 @@ from cluster import Cluster, until
 from studies import jobs
 
 WORDS = ["criterion=random", "suite.benchmarks=[]", "report=false", "resources.every.memory=1"]
-LONG = 240
+LONG = 500
 """Seconds after which a test gives up on a job; on a quiet machine it takes two."""
 
 

@@ -6,7 +6,7 @@ import pytest
 from cluster import LONG, until
 from little import WORDS, Little
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_jobs_of_hydras_own_launcher_share_steps(little: Little) -> None:

@@ -18,6 +18,7 @@ from studies import asked, command, jobs, ran, results
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(),
         reason="no shipped model",

@@ -12,7 +12,7 @@ from little import Little
 from scenes import STEPS, TWO
 from studies import asked
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_the_same_command_survives_what_clusters_do(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
