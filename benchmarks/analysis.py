@@ -1,0 +1,58 @@
+"""How long the analysis takes: all tables, figures and the page of a study of 200 cells, and loading 10,000 results.
+
+    python -m benchmarks.analysis
+
+Both stores are made up, in the layout that a run leaves. Seconds are of one process, as the clock shows and as the
+processor counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "analysis"))
+
+from synthetic import write_store
+
+from analysis import report
+from analysis.load import load
+
+REBUILD, LOAD = 60, 5
+"""Seconds that the two may take."""
+FEW = ("frequency", "reap", "man", "ean")
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What `work` gives, and the seconds it took: by the clock, of the processor."""
+    clock, processor = time.perf_counter(), time.process_time()
+    made = work()
+    return made, time.perf_counter() - clock, time.process_time() - processor
+
+
+def main() -> int:
+    """Print both; 1 when one took longer than it may."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        study = write_store(root / "study", ratios=(0.125, 0.25, 0.375, 0.5, 0.625, 0.75))
+        cells = len(load(study, "made_up").cells)
+        _, clock, processor = timed(lambda: report.write(study, "made_up", root / "out"))
+        files = sum(path.is_file() for path in (root / "out").rglob("*"))
+        print(
+            f"rebuild: {cells} cells, {files} files: {clock:.1f} s ({processor:.1f} s of the processor; {REBUILD} allowed)"
+        )
+        ratios = [place / 128 for place in range(1, 53)]
+        many = write_store(root / "many", criteria=FEW, ratios=ratios, items=10, overlap=False)
+        found, loading, counted = timed(lambda: load(many, "made_up"))
+        print(
+            f"load: {len(found.results):,} results: {loading:.1f} s ({counted:.1f} s of the processor; {LOAD} allowed)"
+        )
+    return int(processor > REBUILD or counted > LOAD)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What is missing or wrong in a store: tables are made all the same, gaps are gaps, and the exit code tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from synthetic import write_store
+
+from analysis import __main__ as command
+from analysis.catalogue import CATALOGUE, Material, make
+from analysis.load import load
+from analysis.tables import Table
+
+Change = Callable[[dict[str, Any], Path], None]
+TABLES = ("winners", "ranks", "ranks.cd", "unified.table1", "unified.table5", "pareto", "claims", "gaps")
+CELL = "pocket_olmoe reap pocket_code 0.5"
+"""The cell that the changes below damage."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    few = {"items": 20, "tasks": ("gsm8k", "mmlu", "rte"), "ratios": (0.5,), "overlap": False}
+    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man"), calibrations=("pocket_code",), **few)
+
+
+def entry(document: dict[str, Any]) -> dict[str, Any]:
+    return next(found for found in document["cells"] if found["cell"]["criterion"] == "reap")
+
+
+def result(document: dict[str, Any], root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = root / entry(document)["evaluate"]["gsm8k"] / "result.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def nothing_ran(document: dict[str, Any], root: Path) -> None:
+    for found in document["cells"]:
+        found["errors"] = dict.fromkeys(found["evaluate"], "the node is gone")
+        found["evaluate"] = dict.fromkeys(found["evaluate"])
+        found |= dict.fromkeys(("plan", "scores", "statistics", "cost", "profile", "model"))
+
+
+def cell_failed(document: dict[str, Any], root: Path) -> None:
+    entry(document)["errors"] = dict.fromkeys(entry(document)["evaluate"], "out of memory")
+    entry(document)["evaluate"] = dict.fromkeys(entry(document)["evaluate"])
+
+
+def benchmark_missing(document: dict[str, Any], root: Path) -> None:
+    entry(document)["evaluate"]["gsm8k"] = None
+
+
+def score_is_nan(document: dict[str, Any], root: Path) -> None:
+    result(document, root, lambda content: content["results"][0].update(score=float("nan")))
+
+
+def other_suite(document: dict[str, Any], root: Path) -> None:
+    del entry(document)["evaluate"]["gsm8k"]
+
+
+def reported_twice(document: dict[str, Any], root: Path) -> None:
+    result(document, root, lambda content: content["results"].append({**content["results"][0], "score": 0.0}))
+
+
+def listed_twice(document: dict[str, Any], root: Path) -> None:
+    document["cells"].append(entry(document))
+
+
+def other_versions(document: dict[str, Any], root: Path) -> None:
+    result(document, root, lambda content: content["versions"].update(lm_eval="9.9"))
+
+
+def newer(document: dict[str, Any], root: Path) -> None:
+    result(document, root, lambda content: content.update(schema=99))
+
+
+LOST = (nothing_ran, cell_failed, benchmark_missing, score_is_nan, other_suite, newer)
+KEPT = (reported_twice, listed_twice, other_versions)
+
+
+def changed(store: Path, change: Change) -> Path:
+    file = store / "studies" / "made_up.json"
+    document = json.loads(file.read_text())
+    change(document, store)
+    file.write_text(json.dumps(document))
+    return store
+
+
+@pytest.mark.parametrize("change", LOST, ids=lambda change: change.__name__)
+def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, change: Change) -> None:
+    study = load(changed(store, change), "made_up")
+    made = make(CATALOGUE if change is nothing_ran else TABLES, Material(study))
+    tables = {output.name: output for outputs in made.values() for output in outputs if isinstance(output, Table)}
+    for table in tables.values():
+        for column in {"GSM8K", "Avg"} & set(table.frame):
+            rows = table.frame[table.frame["Criterion"] == "REAP"]
+            assert rows[column].isna().all() or column == "Avg", (table.name, column)
+            assert not (rows[column] == 0).any()
+    if change is nothing_ran:
+        assert "gaps" in tables and not {"ranks", "unified.table5", "winners"} & set(tables)
+    else:
+        others = tables["unified.table5"].frame.query("Criterion == 'MAN'")
+        assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
+    # a cell of another suite lacks nothing that was asked of it; everything else is told
+    assert bool(study.gaps) == (change is not other_suite)
+    assert study.gaps == [] or "gaps" in tables
+    if change is other_suite:
+        assert "different sets of benchmarks" in " ".join(study.notes)
+
+
+@pytest.mark.parametrize("change", KEPT, ids=lambda change: change.__name__)
+def test_what_is_only_odd_keeps_its_number_and_is_told(store: Path, change: Change) -> None:
+    before = load(store, "made_up").results.query("benchmark == 'gsm8k'")["score"].tolist()
+    study = load(changed(store, change), "made_up")
+    assert study.results.query("benchmark == 'gsm8k'")["score"].tolist() == before
+    told = " ".join([*study.notes, *(gap.what for gap in study.gaps)])
+    assert {"reported_twice": "the first counts", "listed_twice": "counted once", "other_versions": "lm_eval"}[
+        change.__name__
+    ] in told
+
+
+@pytest.mark.parametrize(("change", "code"), [(nothing_ran, 1), (cell_failed, 1), (other_versions, 0)])
+def test_the_exit_code_says_whether_something_is_missing(
+    store: Path, change: Change, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = store / "out"
+    assert (
+        command.main(["gaps" if code else "ranks", "unified.table5", f"store={changed(store, change)}", f"out={out}"])
+        == code
+    )
+    said = capsys.readouterr().err
+    if change is nothing_ran:
+        assert "has no results yet" in said and "the node is gone" in (out / "tables" / "gaps.csv").read_text()
+    if change is cell_failed:
+        assert f"gsm8k of {CELL}: failed: out of memory" in said
+        row = next(line for line in (out / "tables" / "unified.table5.md").read_text().splitlines() if "REAP" in line)
+        assert re.findall(r"\| – ", row) and "0.000" not in row
+        frame = pd.read_csv(out / "tables" / "unified.table5.csv")
+        assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["rnaks"], "did you mean ranks"),
+        (["convergance"], "did you mean convergence"),
+        (["ranks", "stroe=x"], "did you mean store"),
+        (["ranks", "study=made_pu"], "did you mean made_up"),
+        (["ranks", "store=nowhere"], "does not exist"),
+        (["ranks", "out="], "has no value"),
+    ],
+)
+def test_wrong_words_get_the_nearest(
+    store: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words if any("store=" in word for word in words) else [*words, f"store={store}"]
+    assert command.main(given) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_store_without_studies_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["all", f"store={tmp_path}"]) == 2
+    assert "holds no study yet: run one first" in capsys.readouterr().err
