@@ -34,6 +34,10 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
     return made, time.perf_counter() - clock, time.process_time() - processor
 
 
+def _seconds(clock: float, processor: float, allowed: int) -> str:
+    return f"{clock:.1f} s ({processor:.1f} s of the processor; {allowed} allowed)"
+
+
 def main() -> int:
     """Print both; 1 when one took longer than it may."""
     with tempfile.TemporaryDirectory() as folder:
@@ -42,15 +46,11 @@ def main() -> int:
         cells = len(load(study, "made_up").cells)
         _, clock, processor = timed(lambda: report.write(study, "made_up", root / "out"))
         files = sum(path.is_file() for path in (root / "out").rglob("*"))
-        print(
-            f"rebuild: {cells} cells, {files} files: {clock:.1f} s ({processor:.1f} s of the processor; {REBUILD} allowed)"
-        )
+        print(f"rebuild: {cells} cells, {files} files: {_seconds(clock, processor, REBUILD)}")
         ratios = [place / 128 for place in range(1, 53)]
         many = write_store(root / "many", criteria=FEW, ratios=ratios, items=10, overlap=False)
         found, loading, counted = timed(lambda: load(many, "made_up"))
-        print(
-            f"load: {len(found.results):,} results: {loading:.1f} s ({counted:.1f} s of the processor; {LOAD} allowed)"
-        )
+        print(f"load: {len(found.results):,} results: {_seconds(loading, counted, LOAD)}")
     return int(processor > REBUILD or counted > LOAD)
 
 
