@@ -336,7 +336,7 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
         (None, "backend.command is not set: expected the command line"),
         ("vllm serve {checkpoint}", "has no {port}"),
         ("vllm serve --port {port}", "has no {checkpoint}"),
-        ("vllm serve {chekpoint} --port {port}", "{chekpoint} is unknown: did you mean {checkpoint}?"),
+        ("vllm serve {checkpoints} --port {port}", "{checkpoints} is unknown: did you mean {checkpoint}?"),
         ("vllm serve {checkpoint} {port} {}", "{} is unknown"),
         ("vllm serve '{checkpoint} {port}", "cannot be read: No closing quotation"),
         ("vllm serve {checkpoint} {port", "cannot be read: "),
