@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from analysis import convergence, profile_outputs, rank_outputs
+from analysis import calibration_outputs, convergence, profile_outputs, rank_outputs
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.rank_tests import BENCHMARKS, COLUMNS
@@ -37,6 +37,23 @@ def _convergence(study: Study, comparisons: Sequence[Comparison]) -> Made:
     return [*drawn, *_unless_empty(convergence.settling_table(study, found))]
 
 
+def _calibration_sets(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(calibration_outputs.calibration_table(study, comparisons, name="coverage.table18"))
+
+
+def _sizes(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    name = "heapr.fig3"
+    drawn = (
+        calibration_outputs.size_figure(study, comparison, name=_of(comparisons, name, comparison))
+        for comparison in comparisons
+    )
+    return [figure for figure in drawn if figure]
+
+
+def _block_sizes(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return _unless_empty(calibration_outputs.block_size_table(study, comparisons, name="coverage.table16"))
+
+
 def _variance(study: Study, comparisons: Sequence[Comparison]) -> Made:
     table = profile_outputs.profile_table(study, comparisons, name="aimer.fig6")
     return [*_profiles(study, comparisons, profile_outputs.VARIANCE, "aimer.fig6"), *_unless_empty(table)]
@@ -65,6 +82,9 @@ def _of(comparisons: Sequence[Comparison], name: str, comparison: Comparison) ->
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "ranks.cd": _rank_differences,
     "convergence": _convergence,
+    "coverage.table18": _calibration_sets,
+    "heapr.fig3": _sizes,
+    "coverage.table16": _block_sizes,
     "aimer.fig6": _variance,
     "coverage.entropy": _entropy,
 }

@@ -9,6 +9,9 @@ _BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 NEEDS: Mapping[str, str] = {
     "convergence": "a run with calibration.snapshots=8",
+    "coverage.table18": "one criterion on several calibration sets",
+    "heapr.fig3": "calibration sets that read different numbers of tokens of one text",
+    "coverage.table16": "several of the allocations coverage_aligned_* and coverage_min_* of sweeps",
     "aimer.fig6": "a run with profile=true",
     "coverage.entropy": "a run with profile=true",
     "unified.fig3": "a run with overlap=true",

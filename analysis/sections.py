@@ -113,8 +113,8 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "By task",
             "What calibration on the task changes",
             effect,
-            [*made["task_specific"], *made["radar"]],
-            filters={"task_specific": "*Model|Pruned"},
+            [*made["task_specific"], *made["radar"], *made["heapr.fig3"], *made["coverage.table18"]],
+            filters={"task_specific": "*Model|Pruned", "coverage.table18": "*Model|Pruned"},
         ),
         Section(
             "benchmarks",
@@ -173,6 +173,7 @@ _CHANNELS = (
     "coverage.table6",
     "coverage.table7",
     "coverage.table13",
+    "coverage.table16",
 )
 _CLAIM_TEXT = (
     "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from handmade import UNPRUNED, cell, comparison_of, study_of
+from synthetic import write_store
+
+from analysis import calibration_outputs
+from analysis.catalogue import Material, make
+from analysis.load import load
+
+SIZES = {"text_8k": 8000, "text_65k": 65000, "pocket_math": 65000}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    """Two sizes of one text, and another text."""
+    few = {"items": 20, "tasks": ("gsm8k", "mmlu"), "ratios": (0.25, 0.5), "overlap": False}
+    root = tmp_path_factory.mktemp("sizes") / "store"
+    write_store(root, criteria=("reap", "man", "random"), calibrations=tuple(SIZES), **few)
+    for name, tokens in SIZES.items():
+        for file in (root / "statistics").glob(f"*{name}*/calibration.json"):
+            text = "one" if name.startswith("text") else "other"
+            file.write_text(
+                json.dumps({**json.loads(file.read_text()), "valid_tokens": {name: tokens}, "sha256": text})
+            )
+    return Material(load(root, "made_up"))
+
+
+def test_sets_are_measured_against_the_one_of_most_tokens(material: Material) -> None:
+    [table] = make(["coverage.table18"], material)["coverage.table18"]
+    block = table.frame[table.frame["Pruned"] == "50 %, REAP"]
+    assert list(block["Criterion"]) == [
+        "Unpruned",
+        "text_8k, 8,000 tokens",
+        "text_65k, 65,000 tokens",
+        "Math, 65,000 tokens",
+    ]
+    last = block["Avg"].iloc[-1]
+    assert np.allclose(block["Difference"].iloc[1:3], block["Avg"].iloc[1:3] - last)
+    assert not table.frame["Pruned"].str.contains("Random").any()  # it reads no text
+
+
+def test_sizes_of_one_text_are_one_line(material: Material) -> None:
+    [figure] = make(["heapr.fig3"], material)["heapr.fig3"]
+    assert [axes.get_title(loc="left") for axes in figure.drawing.axes] == ["25 % pruned", "50 % pruned"]
+    [comparison] = material.comparisons
+    for axes, ratio in zip(figure.drawing.axes, (0.25, 0.5), strict=True):
+        drawn = axes.get_lines()
+        assert len(drawn) == 2 and all(list(line.get_xdata()) == [8000, 65000] for line in drawn)
+        cells = material.study.cells.query(f"criterion == 'reap' and ratio == {ratio} and calibration == 'text_8k'")
+        average = comparison.score(("GSM8K", "MC Avg"))[cells.index[0]]
+        assert average in [pytest.approx(line.get_ydata()[0]) for line in drawn]
+
+
+def test_without_two_sizes_there_is_nothing_to_draw(small: Path) -> None:
+    material = Material(load(small, "made_up"))
+    # its sets say nothing of their text, so that each counts as one of its own
+    assert make(["heapr.fig3", "coverage.table16"], material) == {"heapr.fig3": [], "coverage.table16": []}
+
+
+def test_blocks_are_measured_against_the_published_ones() -> None:
+    words = ("coverage aligned 64", "coverage aligned 128", "coverage min 256", "coverage", "uniform")
+    axes = [UNPRUNED, *(cell("channel_activation", word) for word in words)]
+    rows = [[1.0] * (10 - place) + [0.0] * place for place in range(6)]
+    comparison = comparison_of(axes, {"gsm8k": rows})
+    table = calibration_outputs.block_size_table(study_of(comparison, [{}] * 6), [comparison], name="t")
+    assert list(table.frame["Criterion"]) == [
+        "Unpruned",
+        "Coverage aligned 64",
+        "Coverage aligned 128",
+        "Coverage min 256",
+    ]
+    assert table.frame["Difference"].tolist()[1] == pytest.approx(0.1) and np.isnan(table.frame["Difference"].iloc[2])
