@@ -92,6 +92,8 @@ class Config:
     """Print the graph of steps and stop."""
     export: str | None = None
     """Also write each pruned model as a checkpoint: natural (what is kept), masked, padded or padded_stock."""
+    verify: bool = False
+    """Read some tokens with each exported checkpoint and with the masked model, and refuse one that differs."""
     flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.decoder import output_of, run, stand_in
+from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
 from moe_lab.models.files import has_pickles_only, local_folder, quantization
 from moe_lab.models.load import DEVICE_MAPS, DTYPES, check_finite, load_tokenizer, place, precision, quiet, skeleton
@@ -51,6 +53,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
         dtype = DTYPES.get(str(stored.get("dtype", stored.get("torch_dtype"))), torch.float32)
     trust = settings.trust_remote_code
     streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust)
+    moe_layers(streamed.model)  # which says what cannot be scored
     return streamed, load_tokenizer(folder, trust_remote_code=trust)
 
 
@@ -68,7 +71,7 @@ class StreamedModel:
         self.checkpoint = open_checkpoint(folder)
         self.device, self.dtype = device, dtype
         self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
-        self.moe = {layer.index: layer for layer in moe_layers(self.model)}
+        self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         first = next(iter(self.moe.values())).name.split(".")
         prefix = first[: first.index(str(next(iter(self.moe))))]
         self.path = ".".join(prefix)
@@ -101,6 +104,33 @@ class StreamedModel:
             yield module
         finally:
             module.to("meta")
+
+    def through(self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """What layer `number`, which has its weights now, makes of `state` (B, S, H); of None, what embeddings give.
+
+        `ids` and `valid` (B, S) are the batch, from which the model makes its masks and positions. UserError for layers
+        that give something else than hidden states.
+        """
+        with ExitStack() as undo:
+            if state is not None:
+                for below in self.layers[:number]:
+                    stand_in(below, state, undo)
+            try:
+                return output_of(self.layers[number], partial(run, self.model, ids, valid))
+            except TypeError as error:
+                raise UserError(
+                    f"{error} instead of hidden states, so its layers cannot be run one by one: set "
+                    "calibration.engine=resident"
+                ) from None
+
+    def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Logits (B, S, V) that the model reads from `state` (B, S, H), the output of its last decoder layer."""
+        with ExitStack() as undo:
+            for layer in self.layers:
+                stand_in(layer, state, undo)
+            mask = valid.to(state.device, torch.int64)
+            logits: torch.Tensor = self.model(ids.to(state.device), attention_mask=mask, use_cache=False).logits
+            return logits
 
     def prefetch(self, number: int) -> None:
         """Ask the system to read a layer's bytes into its cache meanwhile; numbers beyond the last are ignored."""

@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
+from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.models.watch import watched
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics.dispatch import run
 from moe_lab.statistics.gather import Batch
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")

@@ -41,6 +41,16 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
+def mask_layer(model: PreTrainedModel, layer: MoELayer, plan: Plan) -> Iterator[None]:
+    """The mask on one layer alone, for models that have only that one in memory. The plan must be for the model."""
+    with ExitStack() as undo:
+        _keep(layer, plan.experts[layer.index], undo)
+        if plan.channels:
+            undo.enter_context(channel_masks(model, [layer], plan))
+        yield
+
+
+@contextmanager
 def mask_logits(model: nn.Module, drop: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """While this context is open, dropped experts have logits and correction biases of minus infinity.
 

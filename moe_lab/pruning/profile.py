@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
+from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer, routed_layers
 from moe_lab.models.watch import watched
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics.dispatch import run
 from moe_lab.statistics.gather import Batch
 
 COLUMNS = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts")

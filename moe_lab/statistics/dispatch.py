@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -70,15 +69,3 @@ def not_called(layer: MoELayer) -> UserError:
         f"{layer.name} ({type(layer.experts).__name__}) does not compute its experts through transformers' registry "
         "of experts functions, so what it does cannot be observed: this architecture is not supported"
     )
-
-
-def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
-    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
-
-    Gives the decoder's output, whose last_hidden_state (B, S, H) is what the vocabulary is read from.
-    """
-    embeddings: Any = model.get_input_embeddings()
-    device = embeddings.weight.device
-    # All ones mean the same as no mask, which is the faster attention.
-    mask = None if bool(valid.all()) else valid.to(device, torch.int64)
-    return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)

@@ -10,18 +10,15 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from moe_lab.errors import UserError
-from moe_lab.models.stand_in import output_of, stand_in
+from moe_lab.models.decoder import run, stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.backward import differentiable, loss_gradient
-from moe_lab.statistics.dispatch import run
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gather import Batch, description
 from moe_lab.statistics.gradients import GradientTap, check_loss
@@ -118,18 +115,7 @@ class _Read:
         return self.output
 
     def _run(self, model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> None:
-        with ExitStack() as undo:
-            if self.state is not None:
-                for below in self.streamed.layers[: self.number]:
-                    stand_in(below, self.state, undo)
-            layer = self.streamed.layers[self.number]
-            try:
-                self.output = output_of(layer, partial(run, model, ids, valid))
-            except TypeError as error:
-                raise UserError(
-                    f"calibration.engine=streamed: {error} instead of hidden states, so its layers cannot be run one "
-                    "by one: set calibration.engine=resident"
-                ) from None
+        self.output = self.streamed.through(self.number, ids, valid, self.state)
 
     def sums(self) -> Layers:
         """The layer's sums over the batches read; empty where it was not observed."""

@@ -298,5 +298,6 @@ class Maker:
 
     def export(self, model: ModelConfig, plan: Step) -> Step:
         """The pruned model as a checkpoint."""
-        parts = {"shape": Part({"export": self.config.export or "natural"})}
+        shape = {"export": self.config.export or "natural", **({"verify": True} if self.config.verify else {})}
+        parts = {"shape": Part(shape)}
         return Step("export", plan.label, parts, {"model": self.model(model), "plan": plan}, {"model": plain(model)})

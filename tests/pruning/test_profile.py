@@ -7,9 +7,9 @@ import tiny
 import torch
 
 from moe_lab.errors import UserError
+from moe_lab.models.decoder import run
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.profile import profile
-from moe_lab.statistics.dispatch import run
 
 
 def batches(rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:

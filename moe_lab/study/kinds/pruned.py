@@ -149,5 +149,13 @@ def export(job: Job) -> None:
     from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
 
-    source = local_folder(ModelConfig(**job.runtime["model"]))
-    write(source, _plan(job), job.output("checkpoint"), shape=job.settings["shape"]["export"])
+    settings = ModelConfig(**job.runtime["model"])
+    source, plan, asked = local_folder(settings), _plan(job), job.settings["shape"]
+    checkpoint = write(source, plan, job.output("checkpoint"), shape=asked["export"])
+    if asked.get("verify"):
+        from moe_lab.pruning.verify import verify
+
+        trust = settings.trust_remote_code
+        write_json(
+            job.output("verified.json"), {"difference": verify(source, plan, checkpoint, trust_remote_code=trust)}
+        )

@@ -1,4 +1,4 @@
-"""Decoder layers that compute nothing, so that a model can be run from the middle, or up to it, by its own code."""
+"""Run the decoder of a model by its own code: all of it, from the middle on, or up to some layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+
+def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
+    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
+
+    Gives the decoder's output, whose last_hidden_state (B, S, H) is what the vocabulary is read from.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    device = embeddings.weight.device
+    # All ones mean the same as no mask, which is the faster attention.
+    mask = None if bool(valid.all()) else valid.to(device, torch.int64)
+    return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 
 def stand_in(layer: nn.Module, state: torch.Tensor, undo: ExitStack) -> None:
