@@ -90,4 +90,3 @@ def the_node_is_drained_and_lost(little: Little, job: str) -> None:
     assert "is PENDING (" in asked(little.store, "why", "little")
     little.release()
     cluster.ask("scontrol", "update", node, "state=resume")
-    cluster.ask("scontrol", "update", f"jobid={job}", "starttime=now")  # what a requeue waits for was seen already
