@@ -149,8 +149,8 @@ def test_the_exit_code_says_whether_something_is_missing(
     ("words", "sentence"),
     [
         (["rnaks"], "did you mean ranks"),
-        (["convergance"], "did you mean convergence"),
-        (["ranks", "stroe=x"], "did you mean store"),
+        (["convergenc"], "did you mean convergence"),
+        (["ranks", "stor=x"], "did you mean store"),
         (["ranks", "study=made_pu"], "did you mean made_up"),
         (["ranks", "store=nowhere"], "does not exist"),
         (["ranks", "out="], "has no value"),
