@@ -1,7 +1,7 @@
 """EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
-answers: FOLDER holds GSM8K and MATH-500 as files (docs/evaluation.md says which). A mirror is made of them, EvalScope's own
-process asks all 1,319 and 500 questions, and then grades three sets of answers to them, each in a box as its prompt
+answers: FOLDER holds GSM8K and MATH-500 as files (docs/evaluation.md says which). A mirror is made of them, EvalScope's
+own process asks all 1,319 and 500 questions, and then grades three sets of answers to them, each in a box as its prompt
 asks: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all right, the
 others all wrong; every item that is judged otherwise is listed.
 

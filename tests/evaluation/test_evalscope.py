@@ -124,9 +124,8 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     }
     assert (result["n"], result["score"]) == (len(CASES), pytest.approx(6 / len(CASES)))
     said = {name: sample["extracted"] for name, sample in zip(CASES, found, strict=True)}
-    assert (
-        said["reads lines"] == "pass" and "Time Limit" in said["never ends"] and "Wrong answer" in said["has no block"]
-    )
+    assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
+    assert said["returns another order"] == "Wrong Answer" and "expected an indented block" in said["has no block"]
     assert not Path("/tmp/moe_lab_was_here").exists()
     assert [message["role"] for message in parrot.rendered[0]] == ["system", "user"]
     assert "Problem 0" in parrot.rendered[0][1]["content"]
@@ -322,10 +321,10 @@ def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, sha
 
     [benchmark] = benchmarks(["math500"], str(tmp_path))
     make(benchmark, shared_data)
-    benchmark = replace(benchmark, limit=40)
+    benchmark = replace(benchmark, limit=20)
     questions = harness_evalscope.ask(benchmark)
     own = own_answers(benchmark, questions)
-    given = [own[number] if number % 2 else own[number] + "+1" for number in range(40)]
+    given = [own[number] if number % 2 else own[number] + "+1" for number in range(20)]
     answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
     graded = harness_evalscope.grade(answers, benchmark, Policy())
-    assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 20
+    assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 10
