@@ -104,7 +104,7 @@ def settling_table(study: Study, found: pd.DataFrame, *, name: str = "convergenc
         title="How the experts to keep settle with more calibration text",
         caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
         "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
-        f"experts kept at the end that are not kept yet. Uniform removal from each layer. {reading(study)}",
+        f"experts kept at the end that are not kept yet. Uniform removal from each layer. Made with {reading(study)}",
         frame=frame,
         formats={
             "Tokens": "{:,.0f}",
@@ -181,10 +181,11 @@ def settling_finding(found: pd.DataFrame) -> list[str]:
         last = part[part["tokens"] == part["tokens"].max()]
         moved = last.loc[last["changed"].idxmax()]
         read = int(moved["tokens"]) / int(moved["whole"])
+        change = f"{moved['changed'] * 100:.1f} %"
         settled = "has settled" if moved["changed"] <= SETTLED else "has not settled"
         said.append(
             f"Calibration on {names.calibration(key['calibration'])} {settled} for {key['model']}: after "
-            f"{names.share(read)} of the text at most {moved['changed']:.1%} of the experts to keep still changed "
+            f"{names.share(read)} of the text at most {change} of the experts to keep still changed "
             f"({names.criterion(str(moved['criterion']))}, {names.ratio(float(moved['ratio']))} pruned)."
         )
     return said

@@ -155,7 +155,7 @@ def coverage_table(study: Study, *, name: str = "coverage") -> Table:
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
-        f"Rare: fewer than a tenth of the tokens an even load would give. {reading(study)}",
+        f"Rare: fewer than a tenth of the tokens an even load would give. Made with {reading(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[2:], "{:,.0f}"),
     )
@@ -187,7 +187,7 @@ def overlap_table(study: Study, overlaps: pd.DataFrame, *, name: str = "overlap"
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for every expert. {reading(study)}",
+        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Made with {reading(study)}",
         frame=frame,
         formats=shown,
         best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
@@ -208,7 +208,7 @@ def proxy_table(study: Study, found: pd.DataFrame, *, name: str = "proxy") -> Ta
         name=name,
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
-        f"layers, the lowest layer, and what random sets would share. {reading(study)}",
+        f"layers, the lowest layer, and what random sets would share. Made with {reading(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[3:], SCORE),
     )
