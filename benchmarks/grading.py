@@ -3,7 +3,7 @@
 DATA is a folder with HumanEvalPlus.jsonl.gz and MbppPlus.jsonl.gz. Answers go through the adapter, as a model's do:
 - the canonical solutions, from nothing (expected outputs are computed first) and once more with expected outputs kept,
   as a chat model and as a base model would give them: all right on base and plus;
-- the same, but wrong in what the last plus test asks: all right on base, all wrong on plus;
+- the same, but wrong at the call of the last plus test: right on base where that has fewer tests, all wrong on plus;
 - programs that raise: all wrong.
 
 Bar: 164 canonical solutions within 5 minutes on 2 cores, expected outputs included. The measure is processor seconds
@@ -53,6 +53,11 @@ def wrong_at_last(problem: Problem) -> str:
         f"    out = _names[{problem['entry_point']!r}](*given)\n"
         f"    return out if _calls['all'] < {len(problem['plus_input'])} else 'no' if out is None else None\n"
     )
+
+
+def longer_plus(benchmark: BenchmarkConfig) -> int:
+    """How many problems have fewer base than plus tests: `wrong_at_last` passes their base tests."""
+    return sum(len(row["base_input"]) < len(row["plus_input"]) for row in mirror.rows(benchmark))
 
 
 def raising(problem: Problem) -> str:
@@ -116,7 +121,7 @@ def _check(benchmark: BenchmarkConfig) -> bool:
     failed = _report("canonical, chat, from nothing", first, (n, n))
     failed |= _report("canonical, chat", count(benchmark, canonical), (n, n))
     failed |= _report("canonical, completed", count(completed, canonical), (n, n))
-    failed |= _report("wrong at the last plus test", count(benchmark, wrong_at_last), (n, 0))
+    failed |= _report("wrong at the last plus test", count(benchmark, wrong_at_last), (longer_plus(benchmark), 0))
     failed |= _report("raising", count(benchmark, raising), (0, 0))
     if benchmark.name == "humaneval":
         missed = first.processor / CORES > BAR

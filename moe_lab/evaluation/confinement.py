@@ -1,5 +1,4 @@
-"""Linux namespaces for one process: no network, nothing writable but one folder where there is one, nothing to read but
-Python itself.
+"""Linux namespaces for one process: no network, nothing writable, nothing to read but Python itself.
 
 Standard library only, because the process that calls this has nothing else in memory. Every step that fails ends the
 confinement with an OSError: there is no weaker variant to fall back to.
@@ -12,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
@@ -27,7 +26,7 @@ _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 
 _KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
 _DETACH = 2
 _PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 1, 4, 38
-NOBODY = 65534
+_NOBODY = 65534
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -45,10 +44,9 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
     _call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
 
 
-def _visible_paths(readable: Iterable[str]) -> list[str]:
-    """What programs can read: the system's libraries, the interpreter and its packages, and `readable`; parents before
-    children."""
-    wanted = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix, *readable}
+def _visible_paths() -> list[str]:
+    """What programs can read: the system's libraries, the interpreter and its packages; parents before children."""
+    wanted = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
     wanted |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     chosen: list[str] = []
     for path in sorted(path for path in wanted if path and os.path.exists(path)):
@@ -71,41 +69,26 @@ def _bind(source: str, root: str) -> None:
     _mount(source, target, None, _BIND | _RECURSIVE)
 
 
-def _mount_writable(folder: str, root: str) -> set[str]:
-    """The one folder a program may write to, and shared memory for the locks of Python's multiprocessing; where."""
-    places = {root + folder, root + "/dev/shm"}
-    for place in places:
-        os.makedirs(place, exist_ok=True)
-    _mount(folder, root + folder, None, _BIND)
-    _mount("none", root + folder, None, _REMOUNT | _BIND | _NO_SETUID | _NO_DEVICES | _flags(folder))
-    _mount("tmpfs", root + "/dev/shm", "tmpfs", _NO_SETUID | _NO_DEVICES, "size=16m,mode=1777")
-    return places
-
-
-def _flags(point: str) -> int:
-    return os.statvfs(point).f_flag & _KEPT_FLAGS
-
-
-def _make_read_only(root: str, writable: Collection[str]) -> None:
-    """Every mount below `root` but `writable`, those that came along with a recursive bind too."""
+def _make_read_only(root: str) -> None:
+    """Every mount below `root`, those that came along with a recursive bind too."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
     for point in points:
-        if (point == root or point.startswith(root + "/")) and point not in writable:
-            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | _flags(point))
+        if point == root or point.startswith(root + "/"):
+            kept = os.statvfs(point).f_flag & _KEPT_FLAGS
+            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | kept)
 
 
-def _replace_root(root: str, hidden: Iterable[str], readable: Iterable[str], writable: str | None) -> None:
-    """Make `root`, an empty folder, the only file system: with what Python needs and `readable`, without `hidden`, and
-    all of it read-only but the folder `writable`."""
+def _replace_root(root: str, hidden: Iterable[str]) -> None:
+    """Make `root`, an empty folder, the only file system: read-only, with what Python needs, without `hidden`."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
-    for source in _visible_paths(readable):
+    for source in _visible_paths():
         _bind(source, root)
     for path in hidden:
         if os.path.isdir(root + path):
             _mount("tmpfs", root + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
-    _make_read_only(root, _mount_writable(writable, root) if writable is not None else ())
+    _make_read_only(root)
     os.chdir(root)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)
@@ -127,27 +110,25 @@ def _become_own_user() -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def enter(root: str, hidden: Iterable[str] = (), readable: Iterable[str] = (), writable: str | None = None) -> None:
+def enter(root: str, hidden: Iterable[str] = ()) -> None:
     """Confine this process for good. `root` is an empty folder to build the new file system on.
 
     Afterwards: no network, own processes, IPC and host name, a read-only root without /proc, /home or /tmp, no
-    capability and no way to gain one. The folder `writable` alone can be written to (by `nobody`, if root calls this),
-    and /dev/shm with it; `readable` can be read besides Python. The caller goes on as process 1 of its tree, in a fork
-    whose parent waits and ends with the same code. Root becomes the user `nobody` first, because limits on processes
-    do not bind root.
+    capability and no way to gain one. The caller goes on as process 1 of its tree, in a fork whose parent waits.
+    Root becomes the user `nobody` first, because limits on processes do not bind root.
 
     Raises OSError naming the call the kernel refused.
     """
-    os.umask(0o022)  # what is made on the way to a visible path must let the user `nobody` through
+    os.umask(0o022)  # folders made on the way to a visible path must let the user `nobody` through
     is_root = os.geteuid() == 0
     if not is_root:
         _become_own_user()
     _call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NETWORK | _NEW_PIDS)
-    _replace_root(root, hidden, readable, writable)
+    _replace_root(root, hidden)
     if is_root:
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _drop_capabilities()
     _continue_as_first_process()
@@ -165,15 +146,8 @@ def _continue_as_first_process() -> None:
     if child == 0:
         die_with_parent()
         return
-    os.closerange(0, 256)  # who reads what the child writes must see its end, not that of this process
     _, status = os.waitpid(child, 0)
-    os._exit(exit_code(status))
-
-
-def exit_code(status: int) -> int:
-    """What a shell would say of a wait status: 128 and the signal for a process that a signal ended."""
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    os._exit(1 if status else 0)
 
 
 def new_process_tree() -> None:
@@ -182,21 +156,15 @@ def new_process_tree() -> None:
     _drop_capabilities()
 
 
-def count_processes_anew() -> None:
-    """From here on only this process and its children count towards its limit on processes."""
-    _call("unshare", _NEW_USER)
-    _drop_capabilities()
-
-
-def limit_process(memory: int, processes: int, file_size: int = 0, files: int = 64) -> None:
+def limit_process(memory: int, processes: int) -> None:
     """Hard limits of this process and its children: `memory` bytes of address space (Linux; macOS refuses to set it),
-    so many processes of this user, files of `file_size` bytes, so many open files, no core dump."""
+    so many processes of this user, no file output, no core dump."""
     for kind, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_FSIZE, file_size),
+        (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, files),
+        (resource.RLIMIT_NOFILE, 64),
     ):
         if kind == resource.RLIMIT_AS and not sys.platform.startswith("linux"):
             continue

@@ -92,7 +92,7 @@ CHEATS = {
     "looks through frames": (
         "import sys\ndef add(x):\n    frame = sys._getframe()\n    while frame:\n"
         "        for name, value in {**frame.f_globals, **frame.f_locals}.items():\n"
-        "            if 'expected' in name or 'canonical' in name: return value\n        frame = frame.f_back"
+        "            if 'expected' in name or 'canonical' in name: return value[x - 1]\n        frame = frame.f_back"
     ),
     "looks through memory": (
         "import gc\ndef add(x):\n    for thing in gc.get_objects():\n"
@@ -108,12 +108,31 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("cheat", list(CHEATS))
-def test_a_verdict_cannot_be_forged(tmp_path: Path, cheat: str) -> None:
+SUCCEED_BESIDE_THE_VERDICT = ("equal to everything", "a number equal to everything", "looks through frames")
+
+
+def test_a_verdict_cannot_be_forged(tmp_path: Path) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    problems = [problem(900, "add", "return x + 1", [[1], [2], [3]], [[9]])]
-    assert verdicts(tmp_path, problems, {"add": CHEATS[cheat]})["add"][0] != "pass"
+    bodies = {
+        f"add{number}": cheat.replace("def add(", f"def add{number}(") for number, cheat in enumerate(CHEATS.values())
+    }
+    problems = [
+        problem(900 + number, name, "return x + 1", [[1], [2], [3]], [[9]]) for number, name in enumerate(bodies)
+    ]
+    found = dict(zip(CHEATS, verdicts(tmp_path, problems, bodies).values(), strict=True))
+    assert not [cheat for cheat, (base, _) in found.items() if base == "pass"]
+
+
+@pytest.mark.parametrize("cheat", SUCCEED_BESIDE_THE_VERDICT)
+def test_cheats_succeed_where_the_verdict_is_made_beside_the_program(cheat: str) -> None:
+    """EvalPlus's own check runs the program in the process that knows what is expected."""
+    from evalplus.eval import untrusted_check
+
+    status, _ = untrusted_check(
+        "humaneval", CHEATS[cheat], [[1], [2]], "add", [2, 3], 0, [0.1, 0.1], min_time_limit=2.0
+    )
+    assert status == "pass"
 
 
 def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> None:

@@ -184,6 +184,18 @@ def test_every_mount_is_read_only_and_some_folders_are_hidden(
         assert run(other, look).values() == [[]]
 
 
+def test_the_library_is_readable_whoever_starts_the_runner() -> None:
+    """Folders above it are made anew, for a user who does not own them."""
+    if namespaces_missing():
+        pytest.skip(f"no namespaces: {namespaces_missing()}")
+    before = os.umask(0o077)
+    try:
+        with Runner(confined=True) as private:
+            assert run(private, "import wave\ndef f(x): return wave.__name__").values() == ["wave"]
+    finally:
+        os.umask(before)
+
+
 def test_there_is_no_network(confined: Runner) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
