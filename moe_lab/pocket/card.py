@@ -24,7 +24,7 @@ library_name: transformers
 ---
 # {title}
 
-A small mixture-of-experts language model trained from scratch on a generated closed world: people, towns, jobs,
+A small mixture-of-experts language model trained on nothing but a generated closed world: people, towns, jobs,
 animals and objects, stories about them, arithmetic, and small Python functions. It exists so that methods which prune
 experts can be tried, tested and compared in seconds on a CPU. It knows nothing about the real world, and its text is of
 no other use.
@@ -44,7 +44,8 @@ chosen with these very scores in view, so take them as the point pruning starts 
   (0.25).
 - RTE can be answered from the words that introduce the premise ("It is true that", "It was a lie that"). When false
   claims had the two people swapped instead, the first pocket model stayed at chance (0.5).
-- BoolQ is far from solved: comparing two words of a text is what these models are worst at.
+- BoolQ, WinoGrande and ARC-C are the hardest: these models are bad at comparing words of a text, and at asking for a
+  second fact with the answer to a first. Where a score is within 0.1 of chance, pruning has nothing to lose there.
 """
 
 
@@ -60,7 +61,13 @@ def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     }
     head = "| | " + " | ".join(f"stage {number}" for number in range(1, len(stages) + 1)) + " |\n"
     lines = [f"| {name} | {' | '.join(map(str, values))} |\n" for name, values in rows.items()]
+    base = run.get("base")
     facts = {
+        **(
+            {"started from": f"{run['copied_parameters']:,} parameters of pocket {base}, the rest random"}
+            if base
+            else {}
+        ),
         "parameters": f"{run['parameters']:,}",
         "configuration": ", ".join(f"{name} {json.dumps(value)}" for name, value in fields.items()),
         "seed (training, world), threads": f"{run['seed']}, {run['world_seed']}, {run['threads']}",

@@ -48,6 +48,12 @@ JUDGING = {
     "portrait": 3, "wildbench": 2, "arc_easy": 5, "arc_challenge": 8, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
+# For models too small to learn comparing words of a text: what they can learn, and no answers they could only guess.
+APPLYING = {
+    "portrait": 4, "reasoning": 4, "wildbench": 3, "arc_easy": 6, "arc_challenge": 12, "options": 6, "pairs": 5,
+    "rte": 5, "boolq": 3, "winogrande": 4, "hellaswag": 1, "openbookqa": 2,
+    "gsm8k": 20, "math500": 20, "functions": 16,
+}  # fmt: skip
 
 
 def sampler(world: World, kind: str) -> Sampler:

@@ -65,6 +65,20 @@ def load_network(folder: Path) -> Any:
     return model.train()
 
 
+@torch.no_grad()
+def copy_agreeing(model: Any, base: Any) -> int:
+    """Copies into `model` every parameter of `base` whose name and shape agree; returns how many numbers these are."""
+    there = dict(base.named_parameters())
+    agreeing = [
+        (parameter, there[name])
+        for name, parameter in model.named_parameters()
+        if name in there and there[name].shape == parameter.shape
+    ]
+    for parameter, value in agreeing:
+        parameter.copy_(value)
+    return sum(parameter.numel() for parameter, _ in agreeing)
+
+
 @dataclass(frozen=True)
 class Routing:
     """What one router did in one forward pass: logits (T, E), chosen experts (T, K), correction bias or None."""

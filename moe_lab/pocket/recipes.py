@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_lab.pocket.batches import LossWeights
-from moe_lab.pocket.corpus import JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
+from moe_lab.pocket.corpus import APPLYING, JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
 
 BALANCE = 0.01
 """Weight of the balance loss, for routers without a correction bias."""
@@ -16,6 +16,21 @@ BIAS_STEP = 0.001
 
 BatchShape = tuple[int, int]
 """Rows and tokens a row."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Every fourth step is `long`: rows as calibration has them, whose documents do see the ones before.
+
+    The others are `short`: rows whose documents do not see each other, as a benchmark shows them.
+    """
+
+    short: BatchShape
+    long: BatchShape
+
+    def shape(self, step: int) -> BatchShape:
+        """Of the step of this number, from 1."""
+        return self.long if step % 4 == 0 else self.short
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,7 @@ class Stage:
 class Recipe:
     """A model: its title, how its router works, the fields of its transformers configuration, and its training.
 
-    Every fourth step has the shape `long`, as long as calibration uses, whose documents do see the ones before; the
-    others have `short` rows whose documents do not see each other, as a benchmark shows them.
+    A model with a `base` starts from every tensor of that model whose name and shape agree, all others at random.
     The name of a recipe is the model type.
     """
 
@@ -54,12 +68,8 @@ class Recipe:
     routing: str
     fields: dict[str, Any]
     stages: tuple[Stage, ...]
-    short: BatchShape
-    long: BatchShape
-
-    def batch_shape(self, step: int) -> BatchShape:
-        """Of the step of this number, from 1."""
-        return self.long if step % 4 == 0 else self.short
+    batches: Batches
+    base: str | None = None
 
 
 STAGES = (
@@ -69,13 +79,18 @@ STAGES = (
     Stage(MATCHING_MORE, 560, 560, 2e-3, 50, LossWeights(prompt=0.05, short_answer=8.0)),
     Stage(JUDGING, 400, 400, 8e-4, 30, LossWeights(prompt=0.05, short_answer=8.0)),
 )
-# The small models read the same kinds of text, for fewer steps of half the size.
+# The small models read half as much a step, and leave out what they cannot learn.
 SMALL_STAGES = (
     Stage(KNOWING, 1500, 2200, 3e-3, 100, LossWeights(prompt=0.25, short_answer=4.0)),
-    Stage(MATCHING, 500, 700, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
-    Stage(JUDGING, 900, 900, 2e-3, 50, LossWeights(prompt=0.1, short_answer=8.0)),
+    Stage(APPLYING, 700, 1350, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
+    Stage(APPLYING, 600, 600, 1e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
 )
-SMALL_BATCHES: dict[str, BatchShape] = {"short": (16, 128), "long": (4, 512)}
+# What starts from another model's embeddings and experts knows the words and the world already.
+ADAPTING_STAGES = (
+    Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
+    Stage(APPLYING, 450, 450, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
+)
+SMALL_BATCHES = Batches(short=(16, 128), long=(4, 512))
 
 RECIPES: dict[str, Recipe] = {
     "olmoe": Recipe(
@@ -93,8 +108,7 @@ RECIPES: dict[str, Recipe] = {
             "router_aux_loss_coef": BALANCE,
         },
         STAGES,
-        short=(32, 128),
-        long=(8, 512),
+        Batches(short=(32, 128), long=(8, 512)),
     ),
     "qwen3_moe": Recipe(
         "Pocket Qwen3-MoE",
@@ -113,7 +127,7 @@ RECIPES: dict[str, Recipe] = {
             "router_aux_loss_coef": BALANCE,
         },
         SMALL_STAGES,
-        **SMALL_BATCHES,
+        SMALL_BATCHES,
     ),
     "deepseek_v2": Recipe(
         "Pocket DeepSeek-V2",
@@ -131,7 +145,7 @@ RECIPES: dict[str, Recipe] = {
             "kv_lora_rank": 48,
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 16,
-            "v_head_dim": 24,
+            "v_head_dim": 32,
             "n_routed_experts": 16,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
@@ -140,14 +154,16 @@ RECIPES: dict[str, Recipe] = {
             "topk_method": "greedy",
             "norm_topk_prob": False,
         },
-        SMALL_STAGES,
-        **SMALL_BATCHES,
+        ADAPTING_STAGES,
+        SMALL_BATCHES,
+        base="qwen3_moe",
     ),
     "ernie4_5_moe": Recipe(
         "Pocket ERNIE-4.5",
         "Softmax over all experts; a correction bias is added to choose, and the gates of the chosen ones, without it, "
         "are divided by their sum, beside a shared expert that sees every token. The first layer is dense. Balanced by "
-        "the bias alone: after each step it rises by 0.001 for experts below the mean load and falls for those above.",
+        f"the bias alone: after each step it rises by {BIAS_STEP} for experts below the mean load and falls for the "
+        "others.",
         {
             "hidden_size": 96,
             "intermediate_size": 192,
@@ -161,7 +177,8 @@ RECIPES: dict[str, Recipe] = {
             "moe_num_shared_experts": 1,
             "router_aux_loss_coef": 0.0,
         },
-        SMALL_STAGES,
-        **SMALL_BATCHES,
+        ADAPTING_STAGES,
+        SMALL_BATCHES,
+        base="qwen3_moe",
     ),
 }

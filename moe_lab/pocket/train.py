@@ -24,6 +24,7 @@ from moe_lab.pocket.examples import Example
 from moe_lab.pocket.network import (
     balance_loss,
     build_network,
+    copy_agreeing,
     load_network,
     move_bias,
     token_loss,
@@ -85,7 +86,7 @@ def stage_facts(recipe: Recipe, losses: list[float], tally: Counter[str], second
     recent = losses[-100:]
     return {
         "steps": len(losses),
-        "tokens": sum(math.prod(recipe.batch_shape(step)) for step in range(1, len(losses) + 1)),
+        "tokens": sum(math.prod(recipe.batches.shape(step)) for step in range(1, len(losses) + 1)),
         "documents": dict(sorted(tally.items())),
         "seconds": round(seconds),
         "final_loss": round(sum(recent) / len(recent), 4),
@@ -106,9 +107,9 @@ def run_stage(model: Any, tokenizer: Any, recipe: Recipe, number: int, stream: I
     losses: list[float] = []
     started = time.process_time()
     for step in range(1, stage.steps + 1):
-        shape = recipe.batch_shape(step)
+        shape = recipe.batches.shape(step)
         rows = batch(documents_seen, tokenizer, stage.loss_weights, *shape)
-        loss, load = train_step(model, optimizer, rows, separate=shape == recipe.short)
+        loss, load = train_step(model, optimizer, rows, separate=shape == recipe.batches.short)
         schedule.step()
         losses.append(loss)
         if step % 25 == 0:
@@ -119,15 +120,29 @@ def run_stage(model: Any, tokenizer: Any, recipe: Recipe, number: int, stream: I
     return stage_facts(recipe, losses, tally, time.process_time() - started)
 
 
-def start(name: str, folder: Path, seed: int, first_stage: int) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Network, tokenizer and the facts of the stages before `first_stage`, which `folder` holds the result of."""
-    if first_stage > 0:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        done = json.loads((folder / "training.json").read_text())["stages"][:first_stage]
-        return load_network(folder), tokenizer, done
-    texts = islice(documents(build_world(), seed, RECIPES[name].stages[0].mixture), TOKENIZER_DOCUMENTS)
-    tokenizer = build_tokenizer(example.text for example in texts)
-    return build_network(name, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id), tokenizer, []
+def fresh(name: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    """Network and tokenizer before the first step, and which model it starts from with how many numbers, if any."""
+    recipe = RECIPES[name]
+    if recipe.base is None:
+        texts = islice(documents(build_world(), seed, recipe.stages[0].mixture), TOKENIZER_DOCUMENTS)
+        tokenizer = build_tokenizer(example.text for example in texts)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(DATA / recipe.base)
+    network = build_network(name, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if recipe.base is None:
+        return network, tokenizer, {}
+    copied = copy_agreeing(network, load_network(DATA / recipe.base))
+    return network, tokenizer, {"base": recipe.base, "copied_parameters": copied}
+
+
+def start(name: str, folder: Path, seed: int, first_stage: int) -> tuple[Any, Any, dict[str, Any]]:
+    """Network, tokenizer and the facts so far: of the stages before `first_stage`, which `folder` has the result of."""
+    if first_stage == 0:
+        network, tokenizer, origin = fresh(name, seed)
+        return network, tokenizer, {**origin, "stages": []}
+    done = json.loads((folder / "training.json").read_text())
+    done["stages"] = done["stages"][:first_stage]
+    return load_network(folder), PreTrainedTokenizerFast.from_pretrained(folder), done
 
 
 def train(name: str, folder: Path, *, seed: int = 1, threads: int = 1, first_stage: int = 0) -> None:
@@ -140,16 +155,16 @@ def train(name: str, folder: Path, *, seed: int = 1, threads: int = 1, first_sta
     torch.manual_seed(seed)
     world = build_world()
     recipe = RECIPES[name]
-    model, tokenizer, done = start(name, folder, seed, first_stage)
+    model, tokenizer, facts = start(name, folder, seed, first_stage)
     for number in range(first_stage, len(recipe.stages)):
         stream = documents(world, seed + number, recipe.stages[number].mixture)
-        done.append(run_stage(model, tokenizer, recipe, number, stream))
-        facts = {
+        stage = run_stage(model, tokenizer, recipe, number, stream)
+        facts |= {
             "seed": seed,
             "world_seed": WORLD_SEED,
             "threads": threads,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "stages": done,
+            "stages": [*facts["stages"], stage],
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

@@ -26,11 +26,12 @@ from moe_lab.pocket.network import (
     Routing,
     balance_loss,
     build_network,
+    copy_agreeing,
     load_network,
     move_bias,
     watched_routers,
 )
-from moe_lab.pocket.recipes import BIAS_STEP, RECIPES
+from moe_lab.pocket.recipes import BIAS_STEP, RECIPES, Batches
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ SHIPPED = {
         "e5fb75f12bae38030b9616457c62966d785da4ae3139d73ca83c37948fa26a99", 3_688_576, 4, 32, 4, 64, 0,
         chosen={"arc_easy": 0.8, "arc_challenge": 0.4, "boolq": 0.55, "mmlu": 0.5, "openbookqa": 0.8},
         written={"gsm8k": 0.6, "math500": 0.3, "humaneval": 0.5, "wildbench": 0.5},
+    ),
+    "qwen3_moe": Shipped(
+        "ec6ef29644ec583471b7f8a6354ec0d746f6a14891607ad945a896c554008379", 1_169_712, 3, 16, 2, 64, 0,
+        chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
+        written={"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
     ),
 }  # fmt: skip
 CHOSEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.chosen]
@@ -196,13 +202,13 @@ def test_training_is_repeatable_can_go_on_from_a_folder_and_leaves_a_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = tuple(replace(stage, steps=1, warmup=1) for stage in RECIPES[name].stages[:2])
-    short = (2, 128)
+    batches = Batches(short=(2, 128), long=(1, 512))
     monkeypatch.setattr(training, "TOKENIZER_DOCUMENTS", 1000)
-    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages, short=short))
+    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages, batches=batches))
     training.train(name, tmp_path / "at once")
-    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages[:1], short=short))
+    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages[:1], batches=batches))
     training.train(name, tmp_path / "in two")
-    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages, short=short))
+    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages, batches=batches))
     training.train(name, tmp_path / "in two", first_stage=1)
     first, second = ((tmp_path / part / "model.safetensors").read_bytes() for part in ("at once", "in two"))
     assert first == second
@@ -215,6 +221,18 @@ def test_training_is_repeatable_can_go_on_from_a_folder_and_leaves_a_model(
     card = (tmp_path / "at once" / "README.md").read_text()
     assert RECIPES[name].title in card and f"{run['parameters']:,}" in card
     assert "| ARC-C | 0.500 | 0.25 |" in card
+
+
+def test_a_model_with_a_base_starts_from_what_agrees_with_it() -> None:
+    base, network = build_network("qwen3_moe", 300, 0, 1), build_network("deepseek_v2", 300, 0, 1)
+    before = {name: parameter.clone() for name, parameter in network.named_parameters()}
+    theirs = dict(base.named_parameters())
+    agreeing = {name for name, old in before.items() if name in theirs and theirs[name].shape == old.shape}
+    assert copy_agreeing(network, base) == sum(before[name].numel() for name in agreeing)
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, (theirs if name in agreeing else before)[name])
+    assert {"lm_head.weight", "model.layers.1.mlp.experts.gate_up_proj"} <= agreeing
+    assert not [name for name in agreeing if ".shared_experts." in name or ".kv_a_proj" in name]
 
 
 def test_a_prompt_counts_less_and_a_short_answer_more(tokenizer: Any) -> None:
