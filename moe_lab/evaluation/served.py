@@ -27,10 +27,11 @@ class Completions:
     last_words: Callable[[], str | None] = lambda: None
     """What the server said when it ended; None while it runs."""
 
-    def client(self) -> openai.OpenAI:
-        """A connection. It waits as long as a text takes: a server may do one after another."""
+    def client(self, seconds: float | None = None) -> openai.OpenAI:
+        """A connection that waits so long for a text; by default as long as it takes, for a server may write one after
+        another."""
         direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
-        return openai.OpenAI(base_url=self.url, api_key="none", timeout=None, max_retries=0, http_client=direct)
+        return openai.OpenAI(base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct)
 
     def complete(self, client: openai.OpenAI, prompt: str, tokens: int, stop: Sequence[str]) -> tuple[str, str]:
         """(the text after the prompt, why it ended): at most so many tokens, by greedy search without any penalty.
@@ -48,7 +49,6 @@ class Completions:
                 top_p=1,
                 frequency_penalty=0,
                 presence_penalty=0,
-                seed=0,
             )
         except openai.APIConnectionError as error:
             ended = self.last_words()

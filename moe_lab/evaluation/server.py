@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from moe_lab.evaluation.served import Completions, ServedSubject
 GRACE = 20.0
 """Seconds a server that is told to stop may take before it is killed."""
 _LEASH = Path(__file__).with_name("leash.py")
-_LOOK, _ANSWER = 0.2, 10.0
+_LOOK, _ANSWER = 0.2, 30.0
 _TAIL = 60
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to this machine
 
@@ -141,11 +141,11 @@ def running(command: list[str], log: Path) -> Iterator[Server]:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE + 5)
-    except subprocess.TimeoutExpired:
+    with suppress(ProcessLookupError):  # as it should be
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def _free_port() -> int:
@@ -173,13 +173,13 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
     # `vllm serve` lists the name it is told; `transformers serve` lists other models and takes the checkpoint's path.
     found = Completions(url, names[0] if names[0] in served else names[1], server.last_words)
     try:
-        with found.client() as client:
+        with found.client(max(_ANSWER, deadline - time.monotonic())) as client:
             found.complete(client, "Hello", 1, ())
     except UserError as error:
         ended = server.last_words()
         raise UserError(
-            f"the server does not serve the checkpoint ({'it ended: ' + ended if ended else error}); it lists "
-            f"{', '.join(served) or 'no model'}"
+            f"the server does not serve the checkpoint ({error}); it lists {', '.join(served) or 'no model'}"
+            f"{f', and what was started ended: {ended}' if ended else ''}"
         ) from None
     if (ended := server.last_words()) is not None:
         raise UserError(f"the server ended ({ended}), and another one answers at {url}")

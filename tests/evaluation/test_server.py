@@ -145,6 +145,19 @@ def test_a_stale_server_in_the_place_of_one_that_died_is_noticed(
             pass
 
 
+def test_a_server_that_lists_the_model_and_never_writes_is_stopped(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_ANSWER", 1.0)
+    text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import Reply, _server\n"
+    text += "_server(lambda _: Reply({}, seconds=99), [sys.argv[3]], int(sys.argv[1]))[0].serve_forever()"
+    with (
+        pytest.raises(UserError, match=r"does not serve the checkpoint \(the server of n-\w+ does not answer"),
+        serving(checkpoint, backend(script(tmp_path, text) + " {name}", seconds=1), POCKET, "n"),
+    ):
+        pass
+
+
 def test_what_dies_while_generating_is_tried_again_by_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
     command = FAKE + " {port} {name} {checkpoint}"
     with serving(checkpoint, backend(command), POCKET, "n") as served:
@@ -167,14 +180,18 @@ def stubborn(tmp_path: Path) -> list[str]:
     return script(tmp_path, STUBBORN).format(port=1, checkpoint="x").split()
 
 
+@pytest.mark.parametrize("leash", ["held", "torn"])
 def test_a_server_that_will_not_stop_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
     log = tmp_path / "log"
-    with servers.running(stubborn(tmp_path), log):
+    with servers.running(stubborn(tmp_path), log) as server:
         assert eventually(lambda: len(log.read_text().split()) == 2)
         processes = [int(word) for word in log.read_text().split()]
+        if leash == "torn":
+            server.process.kill()
+            server.process.wait()
         assert all(map(is_running, processes))
     assert eventually(lambda: not any(map(is_running, processes)))
 
@@ -252,7 +269,6 @@ def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
         "top_p": 1,
         "frequency_penalty": 0,
         "presence_penalty": 0,
-        "seed": 0,
     }
 
 
