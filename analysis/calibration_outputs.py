@@ -107,6 +107,7 @@ def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
             )
         for axes, ratio in zip(grid, ratios, strict=True):
             axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted({int(read) for line in lines.values() for read in line["read"]}))
             axes.xaxis.set_major_formatter(
                 lambda value, _: f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k"
             )

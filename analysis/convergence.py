@@ -128,7 +128,8 @@ def settling_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
             for axes, calibration in zip(row, sets, strict=True):
                 panel = found[(found["ratio"] == ratio) & (found["calibration"] == calibration)]
                 _panel(axes, panel, criteria)
-                axes.set_title(f"{names.calibration(calibration)}, {names.ratio(ratio)} pruned", fontsize=7.5)
+                words = (names.calibration(calibration), f"{names.ratio(ratio)} pruned")
+                axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
         for row in grid:
             row[0].set_ylabel("same experts kept (Jaccard)")
         for axes in grid[-1]:

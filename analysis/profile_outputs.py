@@ -45,7 +45,7 @@ def profile_figure(study: Study, comparison: Comparison, measure: str, *, name: 
         for panel in panels:
             axes = grid[settings.index(panel.settings)][sets.index(panel.calibration)]
             axes.set_visible(True)
-            _draw(axes, panel, values, comparison, lines)
+            _draw(axes, panel, values, comparison, lines, narrow=len(sets) > style.WIDE)
         for row in grid:
             row[0].set_ylabel(_AXES[measure])
         for axes in grid[-1]:
@@ -65,7 +65,13 @@ def _by_layer(study: Study, measure: str) -> dict[int, pd.Series]:
 
 
 def _draw(
-    axes: Axes, panel: Panel, values: dict[int, pd.Series], comparison: Comparison, lines: dict[str, Line2D]
+    axes: Axes,
+    panel: Panel,
+    values: dict[int, pd.Series],
+    comparison: Comparison,
+    lines: dict[str, Line2D],
+    *,
+    narrow: bool,
 ) -> None:
     cells = {"none": comparison.unpruned, **panel.cells}
     for key, cell in cells.items():
@@ -75,7 +81,8 @@ def _draw(
         line.set_data(values[cell].index, values[cell])
         axes.add_line(line)
     axes.autoscale_view()
-    axes.set_title(f"{names.calibration(panel.calibration)}, {names.ratio(panel.ratio)} pruned", fontsize=7.5)
+    words = (names.calibration(panel.calibration), f"{names.ratio(panel.ratio)} pruned")
+    axes.set_title(("\n" if narrow else ", ").join(words), fontsize=7.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(axis="y")
 

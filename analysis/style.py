@@ -20,6 +20,8 @@ from analysis import names
 PAGE = 6.9
 """Width of a paper's text in inches."""
 DPI = 200
+WIDE = 3
+"""Panels side by side up to which a title of several words fits on one line."""
 
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """The four colours that follow the page's theme: in SVG they become CSS variables."""
