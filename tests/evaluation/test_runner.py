@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.evaluation.programs import Outcome, Runner
+from moe_lab.evaluation.programs import Outcome, Runner, namespaces_missing
 from moe_lab.evaluation.runner import Request, command
 
 MEBI = 1 << 20
