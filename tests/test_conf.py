@@ -100,6 +100,23 @@ def test_the_metrics_are_those_the_papers_print() -> None:
     assert metrics["acc"] == {"boolq", "mmlu", "rte", "winogrande", "piqa", "mathqa"}
 
 
+@pytest.mark.parametrize("name", sorted(names("protocol")))
+def test_a_protocol_says_what_differs_of_benchmarks_that_exist(name: str) -> None:
+    for benchmark, differing in content("protocol", name).get("benchmarks", {}).items():
+        own = OmegaConf.merge(OmegaConf.structured(config.BenchmarkConfig), content("benchmark", benchmark))
+        asked = OmegaConf.merge(own, differing)
+        assert set(asked.reports) == set(own.reports), "the same results, measured otherwise"
+        assert set(differing) <= {"reports", "shots", "max_length", "max_new_tokens"}
+
+
+def test_the_protocols_of_one_paper_differ_in_the_accuracy() -> None:
+    suite = set(content("suite", "heapr7").benchmarks)
+    for name, normalised in (("heapr", set()), ("heapr_norm", suite - {"winogrande"})):
+        protocol = content("protocol", name).benchmarks
+        assert set(protocol) == suite
+        assert {each for each in suite if "acc_norm" in protocol[each].reports.values()} == normalised
+
+
 POCKET = sorted(name for name in names("benchmark") if name.startswith("pocket_"))
 
 

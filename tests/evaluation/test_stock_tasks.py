@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from mirrors import BOOLQ, MINIATURES, RTE, Rows, mirrored, subject_rows
 from transformers import AutoTokenizer
@@ -310,3 +311,27 @@ def test_what_only_the_model_tells_is_said_too(reader: Subject, tmp_path: Path) 
     wrong = mirrored(tmp_path, "rte", RTE, test=RTE)
     with pytest.raises(UserError, match="split=test, but rte asks validation"):
         evaluate(reader, replace(wrong, split="test"), Policy())
+
+
+def test_one_folder_is_indexed_and_the_longest_go_first(
+    reader: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed: list[int] = []
+
+    class Manager(TaskManager):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            indexed.append(len(self.task_index))
+
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", Manager)
+    passages = [{**BOOLQ[0], "passage": "salt " * (7 * n % 11)} for n in range(10)]
+    benchmark = replace(mirrored(tmp_path, "boolq", passages), batch_size=3)
+    shapes: list[tuple[int, ...]] = []
+    hook = reader.model.model.embed_tokens.register_forward_hook(lambda _, given, __: shapes.append(given[0].shape))
+    try:
+        evaluate(reader, benchmark, Policy())
+    finally:
+        hook.remove()
+    assert 0 < indexed[0] < 10
+    assert max(rows for rows, _ in shapes) == 3 and len(shapes) > 2
+    assert [length for _, length in shapes] == sorted((length for _, length in shapes), reverse=True)
