@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+import moe_lab.models.ports  # noqa: F401  # makes more architectures known to transformers
 from moe_lab.allocation.uniform import uniform
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
@@ -63,6 +64,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
+    "deepseek": {**DENSE_FIRST, "n_shared_experts": 2},
     "deepseek_v2": {**V2, **ONE_GROUP, "topk_method": "greedy"},
     "deepseek_v2:grouped": {
         **V2,

@@ -1,10 +1,12 @@
 """The exceptions: everything moe_lab has to know about a model family by name. No torch.
 
 What a family shares with the others is found by looking at the model, not listed here. Model names appear in this
-file and in conf/model, nowhere else.
+file, in the ports named below and in conf/model, nowhere else.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 REGISTRY = "does not hand its experts to transformers' experts registry, so moe_lab cannot observe or prune them"
 CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
@@ -28,6 +30,20 @@ UNSUPPORTED = {
     "zaya": "has a router with one class more than experts",
 }
 """model_type -> why it is refused. A family missing here is judged by what its modules look like."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """Code for a family that transformers cannot load."""
+
+    file: str
+    """Its name in moe_lab/models, without suffix; exports have it as modeling_<file>.py."""
+    base: str
+    """How its classes begin: <base>Config and <base>ForCausalLM."""
+
+
+PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
+"""model_type -> the port that is used for it, whatever code lies beside the weights."""
 
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
 """Configuration fields that hold the number of routed experts; which one is canonical differs by family."""

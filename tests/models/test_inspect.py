@@ -21,6 +21,7 @@ RULES = {  # as their papers and configurations say
     "mixtral": "renormalized softmax, the best 2",
     "qwen2_moe": "softmax, the best 4",
     "qwen3_moe": "renormalized softmax, the best 4",
+    "deepseek": "softmax, the best 4",
     "deepseek_v2:grouped": "softmax times 16, the best 4, from 2 of 4 groups",
     "deepseek_v3:grouped": f"renormalized sigmoid times 2.5, the best 4, {BIAS}, from 2 of 4 groups",
     "ernie4_5_moe": f"renormalized softmax, the best 4, {BIAS}",

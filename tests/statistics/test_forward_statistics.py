@@ -16,8 +16,8 @@ from moe_lab.statistics.forward import ForwardTap, inside_backward, is_softmax
 from moe_lab.statistics.observe import Observer
 
 SOFTMAX_ROUTERS = {
-    *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v2:grouped"),
-    *("ernie4_5_moe", "gpt_oss", "granitemoe", "minimax", "hunyuan_v1_moe", "jamba"),
+    *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek", "deepseek_v2"),
+    *("deepseek_v2:grouped", "ernie4_5_moe", "gpt_oss", "granitemoe", "minimax", "hunyuan_v1_moe", "jamba"),
 }
 
 

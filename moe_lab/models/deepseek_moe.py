@@ -1,0 +1,122 @@
+"""DeepSeekMoE, model_type deepseek, for transformers >= 5.17, which cannot import the code published with the weights.
+
+Attention, norms and dense layers are those of Llama; a MoE layer adds shared experts to routed ones (Dai et al. 2024,
+equations 9 to 11). Experts go through the registry of transformers, which lets their implementation be chosen where
+the text @use_experts_implementation stands in the file of the model class. Needs nothing but torch and transformers:
+this file lies beside the weights of pruned checkpoints, which load with trust_remote_code=True.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from torch.nn.functional import linear
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, initialization
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
+
+
+@strict
+class DeepseekConfig(LlamaConfig):
+    """The fields of the published config.json, with the defaults of the published code."""
+
+    model_type = "deepseek"
+    attribute_map: ClassVar = {"num_experts": "n_routed_experts"}
+
+    vocab_size: int = 102400
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+    moe_intermediate_size: int = 1407
+    n_routed_experts: int | None = None
+    n_shared_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_layer_freq: int = 1
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    scoring_func: Literal["softmax"] = "softmax"
+
+
+class DeepseekGate(nn.Module):
+    """Softmax over all routed experts in the dtype of the model, of which the best count, as they are or normalised."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.num_experts = config.n_routed_experts
+        self.hidden_dim = config.hidden_size
+        self.normalised = config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits (T, E), gates (T, K) and experts (T, K), in no order, of hidden states (..., H)."""
+        logits = linear(hidden_states.view(-1, self.hidden_dim), self.weight)
+        gates, experts = torch.topk(logits.softmax(dim=-1), self.top_k, dim=-1, sorted=False)
+        if self.normalised and self.top_k > 1:
+            gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, gates, experts
+
+
+class DeepseekMoE(nn.Module):
+    """The gated sum of a token's routed experts, plus the shared experts, which are one wide MLP."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate = DeepseekGate(config)
+        self.experts = DeepseekV2Experts(config)
+        self.shared_experts = None
+        if config.n_shared_experts is not None:
+            width = config.n_shared_experts * config.moe_intermediate_size
+            self.shared_experts = DeepseekV2MLP(config, intermediate_size=width)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the same shape (B, S, H)."""
+        _, gates, experts = self.gate(hidden_states)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        routed: torch.Tensor = self.experts(rows, experts, gates).view_as(hidden_states)
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+
+
+class DeepseekPreTrainedModel(LlamaPreTrainedModel):
+    """What the decoder and the language model share."""
+
+    config_class = DeepseekConfig
+    config: DeepseekConfig
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DeepseekGate | DeepseekV2Experts):
+            for weight in module.parameters(recurse=False):
+                initialization.normal_(weight, mean=0.0, std=self.config.initializer_range)
+
+
+class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
+    """Llama's decoder, with a MoE block from layer `first_k_dense_replace` on, in every `moe_layer_freq`-th layer."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        for number, layer in enumerate(self.layers):
+            routed = config.n_routed_experts is not None and number >= config.first_k_dense_replace
+            if routed and number % config.moe_layer_freq == 0:
+                layer.mlp = DeepseekMoE(config)
+        self.post_init()
+
+
+class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
+    """The decoder with a vocabulary head."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super(LlamaForCausalLM, self).__init__(config)  # its own would build a decoder of Llama first
+        self.model = DeepseekModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+# experts lie in the files one by one, under the names that the next generation of the family has too
+register_checkpoint_conversion_mapping(
+    DeepseekConfig.model_type, get_checkpoint_conversion_mapping("deepseek_v2") or [], overwrite=True
+)

@@ -1,0 +1,30 @@
+"""Families that transformers has no code for and moe_lab has: importing this file makes them known to transformers."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moe_lab.models.families import PORTS
+
+
+def causal_language_model(kind: str) -> str | None:
+    """Name of the class of causal language models of a model type, in transformers or here; None where there is
+    none."""
+    if kind in PORTS:
+        return f"{PORTS[kind].base}ForCausalLM"
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if kind in CONFIG_MAPPING else None
+
+
+def _register() -> None:
+    for kind, port in PORTS.items():
+        module = import_module(f"moe_lab.models.{port.file}")
+        config = getattr(module, f"{port.base}Config")
+        AutoConfig.register(kind, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, getattr(module, f"{port.base}ForCausalLM"), exist_ok=True)
+
+
+_register()
