@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import string
+import sys
 from pathlib import Path
 
 from moe_lab.config import BackendConfig
@@ -13,6 +16,7 @@ BACKENDS = ("hf", "server")
 PLACES = ("checkpoint", "port", "name")
 """What a command line has places for; it can go without the name."""
 _NEEDED = ("checkpoint", "port")
+_HINTS = {"transformers": "transformers[serving]"}
 
 
 def check(backend: BackendConfig) -> None:
@@ -43,3 +47,24 @@ def words(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> lis
         if place not in places:
             raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
     return [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]
+
+
+def check_installed(backend: BackendConfig) -> None:
+    """UserError when the program that a server's command starts is not on this machine."""
+    try:
+        check(backend)
+    except UserError:  # which `check` tells
+        return
+    if backend.name != "server":
+        return
+    program, *_ = words(backend, Path("checkpoint"), 0, "name")
+    if shutil.which(program, path=search_path()) is None:
+        raise UserError(
+            f"backend.command starts {program}, and there is no such program here: install it, such as with pip "
+            f"install {_HINTS.get(program, program)}, or write its path into backend.command"
+        )
+
+
+def search_path() -> str:
+    """Where programs are looked for: beside this interpreter, then as everywhere else."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))

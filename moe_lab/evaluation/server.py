@@ -21,7 +21,7 @@ from typing import Any
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.backend import words
+from moe_lab.evaluation.backend import search_path, words
 from moe_lab.evaluation.served import Completions, ServedSubject
 
 GRACE = 20.0
@@ -123,14 +123,13 @@ class Server:
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[Server]:
     """The command as a process group that is gone afterwards: after an exception, and after this process dies, too."""
-    beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", str(_LEASH), str(os.getpid()), str(GRACE), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={"HF_HUB_OFFLINE": "1", **os.environ, "PATH": beside},
+            env={"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path()},
             start_new_session=True,
         )
     try:

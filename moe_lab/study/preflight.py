@@ -38,7 +38,10 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
     """One sentence for everything that its benchmarks need and is not here, or not allowed."""
     policy = suite.policy(config)
-    return list(dict.fromkeys(found for _, benchmarks in requests for found in suite.lacking(benchmarks, policy)))
+    found = [sentence for _, benchmarks in requests for sentence in suite.lacking(benchmarks, policy)]
+    if config.launcher.python is None:  # an interpreter in a container has programs of its own
+        found += said(partial(backend.check_installed, config.backend))
+    return list(dict.fromkeys(found))
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from endpoint import Endpoint, Reply, completion, endpoint
 
-from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import backend as backends
 from moe_lab.evaluation import server as servers
@@ -25,6 +25,7 @@ from moe_lab.evaluation.served import Completions, ServedSubject
 from moe_lab.evaluation.server import serving
 from moe_lab.evaluation.subject import Subject
 from moe_lab.paths import resolve
+from moe_lab.study import preflight
 
 ENDPOINT = Path(__file__).with_name("endpoint.py")
 FAKE = f"{sys.executable} {ENDPOINT}"
@@ -377,6 +378,17 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
         serving(tmp_path / "none", backend("s {checkpoint} {port}"), POCKET, "n"),
     ):
         pass
+
+
+def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.check_installed(BackendConfig("hf"))
+    backends.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
+    backends.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
+    config = Config(backend=backend("no-such-server {checkpoint} {port}"))
+    (sentence,) = preflight.lacking(config, [])
+    assert "starts no-such-server, and there is no such program here: install it" in sentence
+    config.launcher.python = "apptainer exec image.sif python"
+    assert preflight.lacking(config, []) == []
 
 
 def test_what_is_put_into_a_command_stays_one_word() -> None:
