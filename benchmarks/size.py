@@ -129,7 +129,7 @@ def write_export(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, float]:
-    """the export is compared with the masked model, layer by layer in fp32:"""
+    """the export is compared with the masked model, layer by layer:"""
     plan = Plan.load(arguments.folder / "plan.json")
     return {"difference": verify(arguments.folder / "model", plan, arguments.folder / "export")}
 

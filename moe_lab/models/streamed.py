@@ -48,13 +48,17 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
         )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    if isinstance(dtype, str):
-        stored = read_json(folder / "config.json")
-        dtype = DTYPES.get(str(stored.get("dtype", stored.get("torch_dtype"))), torch.float32)
+    dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype
     trust = settings.trust_remote_code
     streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust)
     moe_layers(streamed.model)  # which says what cannot be scored
     return streamed, load_tokenizer(folder, trust_remote_code=trust)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The precision a checkpoint says its weights are stored in; fp32 where it says none."""
+    config = read_json(folder / "config.json")
+    return DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.float32)
 
 
 class StreamedModel:
