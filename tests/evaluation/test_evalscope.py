@@ -313,6 +313,40 @@ def test_the_published_benchmarks_are_as_large_as_the_papers_say(tmp_path: Path)
     assert {at_most[name] for name in ("livecodebench", "gsm8k", "math500")} == {(2048, 4096)}
 
 
+GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}
+OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "aime25": (
+        {},
+        [{"problem": "Two and two?", "answer": "4", "id": "0"}, {"problem": "?", "answer": "70", "id": "1"}],
+    ),
+    "gpqa_diamond": (
+        {"subset": "gpqa_diamond", "split": "train"},
+        [{"Question": f"Which, {n}?", **GPQA} for n in range(2)],
+    ),
+}
+
+
+@needs_evalscope
+@pytest.mark.slow
+@pytest.mark.parametrize("task", OTHERS)
+def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None:
+    changes, rows = OTHERS[task]
+    benchmark = miniatures.benchmark(task, tmp_path, **changes)
+    miniatures.write(benchmark, {str(benchmark.split): rows})
+    questions = harness_evalscope.ask(benchmark)
+    content = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
+    letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]
+    assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
+    own = [
+        f"ANSWER: {letter}" if letter else f"\\boxed{{{row['answer']}}}"
+        for letter, row in zip(letters, rows, strict=True)
+    ]
+    given = [own[0], "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
+    answers = [Answer(q.item, "", text) for q, text in zip(questions, given, strict=True)]
+    graded = harness_evalscope.grade(answers, benchmark, Policy())
+    assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]
+
+
 @needs_evalscope
 @pytest.mark.slow
 def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
