@@ -22,7 +22,7 @@ from typing import Any
 from moe_lab.evaluation import values
 from moe_lab.evaluation.closed_world import leaves_closed_world
 from moe_lab.evaluation.confinement import die_with_parent
-from moe_lab.evaluation.programs import Outcome, Runner
+from moe_lab.evaluation.programs import Outcome, Runner, RunnerError
 from moe_lab.evaluation.runner import Request
 from moe_lab.evaluation.values import encode
 
@@ -117,11 +117,24 @@ class Grader:
 
     def _run(self, task: str, part: str, program: str, seconds: list[float], memory: int) -> Outcome:
         inputs = [encode(list(arguments)) for arguments in self.problems[task][f"{part}_input"]]
+        total = min(_LONGEST, sum(seconds)) + 1.0
+        request = Request(program, self.problems[task]["entry_point"], inputs, seconds, total, memory, _OUTPUT)
+        for _ in range(2):  # without walls a program can end its runner, and the runner of the next one a little later
+            outcome = self._run_once(request)
+            if outcome is not None:
+                return outcome
+        return Outcome("crash", "it ended the process that ran it", [], [])
+
+    def _run_once(self, request: Request) -> Outcome | None:
+        """None when the runner died; there is a new one then."""
         runner = self._free.get()
         try:
-            total = min(_LONGEST, sum(seconds)) + 1.0
-            entry = self.problems[task]["entry_point"]
-            return runner.run(Request(program, entry, inputs, seconds, total, memory, _OUTPUT))
+            return runner.run(request)
+        except (RunnerError, OSError):
+            runner.close()
+            runner = Runner(confined=self.request.confined)
+            self._all.append(runner)
+            return None
         finally:
             self._free.put(runner)
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,7 +83,7 @@ class Runner:
     def close(self) -> None:
         """End the runner and everything a program may have left behind."""
         assert self._process.stdin is not None
-        if not self._process.stdin.closed:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
             self._process.wait(timeout=5)

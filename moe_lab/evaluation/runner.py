@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.confinement import enter, limit_process, new_process_tree
+from moe_lab.evaluation.confinement import die_with_parent, enter, limit_process, new_process_tree
 from moe_lab.evaluation.values import HUGE, decode, encode_result
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
@@ -111,6 +111,7 @@ def _start_confined(request: Request, results: int) -> int:
 def _start_limited(request: Request, results: int) -> int:
     child = os.fork()
     if child == 0:
+        die_with_parent()
         _child(request, results)
     return child
 

@@ -86,6 +86,13 @@ def test_a_program_that_dies_costs_one_verdict(tmp_path: Path) -> None:
     assert found == {"add": ("crash", "crash"), "mean": ("timeout", "timeout"), "twice": ("pass", "pass")}
 
 
+def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
+    kill = "import os, signal\ndef {}(x): os.kill(os.getppid(), signal.SIGKILL); return x + 1"
+    bodies = {"add": kill.format("add"), "mean": kill.format("mean"), "twice": "def twice(x): return [x, x]"}
+    found = verdicts(tmp_path, [ADD, MEAN, TWICE], bodies, confined=False, processes=1)
+    assert found == {"add": ("crash", "crash"), "mean": ("crash", "crash"), "twice": ("pass", "pass")}
+
+
 CHEATS = {
     "equal to everything": "class Any:\n    def __eq__(self, o): return True\ndef add(x): return Any()",
     "a number equal to everything": "class Any(int):\n    def __eq__(self, o): return True\ndef add(x): return Any(0)",
