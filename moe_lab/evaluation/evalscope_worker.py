@@ -112,7 +112,7 @@ def run(request: Request) -> Reply:
     if request.texts is None:
         questions = [{"item": name, "messages": stand_in.asked[name]} for name in task.names.values()]
         return Reply(questions=questions, versions=versions)
-    samples = list(_samples(request, task.names))
+    samples = list(_samples(request, task.names, stand_in.read))
     metrics = reports[request.task].metrics  # none where nothing could be scored
     return Reply(samples=samples, score=metrics[0].score if metrics else None, versions=versions)
 
@@ -196,6 +196,7 @@ def _stand_in() -> Callable[[dict[str, str] | None], Any]:
             self.texts = texts
             self.now = threading.local()
             self.asked: dict[str, list[dict[str, str]]] = {}
+            self.read: dict[str, str] = {}  # the texts as EvalScope reads them: without <think> ... </think>
             self.settings: list[dict[str, Any]] = []
             self.calls = 0
             self.noting = threading.Lock()
@@ -206,7 +207,9 @@ def _stand_in() -> Callable[[dict[str, str] | None], Any]:
                 self.calls += 1
                 self.asked[item] = _messages(input)
                 self.settings.append(config.model_dump(exclude_none=True))
-            return ModelOutput.from_content(_MODEL, "" if self.texts is None else self.texts[item])
+            output = ModelOutput.from_content(_MODEL, "" if self.texts is None else self.texts[item])
+            self.read[item] = output.completion
+            return output
 
     return StandIn
 
@@ -219,7 +222,7 @@ def _digest(messages: list[dict[str, str]]) -> str:
     return sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _samples(request: Request, names: dict[Item, str]) -> Iterator[dict[str, Any]]:
+def _samples(request: Request, names: dict[Item, str], read: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What EvalScope's reviews say of each item, in the order of the data."""
     found: dict[Item, dict[str, Any]] = {}
     for subset in {subset for subset, _ in names}:
@@ -232,10 +235,9 @@ def _samples(request: Request, names: dict[Item, str]) -> Iterator[dict[str, Any
             assert item not in found, f"{item} was graded twice"
             found[item] = review["sample_score"]["score"]
     assert set(found) == set(names), "EvalScope reviewed other items than it asked"
-    texts = request.texts or {}
     for item, name in names.items():
         score = found[item]
-        assert score["prediction"] == texts[name], f"{name} was graded with another text"
+        assert score["prediction"] == read[name], f"{name} was graded with another text"
         values = list(score["value"].values()) if score["status"] == _SCORED else [None]
         assert len(values) == 1, f"{name} has several scores: {score}"
         yield {

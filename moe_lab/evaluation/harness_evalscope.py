@@ -55,7 +55,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     of them once."""
     code = TASKS[benchmark.task].code
     protection = policy.protection(closed_world=False) if code else None
-    reply = _run(benchmark, {answer.item: answer.output for answer in answers}, policy)
+    reply = _run(benchmark, {answer.item: _whole(answer.output) for answer in answers}, policy)
     verdicts = {sample["item"]: sample for sample in reply.samples}
     unscored = [item for item, verdict in verdicts.items() if verdict["outcome"] is None]
     _check(reply, unscored, benchmark)
@@ -63,6 +63,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
     protocol = {"evalscope": reply.versions, "unscored": unscored, **({"sandbox": protection} if code else {})}
     return Graded(results, samples, protocol)
+
+
+def _whole(text: str) -> str:
+    """Text that can be written: a model, or its server, may send half a character."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _check(reply: Reply, unscored: Sequence[str], benchmark: BenchmarkConfig) -> None:
