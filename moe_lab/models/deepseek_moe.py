@@ -6,8 +6,7 @@ the text @use_experts_implementation stands in the file of the model class. Need
 this file lies beside the weights of pruned checkpoints, which load with trust_remote_code=True.
 """
 
-from __future__ import annotations
-
+# no annotations from __future__: the types of a configuration are checked where they are types, not where they are text
 from typing import Any, ClassVar, Literal
 
 import torch

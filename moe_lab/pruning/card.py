@@ -13,6 +13,11 @@ LOADING = {
         "It has the layout of the original and loads like it:\n\n"
         "```python\nAutoModelForCausalLM.from_pretrained(folder)\n```\n"
     ),
+    "ported": (
+        "It has the layout of the original. transformers has no code for this family and cannot import the original's; "
+        "the code beside the weights is used instead, and moe_lab needs none:\n\n"
+        "```python\nAutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n```\n"
+    ),
     "per_layer": (
         "Its layers differ in shape, as `per_layer_config` in config.json says. The code beside the weights builds "
         "them; stock transformers raises an error without it:\n\n"
@@ -38,7 +43,7 @@ class Cost:
 
     shape: str
     kind: str
-    """stock, per_layer or ragged: who can load it."""
+    """stock, ported, per_layer or ragged: who can load it."""
     original: int
     written: int
     zeros: int

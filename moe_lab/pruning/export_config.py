@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import moe_lab.models
 from moe_lab.errors import UserError
 from moe_lab.models.families import (
     ALSO_COUNTS,
     COUNT_FIELDS,
     EXTRA_PREDICTION_LAYERS,
+    PORTS,
     TOP_K_FIELDS,
     UNGROUPED_METHODS,
 )
@@ -26,9 +29,17 @@ class Description:
     config: dict[str, Any]
     """The content of config.json."""
     kind: str
-    """stock, per_layer or ragged."""
+    """stock, ported, per_layer or ragged."""
     code: dict[str, str]
     """Name -> text of a code file; empty for a stock checkpoint."""
+
+
+def port_of(kind: str) -> dict[str, str]:
+    """Name -> text of the code file that a family needs which transformers cannot load; empty for all others."""
+    if kind not in PORTS:
+        return {}
+    source = Path(moe_lab.models.__file__).with_name(f"{PORTS[kind].file}.py")
+    return {f"modeling_{source.name}": source.read_text(encoding="utf-8")}
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,14 +76,14 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
     if form.count is not None:
         _set_counts(text, form.count)
         if form.same_width == form.width:
-            return Description(edited, "stock", {})
+            return _alike(edited)
     # imported where shapes differ: a stock checkpoint of whole experts needs no torch
     from moe_lab.pruning import export_remote
 
     if form.count is not None and form.same_width is not None:
         narrow = export_remote.narrowed(edited, form.same_width)
         if narrow is not None:
-            return Description(narrow, "stock", {})
+            return _alike(narrow)
         if shape == "padded_stock":
             raise UserError(
                 f"export=padded_stock: the width of experts in config.json also sizes other parts of model_type="
@@ -80,6 +91,18 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
                 "use export=padded or export=masked"
             )
     return Description(*export_remote.differing(edited, form))
+
+
+def _alike(config: dict[str, Any]) -> Description:
+    """The description of a checkpoint that is shaped as its family is."""
+    code = port_of(config.get("model_type", ""))
+    for name in code:
+        base, module = PORTS[config["model_type"]].base, name.removesuffix(".py")
+        config["auto_map"] = {
+            "AutoConfig": f"{module}.{base}Config",
+            "AutoModelForCausalLM": f"{module}.{base}ForCausalLM",
+        }
+    return Description(config, "ported" if code else "stock", code)
 
 
 def _check_counts(text: Mapping[str, Any], plan: Plan) -> None:

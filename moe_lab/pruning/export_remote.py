@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.families import COUNT_FIELDS
+from moe_lab.models.ports import causal_language_model
 from moe_lab.pruning.configuration import RAGGED_FIELD, WIDTH_FIELDS
+from moe_lab.pruning.export_config import port_of
 from moe_lab.pruning.export_form import Form
 from moe_lab.pruning.remote.generate import code
 
@@ -38,37 +39,42 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     one raises an error. Under another name it would build all layers alike. Ragged experts get a model type of their
     own instead, because nothing in a stock class would look at their widths.
     """
-    kind = _native_type(config)
+    kind, base = _native_type(config)
     family = CONFIG_MAPPING[kind]
     known = next(field for field in COUNT_FIELDS if field in config)
     count, width = family.attribute_map.get(known, known), _width_field(config)
     if isinstance(config[known], list):
         config[known] = max(config[known])
-    base = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
     name = f"modeling_pruned_{kind}"
     model = f"{name}.Pruned{base}ForCausalLM"
     config["architectures"] = [f"Pruned{base}ForCausalLM"]
     config["auto_map"] = {"AutoModelForCausalLM": model}
+    port = port_of(kind)
+    if port:  # by way of the model's file: transformers loads each file that is named here as a module of its own
+        config["auto_map"]["AutoConfig"] = f"{name}.{family.__name__}"
     config["per_layer_config"] = _per_layer(config, form, count, width)
     if form.count is None and config.get("output_router_logits"):
         config["output_router_logits"] = False  # the loss it is for needs layers of the same number of experts
     if form.ragged:
         config["model_type"] = f"pruned_{kind}"
-        config["auto_map"] = {"AutoConfig": f"{name}.Pruned{family.__name__}", **config["auto_map"]}
+        config["auto_map"]["AutoConfig"] = f"{name}.Pruned{family.__name__}"
         config[RAGGED_FIELD] = {str(index): list(layer.widths) for index, layer in form.layers.items() if layer.ragged}
-    text = code(base=base, config=family.__name__, model_type=kind, count=count, width=width, ragged=form.ragged)
-    return config, "ragged" if form.ragged else "per_layer", {f"{name}.py": text}
+    home = next((f".{file.removesuffix('.py')}" for file in port), "transformers")
+    names = {"base": base, "config": family.__name__, "model_type": kind, "count": count, "width": width}
+    text = code(**names, home=home, ragged=form.ragged)
+    return config, "ragged" if form.ragged else "per_layer", {f"{name}.py": text, **port}
 
 
-def _native_type(config: dict[str, Any]) -> str:
-    """The model type, if transformers itself has a causal language model of it."""
+def _native_type(config: dict[str, Any]) -> tuple[str, str]:
+    """The model type, and how its classes begin, if there is a causal language model of it without the folder's
+    code."""
     kind = config.get("model_type", "")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if (name := causal_language_model(kind)) is None:
         raise UserError(
             f"model_type={kind}: layers and experts of another shape can be exported for causal language models that "
             "transformers knows itself only, evaluate the plan with a mask"
         )
-    return str(kind)
+    return str(kind), name.removesuffix("ForCausalLM")
 
 
 def _per_layer(config: dict[str, Any], form: Form, count: str, width: str) -> dict[str, dict[str, int]]:

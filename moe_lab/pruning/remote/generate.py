@@ -53,8 +53,8 @@ register_checkpoint_conversion_mapping(
 """
 
 
-def code(*, base: str, config: str, model_type: str, count: str, width: str, ragged: bool) -> str:
-    """The text of the code file for a family with classes `base`ForCausalLM and `config`.
+def code(*, base: str, config: str, home: str, model_type: str, count: str, width: str, ragged: bool) -> str:
+    """The text of the code file for a family with classes `base`ForCausalLM and `config` in the module `home`.
 
     `count` and `width` name the configuration fields of experts per layer and channels per expert. The classes are
     named as the family's with `Pruned` before them; a ragged checkpoint has the model type `pruned_<model_type>`.
@@ -62,10 +62,11 @@ def code(*, base: str, config: str, model_type: str, count: str, width: str, rag
     folder = Path(moe_lab.pruning.__file__).parent
     sources = [folder / "remote" / "shapes.py", *([folder / "ragged.py"] if ragged else [])]
     imports, bodies = zip(*map(_split, sources), strict=True)
-    wanted = [f"from transformers import {base}ForCausalLM"]
+    both = f"from {home} import {config}, {base}ForCausalLM"
+    wanted = [f"from transformers import {base}ForCausalLM" if home == "transformers" else f"{both}  # noqa: F401"]
     if ragged:
         wanted = [
-            f"from transformers import {config}, {base}ForCausalLM",
+            both,
             "from transformers.conversion_mapping import (",
             "    get_checkpoint_conversion_mapping,",
             "    register_checkpoint_conversion_mapping,",

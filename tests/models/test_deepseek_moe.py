@@ -1,0 +1,200 @@
+"""The port of the first DeepSeekMoE computes what its paper and its published code say, and is used without asking."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import silu
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.load import load_model
+from moe_lab.models.streamed import open_streamed
+from moe_lab.pruning.export import export
+from moe_lab.pruning.verify import verify
+
+PUBLISHED = {  # what the published config.json says besides shapes
+    "architectures": ["DeepseekForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekConfig",
+        "AutoModel": "modeling_deepseek.DeepseekModel",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+    },
+    "aux_loss_alpha": 0.001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0",
+    "use_cache": True,
+}
+
+
+def settings(folder: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig(name="m", path=str(folder), **{"device": "cpu", **changes})
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tiny.tokens()).logits
+
+
+def naive(folder: Path) -> torch.Tensor:
+    """Logits (B, S, V) of all tokens in fp64, from the files alone: token after token, expert after expert."""
+    said = json.loads((folder / "config.json").read_text())
+    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    return torch.stack([Naive(said, weights).read(row) for row in tiny.tokens()])
+
+
+class Naive:
+    """A Llama decoder with equations 9 to 11 of Dai et al. (2024) in its MoE layers."""
+
+    def __init__(self, said: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+        self.said, self.weights = said, weights
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        stream = self.weights["model.embed_tokens.weight"][ids]
+        for layer in range(self.said["num_hidden_layers"]):
+            at = f"model.layers.{layer}"
+            stream = stream + self.attention(f"{at}.self_attn", self.norm(f"{at}.input_layernorm", stream))
+            rows = self.norm(f"{at}.post_attention_layernorm", stream)
+            dense = layer < self.said["first_k_dense_replace"] or layer % self.said["moe_layer_freq"]
+            feed = self.mlp if dense else self.moe
+            stream = stream + torch.stack([feed(f"{at}.mlp", row) for row in rows])
+        return self.norm("model.norm", stream) @ self.weights["lm_head.weight"].T
+
+    def norm(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        scale = (rows.square().mean(-1, keepdim=True) + self.said["rms_norm_eps"]).rsqrt()
+        return rows * scale * self.weights[f"{name}.weight"]
+
+    def mlp(self, at: str, row: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self.weights[f"{at}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return down @ (silu(gate @ row) * (up @ row))
+
+    def moe(self, at: str, row: torch.Tensor) -> torch.Tensor:
+        affinity = (self.weights[f"{at}.gate.weight"] @ row).softmax(0)
+        chosen = sorted(range(len(affinity)), key=lambda expert: -float(affinity[expert]))
+        chosen = chosen[: self.said["num_experts_per_tok"]]
+        whole = sum(affinity[expert] for expert in chosen) if self.said["norm_topk_prob"] else 1
+        mixed = sum(affinity[expert] / whole * self.mlp(f"{at}.experts.{expert}", row) for expert in chosen)
+        return mixed + self.mlp(f"{at}.shared_experts", row) if self.said["n_shared_experts"] else mixed
+
+    def attention(self, at: str, rows: torch.Tensor) -> torch.Tensor:
+        heads, groups = self.said["num_attention_heads"], self.said["num_key_value_heads"]
+        size = rows.shape[1] // heads
+        q, k, v = (rows @ self.weights[f"{at}.{part}_proj.weight"].T for part in "qkv")
+        found = []
+        for head in range(heads):
+            group = head * groups // heads
+            own, shared = slice(head * size, (head + 1) * size), slice(group * size, (group + 1) * size)
+            scores = self.turned(q[:, own]) @ self.turned(k[:, shared]).T / size**0.5
+            future = torch.ones_like(scores).triu(1).bool()
+            found.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, shared])
+        return torch.cat(found, 1) @ self.weights[f"{at}.o_proj.weight"].T
+
+    def turned(self, rows: torch.Tensor) -> torch.Tensor:
+        """Channel i and channel i + half turned by position / theta ** (i / half)."""
+        half = rows.shape[1] // 2
+        speed = self.said["rope_theta"] ** -(torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(len(rows), dtype=torch.float64)[:, None] * speed
+        first, second = rows[:, :half], rows[:, half:]
+        return torch.cat(
+            [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=1
+        )
+
+
+def publish(folder: Path, **changes: Any) -> Any:
+    """A tiny checkpoint as the published one: its layout, its config.json, its code, which fails when imported."""
+    model = tiny.save("deepseek", folder, **changes)
+    config = json.loads((folder / "config.json").read_text())
+    for field in ("rope_parameters", "head_dim", "mlp_bias", "dtype"):
+        config.pop(field, None)
+    (folder / "config.json").write_text(json.dumps({**config, **PUBLISHED, **changes}))
+    for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
+        (folder / name).write_text("from transformers.utils.import_utils import is_torch_fx_available\n")
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_topk_prob": True, "n_shared_experts": None}, {"moe_layer_freq": 2}], ids=str
+)
+def test_the_forward_pass_is_the_papers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    publish(tmp_path, **changes)
+    assert "model.layers.2.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    for trust in (False, True):  # its own code is never run
+        model, _ = load_model(settings(tmp_path, trust_remote_code=trust))
+    assert len(moe_layers(model)) == (1 if "moe_layer_freq" in changes else 2)
+    expected = naive(tmp_path)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(logits(model).double(), expected, rtol=0, atol=2e-5)
+    asked = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(tiny.tokens(), **asked), model.generate(tiny.tokens(), use_cache=False, **asked))
+
+
+def test_gates_are_of_the_models_precision() -> None:
+    """The published code takes its softmax in bfloat16; later models of the family take theirs in fp32."""
+    layer = moe_layers(tiny.build("deepseek", dtype=torch.bfloat16))[0]
+    hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    _, gates, chosen = layer.router(hidden)
+    softmax = (hidden @ layer.router.weight.T).softmax(-1)
+    assert gates.dtype == torch.bfloat16 and torch.equal(gates, softmax.gather(1, chosen))
+
+
+def test_another_scoring_function_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "scoring_func": "sigmoid"}))
+    with pytest.raises(UserError, match=r"config\.json is damaged: .*scoring_func") as caught:
+        load_model(settings(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_new_model_has_random_weights() -> None:
+    model = tiny.AutoModelForCausalLM.from_config(tiny.config("deepseek", initializer_range=0.5))
+    for layer in moe_layers(model):
+        for weight in (layer.router.weight, *layer.experts.parameters()):
+            assert 0.4 < weight.detach().std() < 0.6
+
+
+def test_an_export_keeps_the_type_and_loads_like_the_original(tmp_path: Path) -> None:
+    model = publish(tmp_path / "model")
+    plan = tiny.plan(model, 0.5)
+    out = export(tmp_path / "model", plan, tmp_path / "pruned")
+    said = json.loads((out / "config.json").read_text())
+    assert (said["model_type"], said["n_routed_experts"]) == ("deepseek", 8)
+    assert said["auto_map"]["AutoModelForCausalLM"] == "modeling_deepseek_moe.DeepseekForCausalLM"
+    assert (out / "modeling_deepseek_moe.py").is_file() and "moe_lab needs none" in (out / "README.md").read_text()
+    found = [logits(load_model(settings(out, trust_remote_code=trust))[0]) for trust in (False, True)]
+    assert torch.equal(*found)
+    assert verify(tmp_path / "model", plan, out) == 0
+
+
+def test_it_streams(tmp_path: Path) -> None:
+    publish(tmp_path)
+    model, _ = load_model(settings(tmp_path))
+    streamed, _ = open_streamed(settings(tmp_path, dtype="float32"))
+    ids = tiny.tokens()
+    valid, state = torch.ones_like(ids, dtype=torch.bool), None
+    with torch.no_grad():
+        for number in range(3):
+            with streamed.layer(number):
+                state = streamed.through(number, ids, valid, state)
+        assert state is not None
+        torch.testing.assert_close(streamed.logits(ids, valid, state), logits(model), rtol=0, atol=1e-5)
