@@ -142,7 +142,9 @@ def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -
     miniatures.write(benchmark, {"test": rows})
     beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
     beside.write_text("{}")
-    parrot = Parrot(["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "It is \\boxed{3}", "\\boxed{1006}"])
+    parrot = Parrot(
+        ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "It is \\boxed{3}", "\\boxed{1006}"]
+    )
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
     assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 1.0, 1.0]
     assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "3", "1006"]
