@@ -166,6 +166,13 @@ def test_nothing_can_be_written_and_private_files_cannot_be_read(confined: Runne
     assert run(confined, "import moe_lab.pocket\ndef f(x): return moe_lab.pocket.__file__").status == "failed"
 
 
+def test_limits_alone_let_no_file_grow(tmp_path: Path) -> None:
+    with Runner(confined=False) as limited:
+        outcome = run(limited, f"def f(x):\n    with open({str(tmp_path / 'evil')!r}, 'w') as file: file.write('x')")
+        assert (outcome.status, outcome.error[:7]) == ("failed", "OSError")
+    assert (tmp_path / "evil").read_text() == ""
+
+
 def test_every_mount_is_read_only_and_some_folders_are_hidden(
     confined: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
