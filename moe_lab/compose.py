@@ -77,8 +77,10 @@ def _task_overrides() -> Sequence[str]:
 
 
 def addable(argument: str) -> str:
-    """The argument as Hydra takes it: parameters are open to names their file does not have, so `++` adds or sets."""
-    return f"++{argument}" if re.match(r"(allocation|criterion)\.parameters\.", argument) else argument
+    """The argument as Hydra takes it: parameters and protocols are open to names their file does not have, so `++` adds
+    or sets."""
+    open_to_names = r"(allocation|criterion)\.parameters\.|protocol\.benchmarks\."
+    return f"++{argument}" if re.match(open_to_names, argument) else argument
 
 
 def explain(error: BaseException) -> str:

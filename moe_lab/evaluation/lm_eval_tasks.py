@@ -99,5 +99,5 @@ def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
             f"benchmark {benchmark.name}: shots={benchmark.shots}, but {name} has no examples to show: its data has "
             f"only the split {split}"
         )
-    if benchmark.max_new_tokens:
+    if benchmark.max_new_tokens and task.OUTPUT_TYPE == "generate_until":
         task.set_config(key="generation_kwargs", value={"max_gen_toks": benchmark.max_new_tokens}, update=True)

@@ -77,7 +77,7 @@ def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
     if not described.is_file() or not read_json(described).get("chat_template"):
         raise UserError(
             f"benchmark {benchmark} asks through a chat template, and model={settings.name} has none: expected an "
-            "instruction-tuned model, or chat: false in the benchmark or protocol"
+            f"instruction-tuned model, or protocol.benchmarks.{benchmark}.chat=false to have the text continued"
         )
 
 
