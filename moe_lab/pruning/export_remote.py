@@ -48,16 +48,15 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     name = f"modeling_pruned_{kind}"
     model = f"{name}.Pruned{base}ForCausalLM"
     config["architectures"] = [f"Pruned{base}ForCausalLM"]
-    config["auto_map"] = {"AutoModelForCausalLM": model}
     port = port_of(kind)
-    if port:  # by way of the model's file: transformers loads each file that is named here as a module of its own
-        config["auto_map"]["AutoConfig"] = f"{name}.{family.__name__}"
+    # that of a port by way of the model's file: transformers takes each file named here for a module of its own
+    described = {"AutoConfig": f"{name}.{'Pruned' if form.ragged else ''}{family.__name__}"}
+    config["auto_map"] = {**(described if form.ragged or port else {}), "AutoModelForCausalLM": model}
     config["per_layer_config"] = _per_layer(config, form, count, width)
     if form.count is None and config.get("output_router_logits"):
         config["output_router_logits"] = False  # the loss it is for needs layers of the same number of experts
     if form.ragged:
         config["model_type"] = f"pruned_{kind}"
-        config["auto_map"]["AutoConfig"] = f"{name}.Pruned{family.__name__}"
         config[RAGGED_FIELD] = {str(index): list(layer.widths) for index, layer in form.layers.items() if layer.ragged}
     home = next((f".{file.removesuffix('.py')}" for file in port), "transformers")
     names = {"base": base, "config": family.__name__, "model_type": kind, "count": count, "width": width}
