@@ -59,6 +59,7 @@ class Judge:
             http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
         )
         self._stop = threading.Event()
+        self._refusal: UserError | None = None
 
     def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
         """A verdict for each prompt, in their order.
@@ -67,6 +68,7 @@ class Judge:
         UserError at once where the endpoint refuses a request for good.
         """
         self._stop.clear()
+        self._refusal = None
         found: dict[int, Verdict] = {}
         unscored: list[Verdict] = []
         with ThreadPoolExecutor(self.settings.parallel) as pool:
@@ -74,6 +76,8 @@ class Judge:
             try:
                 for future in as_completed(futures):
                     verdict = found[futures[future]] = future.result()
+                    if self._refusal is not None:
+                        raise self._refusal
                     if verdict.score is None:
                         unscored.append(verdict)
                     if len(unscored) > tolerated:
@@ -91,8 +95,8 @@ class Judge:
         with suppress(OSError, ValueError, KeyError, TypeError):  # never said, or damaged: ask
             reply = json.loads(file.read_text(encoding="utf-8"))["reply"]
             return Verdict(score(reply), reply, cached=True)
-        reason = ""
-        for _ in range(self.settings.unparsable_attempts):
+        reason = "called off"
+        for _ in range(0 if self._stop.is_set() else self.settings.unparsable_attempts):
             try:
                 reply = self._reply(prompt)
                 verdict = Verdict(score(reply), reply)
@@ -127,7 +131,9 @@ class Judge:
                 reason, asked = f"no connection ({error.__cause__ or error})", 0.0
             except openai.APIStatusError as error:
                 if error.status_code < 500 and error.status_code not in _BUSY:
-                    raise self._refused(error) from None
+                    self._refusal = self._refused(error)
+                    self._stop.set()
+                    raise self._refusal from None
                 reason, asked = f"HTTP {error.status_code}", _retry_after(error.response.headers.get("retry-after"))
             if attempt == self.settings.attempts or self._stop.wait(_pause(attempt, asked)):
                 break
