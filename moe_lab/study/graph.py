@@ -14,7 +14,8 @@ from moe_lab.config import (
 )
 from moe_lab.grid import Cell
 from moe_lab.study.identity import Step
-from moe_lab.study.maker import NO_RECOVERY, Maker, reads_text
+from moe_lab.study.maker import Maker, reads_text
+from moe_lab.study.pruned import NO_RECOVERY, Pruned
 
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
@@ -76,21 +77,18 @@ def _steps(maker: Maker, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) -> C
     """All steps of one cell; criterion "none" is the unpruned model."""
     pruned = cell.criterion is not NO_CRITERION
     plan = maker.plan(cell) if pruned else None
-    tuned = maker.finetune(cell, plan) if plan else None
+    model = Pruned(maker, cell, plan)
     return CellSteps(
         cell=cell,
         model=maker.model(cell.model),
         statistics=maker.statistics(cell) if pruned else None,
         scores=maker.scores(cell) if pruned else None,
         plan=plan,
-        finetune=tuned,
-        export=maker.export(cell.model, plan) if plan and maker.config.export else None,
-        cost=maker.cost(cell, plan),
-        profile=maker.profile(cell, plan) if maker.config.profile else None,
-        evaluate={
-            benchmark.name: maker.evaluate(cell.model, plan, benchmark, tuned, cell.recovery)
-            for benchmark in benchmarks
-        },
+        finetune=model.finetune,
+        export=model.export() if plan and maker.config.export else None,
+        cost=model.cost(),
+        profile=model.profile() if maker.config.profile else None,
+        evaluate={benchmark.name: model.evaluate(benchmark) for benchmark in benchmarks},
     )
 
 

@@ -1,0 +1,112 @@
+"""The steps about one pruned model, once its plan is a step: recover it, ask it, count its cost, write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig, RecoveryConfig
+from moe_lab.evaluation import suite
+from moe_lab.grid import Cell, plain
+from moe_lab.recovery import settings as recoveries
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.maker import Maker
+
+NO_RECOVERY = RecoveryConfig()
+
+
+class Pruned:
+    """A cell's model under a plan, recovered as the cell says; without a plan, the model as it is.
+
+    Each step takes what it is called by from here: the label, how weights are stored, and the steps it comes from.
+    """
+
+    def __init__(self, maker: Maker, cell: Cell, plan: Step | None) -> None:
+        self.maker, self.cell, self.plan = maker, cell, plan
+        self.finetune = self._finetune(plan) if plan and cell.recovery.instructions is not None else None
+        storage = recoveries.storage_identity(cell.recovery)
+        self.storage = {"storage": maker.once(("storage", cell.recovery), lambda: Part(storage))} if storage else {}
+        named = plan.label if plan else cell.model.name
+        self.label = named if cell.recovery.name == "none" else f"{named}-{cell.recovery.name}"
+
+    def _inputs(self, **more: Step | None) -> dict[str, Step]:
+        steps = {"model": self.maker.model(self.cell.model), "plan": self.plan, **more}
+        return {role: step for role, step in steps.items() if step}
+
+    def _finetune(self, plan: Step) -> Step:
+        """The model's weights after fine-tuning."""
+        cell = self.cell
+        text = self.maker.seeded(cell.texts["instructions"], cell.seed)
+        settings = {**recoveries.finetune_identity(cell.recovery), "seed": cell.seed}
+        return Step(
+            "finetune",
+            f"{plan.label}-{cell.recovery.name}",
+            {"recovery": Part(settings), "text": self.maker.text_part(text)},
+            {"model": self.maker.model(cell.model), "plan": plan},
+            {"model": plain(cell.model), "recovery": plain(cell.recovery), "text": plain(text)},
+        )
+
+    def evaluate(self, benchmark: BenchmarkConfig) -> Step:
+        """One benchmark: the step that has its results.
+
+        Where texts are graded without the model, generating them is a step of its own before it.
+        """
+
+        def make() -> tuple[Part, Mapping[str, Any]]:
+            runtime = {"benchmark": plain(benchmark), "policy": asdict(suite.policy(self.maker.config))}
+            return Part(suite.identity(benchmark)), runtime
+
+        model = self.cell.model
+        part, runtime = self.maker.once(("benchmark", benchmark), make)
+        if benchmark.harness in suite.TWO_PHASES:
+            generate = self.generate(benchmark)
+            return Step("grade", generate.label, {"benchmark": part}, {"generate": generate}, runtime)
+        with_model = self.maker.once(("evaluate", model, benchmark), lambda: {"model": plain(model), **runtime})
+        parts = {"benchmark": part, **self.storage}
+        return Step(
+            "evaluate", f"{self.label}-{benchmark.name}", parts, self._inputs(finetune=self.finetune), with_model
+        )
+
+    def generate(self, benchmark: BenchmarkConfig) -> Step:
+        """The texts that answer one benchmark, by the model that is loaded or by a server of its checkpoint."""
+        model, backend = self.cell.model, self.maker.config.backend
+
+        def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
+            asked = suite.asked(benchmark)
+            if benchmark.chat:
+                asked["template_arguments"] = dict(model.template_arguments)
+            parts = {"benchmark": Part(asked)}
+            if backend.name == "server":
+                parts["backend"] = Part({"name": backend.name, "command": backend.command})
+            runtime = {"model": plain(model), "benchmark": plain(benchmark), "backend": plain(backend)}
+            return parts, runtime
+
+        parts, runtime = self.maker.once(("generate", model, benchmark), make)
+        checkpoint = self.export() if backend.name == "server" and self.plan else None
+        inputs = self._inputs(finetune=self.finetune, checkpoint=checkpoint)
+        return Step("generate", f"{self.label}-{benchmark.name}", {**parts, **self.storage}, inputs, runtime)
+
+    def cost(self) -> Step:
+        """Parameters, storage, and FLOPs with the routing that the pruned model really has."""
+        before = Pruned(self.maker, replace(self.cell, recovery=NO_RECOVERY), None).cost() if self.plan else None
+        return self._reading("cost", self.label, self.storage, self._inputs(unpruned=before))
+
+    def profile(self) -> Step:
+        """Hidden states and routing, layer by layer; what recovery changes is not in it."""
+        return self._reading("profile", self.plan.label if self.plan else self.cell.model.name, {}, self._inputs())
+
+    def _reading(self, kind: str, label: str, parts: Mapping[str, Part], inputs: Mapping[str, Step]) -> Step:
+        """A pass over the text that FLOPs are counted on."""
+        text = self.maker.seeded(self.cell.texts["flops"], self.cell.seed)
+        runtime = {"model": plain(self.cell.model), "text": plain(text)}
+        return Step(kind, label, {"text": self.maker.text_part(text), **parts}, inputs, runtime)
+
+    def export(self) -> Step:
+        """The pruned model as a checkpoint."""
+        assert self.plan is not None
+        config = self.maker.config
+        shape = {"export": config.export or "natural", **({"verify": True} if config.verify else {})}
+        return Step(
+            "export", self.plan.label, {"shape": Part(shape)}, self._inputs(), {"model": plain(self.cell.model)}
+        )
