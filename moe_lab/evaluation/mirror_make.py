@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from moe_lab.config import BenchmarkConfig, SuiteConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
@@ -33,9 +35,10 @@ def main(words: Sequence[str]) -> int:
     for benchmark in wanted:
         try:
             print("\n".join(make(benchmark, source)), flush=True)
-        except UserError as error:
+        except (UserError, OSError) as error:
             failed = True
-            print(f"moe_lab: {error}", file=sys.stderr, flush=True)
+            said = error if isinstance(error, UserError) else f"data_root={root} cannot be written ({error})"
+            print(f"moe_lab: {said}", file=sys.stderr, flush=True)
     return 2 if failed else 0
 
 
@@ -50,9 +53,10 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
     with tempfile.TemporaryDirectory(prefix=".mirror-", dir=place.parent) as scratch:
         found = list(parts(benchmark, source, Path(scratch)))
         _check(benchmark, found)
-        entries = {**mirror.manifest(place), **dict(_write(part, place) for part in found)}
-    _put(place / "README.md", _readme(str(benchmark.data), entries).encode())
-    _put(place / mirror.MANIFEST, json.dumps({"files": entries}, indent=1, sort_keys=True).encode())
+        with FileLock(place.with_name(f".{place.name}.lock")):  # benchmarks of one data set may be made side by side
+            entries = {**mirror.manifest(place), **dict(_write(part, place) for part in found)}
+            _put(place / "README.md", _readme(str(benchmark.data), entries).encode())
+            _put(place / mirror.MANIFEST, json.dumps({"files": entries}, indent=1, sort_keys=True).encode())
     mirror.check(benchmark)
     return _lines(benchmark, found)
 

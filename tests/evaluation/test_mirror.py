@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,18 @@ def test_rows_and_digest_are_the_same_from_every_source(
     monkeypatch.undo()
     again = datasets.load_dataset(str(mirror.folder(own)), "rte", cache_dir=str(tmp_path / "cache"))
     assert again["validation"].to_list() == RTE and len(again["train"]) == 1
+
+
+def test_benchmarks_of_one_data_set_can_be_made_side_by_side(tmp_path: Path) -> None:
+    row = {"id": "a", "question": "q", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"}
+    wanted = [replace(b, expected=1) for b in benchmarks(["arc_easy", "arc_challenge"], str(tmp_path / "data"))]
+    for name in ("arc_easy_test", "arc_challenge_test", "arc_easy_train", "arc_challenge_train"):
+        write_lines(tmp_path / f"{name}.jsonl", [row])
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda number: make(wanted[number % 2], tmp_path), range(8)))
+    assert len(mirror.manifest(mirror.folder(wanted[0]))) == 4
+    for benchmark in wanted:
+        assert mirror.rows(benchmark) == [row]
 
 
 def test_a_digest_is_of_what_is_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
@@ -244,6 +257,7 @@ def test_a_pickle_is_never_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
         (["rte", "data_root={}", "from=nowhere"], "there is no such file or folder"),
         (["mc8", "data_root={}", "from={}/file.jsonl"], "is one file: expected the name of one benchmark"),
         (["pocket16", "data_root={}"], "needs no mirror"),
+        (["rte", "data_root={}/file.jsonl", "from={}"], "cannot be written (["),
         (["rte", "data_root={}"], "nyu-mll/glue could not be had from the hub"),
     ],
 )
