@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -74,6 +75,7 @@ def evaluate(job: Job) -> None:
 
     with _subject(job) as (network, tokenizer):
         run.evaluate(Subject(network, tokenizer), _benchmark(job), Path(job.scratch), policy=_policy(job))
+    _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
 
 
 def generate(job: Job) -> None:
@@ -81,7 +83,13 @@ def generate(job: Job) -> None:
     from moe_lab.evaluation import run
 
     with _generator(job) as generator:
-        run.generate(generator, _benchmark(job), Path(job.scratch), Path(job.partial, "answers.jsonl"))
+        answers = run.generate(generator, _benchmark(job), Path(job.scratch), Path(job.partial, "answers.jsonl"))
+    _show(job, answers[0].prompt)
+
+
+def _show(job: Job, prompt: str) -> None:
+    """One prompt, as the model read it, for the log."""
+    print(f"{job.name} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
 @contextmanager
