@@ -67,6 +67,11 @@ def test_shared_steps_ran_once(finished: Path) -> None:
     assert not list((finished / "partial").glob("*")) if (finished / "partial").exists() else True
 
 
+def test_logs_show_a_prompt_of_every_benchmark(finished: Path) -> None:
+    printed = "".join(log.read_text() for log in (finished / "logs").glob("*.log"))
+    assert printed.count(" asks, for example: ") == 9
+
+
 def test_the_study_lists_every_cell_with_its_results(finished: Path) -> None:
     study = json.loads((finished / "studies" / "study.json").read_text())
     assert len(study["cells"]) == 9
