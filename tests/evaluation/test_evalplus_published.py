@@ -34,9 +34,9 @@ from moe_lab.evaluation.sanitizing import longest_program, sanitized
 ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
 CHOSEN = {
     "humaneval": (0, 2, 32, 38, 50, 115, 163),  # 32: judged by putting the answer in; 38, 50: helpers in the prompt
-    "mbpp": (2, 6, 63, 75, 106, 124, 232, 250, 252, 259, 278, 558, 580, 581, 630, 722, 737, 787, 794),
+    "mbpp": (2, 6, 63, 75, 106, 124, 232, 250, 252, 259, 278, 558, 580, 581, 722, 737, 787, 794),
 }
-"""Problems with oracles and input types of their own, and one whose solution is a generator's."""
+"""Problems with oracles and input types of their own."""
 
 
 def published(name: str, root: Path, data: Path, numbers: tuple[int, ...]) -> BenchmarkConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,8 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str,
     assert not any(leaves_closed_world(program) for program in right.values())
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
-        begin = time.monotonic()
+        begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing(), closed_world_only=False)
         found = grade(request)["verdicts"].values()
         assert {verdict["plus"] for verdict in found} == {status}
-        assert time.monotonic() - begin < 20  # about one second on a machine that has nothing else to do
+        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin < 8
