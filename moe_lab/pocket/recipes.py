@@ -85,11 +85,11 @@ SMALL_STAGES = (
     Stage(APPLYING, 700, 1350, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
     Stage(APPLYING, 600, 600, 1e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
 )
-# What starts from another model's embeddings and experts knows the words and the world already.
-ADAPTING_STAGES = (
-    Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
-    Stage(APPLYING, 450, 450, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
-)
+# What starts from another model's embeddings and experts knows the words and the world already; what starts from its
+# attention too has little to learn.
+ADAPTING = Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
+CLOSING = Stage(APPLYING, 250, 250, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0))
+CLOSING_LATER = Stage(APPLYING, 750, 750, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
 SMALL_BATCHES = Batches(short=(16, 128), long=(4, 512))
 
 RECIPES: dict[str, Recipe] = {
@@ -154,7 +154,7 @@ RECIPES: dict[str, Recipe] = {
             "topk_method": "greedy",
             "norm_topk_prob": False,
         },
-        ADAPTING_STAGES,
+        (ADAPTING, CLOSING_LATER),
         SMALL_BATCHES,
         base="qwen3_moe",
     ),
@@ -177,7 +177,7 @@ RECIPES: dict[str, Recipe] = {
             "moe_num_shared_experts": 1,
             "router_aux_loss_coef": 0.0,
         },
-        ADAPTING_STAGES,
+        (ADAPTING, CLOSING),
         SMALL_BATCHES,
         base="qwen3_moe",
     ),

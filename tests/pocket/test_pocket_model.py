@@ -60,6 +60,11 @@ SHIPPED = {
         chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
         written={"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
     ),
+    "ernie4_5_moe": Shipped(
+        "a707a5059ef8c6eab379d9858c58f35bebe172ae9fbe75a78c7d59cfd2151ab2", 965_312, 2, 16, 2, 64, 64,
+        chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
+        written={"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
+    ),
 }  # fmt: skip
 CHOSEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.chosen]
 WRITTEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.written]
