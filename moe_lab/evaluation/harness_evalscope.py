@@ -184,7 +184,6 @@ def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
             assert process.stdin is not None
             process.stdin.close()
     if code != 0:
-        last_words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(
-            f"benchmark {benchmark.name}: EvalScope failed: {''.join(last_words) or f'exit code {code}'}"
-        )
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = f"killed by signal {-code}" if code < 0 else lines[-1] if lines else f"exit code {code}"
+        raise RuntimeError(f"benchmark {benchmark.name}: EvalScope failed: {reason}")

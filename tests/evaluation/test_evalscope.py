@@ -244,6 +244,9 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
     python.write_text("#!/bin/sh\necho first >&2; echo last words >&2; exit 3\n")
     with pytest.raises(RuntimeError, match=r"^benchmark gsm8k: EvalScope failed: last words$"):
         harness_evalscope.ask(benchmark)
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(RuntimeError, match="EvalScope failed: killed by signal 9"):
+        harness_evalscope.ask(benchmark)
 
 
 def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
