@@ -127,15 +127,26 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
         loose = sorted(path.name for path in folder.glob("*.safetensors"))
         there = f"only {', '.join(loose)}" if loose else "no safetensors file"
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}")
-    index = read_json(folder / INDEX).get("weight_map")
+    content = read_json(folder / INDEX)
+    index = content.get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
         raise UserError(f"{folder / INDEX} is damaged: expected a weight_map from tensor to file")
     shards = tuple(sorted(set(index.values())))
     for shard in shards:
         if os.path.basename(shard) != shard or not (folder / shard).is_file():
             tensors = sum(1 for value in index.values() if value == shard)
-            raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
+            lacking = _lacking(folder, shards, content.get("metadata"))
+            raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it{lacking}")
     return shards, index
+
+
+def _lacking(folder: Path, shards: tuple[str, ...], metadata: Any) -> str:
+    """What the bytes of the shards that are there leave open of the total that the index states, if it does."""
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if not isinstance(total, int):
+        return ""
+    there = [read_header(folder / shard)[1] for shard in shards if (folder / shard).is_file()]
+    return f": of {total} bytes {sum(entry.size for entries in there for entry in entries.values())} are there"
 
 
 def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, Entry]) -> None:

@@ -110,13 +110,13 @@ def has_pickles_only(folder: Path) -> bool:
     return not safe and any((folder / name).exists() for name in PICKLES)
 
 
-def fingerprint(path: str) -> str:
+def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
 
     Weights of up to 1 GiB are read whole; of larger ones the headers, sizes and 64 samples of 1 MiB a file.
     Independent of the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder.
     """
-    folder = Path(resolve(path)).expanduser()
+    folder = Path(resolve(str(path))).expanduser()
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
     described = [

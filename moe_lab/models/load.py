@@ -21,8 +21,9 @@ from moe_lab.models import cpu_experts
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.families import PORTS
-from moe_lab.models.files import UNEVEN_FIELDS, has_pickles_only, local_folder
+from moe_lab.models.files import UNEVEN_FIELDS, has_pickles_only, local_folder, quantization
 from moe_lab.models.ports import causal_language_model
+from moe_lab.models.room import check_room
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
@@ -36,14 +37,17 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Models that an export left with uneven
     layers are loaded too, if their code may be run. Everything that can be is judged before weights are read. Raises
     UserError, one sentence, for a folder that is incomplete or damaged, pickles that are not allowed, an unsupported
-    architecture, weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device.
+    architecture, weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device, a GPU that
+    is too small.
     """
     dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with quiet():
-        routed_layers(skeleton(folder, trust_remote_code=settings.trust_remote_code))
+        empty = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+        routed_layers(empty)
+        check_room(empty, folder, settings, dtype, device)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     model.eval().requires_grad_(False)
@@ -121,16 +125,24 @@ def _configuration(folder: Path, own_code: bool) -> Any:
 
 
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        device_map=device,
-        experts_implementation="eager" if device == "cpu" else "grouped_mm",
-        trust_remote_code=_runs_own_code(folder, settings.trust_remote_code),
-        use_safetensors=not has_pickles_only(folder),
-        ignore_mismatched_sizes=True,  # reported below, in one sentence
-        output_loading_info=True,
-    )
+    method = quantization(settings)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device,
+            experts_implementation="eager" if device == "cpu" else "grouped_mm",
+            trust_remote_code=_runs_own_code(folder, settings.trust_remote_code),
+            use_safetensors=not has_pickles_only(folder),
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        if method is None:
+            raise
+        raise UserError(
+            f"{folder} is stored as {method}, which needs a package: {' '.join(str(error).split())}"
+        ) from None
     model, report = loaded
     if wrong := sorted(report["mismatched_keys"]):
         name, found, expected = wrong[0]

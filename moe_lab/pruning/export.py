@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.files import fingerprint
 from moe_lab.pruning.card import Cost, model_card
 from moe_lab.pruning.export_config import Description, check_routing, describe_export, text_part
 from moe_lab.pruning.export_form import make_form
@@ -58,6 +59,8 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     config = read_json(folder / "config.json")
     check_routing(config, plan)
     checkpoint = open_checkpoint(folder)
+    if plan.provenance.get("model_sha256"):
+        plan.check_origin(fingerprint(folder), folder)
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
     description = describe_export(config, plan, form, shape)
     content = pieces(checkpoint, plan, form, int(text_part(config).get("num_hidden_layers", 1 << 30)))

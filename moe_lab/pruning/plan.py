@@ -97,6 +97,16 @@ class Plan:
                 )
             check_groups(layer, kept, self.n_experts[layer], groups)
 
+    def check_origin(self, sha256: str, where: object) -> None:
+        """UserError if the plan says of what model it was made (`model_sha256` of its provenance), and that is not the
+        one in the folder `where`, whose fingerprint is `sha256`."""
+        made_for = self.provenance.get("model_sha256") or sha256
+        if made_for != sha256:
+            raise UserError(
+                f"plan is for another model: it was made for the one of fingerprint {str(made_for)[:12]}, and {where} "
+                f"has {sha256[:12]}: give that model, or take model_sha256 out of the plan to try it on another"
+            )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, beside the target first and then renamed."""
         target = Path(path)

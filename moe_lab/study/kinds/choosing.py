@@ -63,6 +63,8 @@ def plan(job: Job) -> None:
     if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
         made = Plan.load(path)
         made.check(**routers(facts(job)["layers"]))
+        if sha256 := facts(job).get("sha256"):  # which facts of older stores lack
+            made.check_origin(sha256, "this model")
     made.save(job.output("plan.json"))
 
 
@@ -101,7 +103,8 @@ def _evidence(job: Job) -> dict[str, Any]:
 
 
 def _provenance(job: Job) -> dict[str, Any]:
-    return {"allocation": job.settings["allocation"], "scores": job.inputs["scores"].rsplit("/", 2)[-1]}
+    scores = job.inputs["scores"].rsplit("/", 2)[-1]
+    return {"allocation": job.settings["allocation"], "scores": scores, "model_sha256": facts(job).get("sha256")}
 
 
 def search(job: Job) -> None:

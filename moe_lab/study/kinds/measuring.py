@@ -19,8 +19,10 @@ GROUP = 8
 def model(job: Job) -> None:
     """Layers, experts and parameters of the model, from its configuration alone."""
     from moe_lab.models.facts import facts
+    from moe_lab.models.files import fingerprint, local_folder
 
-    write_json(job.output("facts.json"), facts(ModelConfig(**job.runtime["model"])))
+    settings = ModelConfig(**job.runtime["model"])
+    write_json(job.output("facts.json"), {**facts(settings), "sha256": fingerprint(local_folder(settings))})
 
 
 def statistics(job: Job) -> None:

@@ -1,0 +1,290 @@
+"""What is wrong with a checkpoint, a plan or a machine is said in one sentence, and nothing half-written is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+import tiny
+import torch
+from huggingface_hub.errors import RevisionNotFoundError
+from safetensors.torch import load_file, save_file
+
+from moe_lab import inspect
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import INDEX
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.files import check, fingerprint, local_folder, quantization
+from moe_lab.models.load import load_model
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.export import export
+from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import Observer
+
+SHARD = "model-00002-of-00007.safetensors"
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    tiny.save("olmoe", folder, shard="100KB")
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return tiny.plan(tiny.build("olmoe"), 0.5)
+
+
+def settings(path: object, **changes: object) -> ModelConfig:
+    return ModelConfig(name="m", path=str(path), **{"device": "cpu", **changes})  # type: ignore[arg-type]
+
+
+def refused(attempt: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        attempt()
+    assert "\n" not in str(caught.value)
+
+
+def reconfigure(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    content = json.loads((folder / INDEX).read_text())
+    change(content["weight_map"])
+    (folder / INDEX).write_text(json.dumps(content))
+
+
+def cut(folder: Path, lost: int) -> None:
+    data = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(data[:-lost])
+
+
+def put_twice(folder: Path) -> None:
+    tensors = load_file(folder / SHARD)
+    save_file({**tensors, "model.norm.weight": torch.ones(32)}, folder / SHARD)
+
+
+def rename(folder: Path, change: Callable[[str], str]) -> None:
+    """The same tensors under other names, in one file."""
+    found = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file({change(name): tensor for name, tensor in found.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / SHARD).unlink(), rf"shard {SHARD} is missing, .* expects \d+ tensors in it: of \d+ bytes \d+ "),
+        (lambda f: cut(f, 5), rf"{SHARD} is damaged: expected \d+ bytes, found \d+"),
+        (lambda f: cut(f, 10**9), rf"{SHARD} is damaged: its 0 bytes do not hold the header"),
+        (lambda f: reindex(f, lambda index: index.pop(EXPERT)), f"holds tensor {EXPERT}, which .* does not list"),
+        (
+            lambda f: reindex(f, lambda index: index.update(a=SHARD)),
+            f"expects tensor a in {SHARD}, but it is not there",
+        ),
+        (put_twice, r"tensor model\.norm\.weight is both in"),
+        (lambda f: reconfigure(f, num_experts=12), "plan is for another model: .* config.json says num_experts=12"),
+    ],
+)
+def test_damage_is_found_before_anything_is_written(
+    folder: Path, plan: Plan, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(folder)
+    refused(lambda: export(folder, plan, folder.parent / "out"), message)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_missing_bytes_are_counted(folder: Path) -> None:
+    size = sum(tensor.nbytes for tensor in load_file(folder / SHARD).values())
+    total = json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
+    (folder / SHARD).unlink()
+    refused(lambda: check(settings(folder)), f"of {total} bytes {total - size} are there")
+
+
+def test_a_plan_knows_the_model_it_was_made_for(folder: Path, plan: Plan) -> None:
+    """Two models of one shape are told apart by their weights."""
+    made = Plan(plan.experts, plan.n_experts, {"model_sha256": fingerprint(folder)})
+    export(folder, made, folder.parent / "out")
+    shutil.rmtree(folder.parent / "out")
+    tensors = load_file(folder / SHARD)
+    next(iter(tensors.values())).view(-1)[:1].add_(1)
+    save_file(tensors, folder / SHARD, {"format": "pt"})
+    refused(lambda: export(folder, made, folder.parent / "out"), "plan is for another model: .* of fingerprint")
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    export(folder, plan, folder.parent / "out")  # one that does not say
+
+
+@pytest.mark.parametrize(
+    ("change", "loading", "exporting"),
+    [
+        (
+            lambda name: name.replace(".mlp.experts.", ".mlp.expert_list."),
+            r"\d+ weights are missing .*layers\.0\.mlp\.experts\.down_proj",
+            "has no routed experts that moe_lab knows",
+        ),
+        (
+            lambda name: name.replace(".mlp.gate.", ".mlp.gate.proj."),
+            r"\d+ weights are missing .*layers\.0\.mlp\.gate\.weight",
+            r"gate\.proj\.weight .* belongs to a MoE block, but moe_lab does not know how to prune it",
+        ),
+    ],
+)
+def test_another_layout_of_experts(
+    folder: Path, plan: Plan, change: Callable[[str], str], loading: str, exporting: str
+) -> None:
+    rename(folder, change)
+    refused(lambda: load_model(settings(folder)), loading)
+    streamed = StreamedModel(folder, dtype=torch.float32, device="cpu")
+    refused(lambda: streamed.layer(1).__enter__(), "weights are missing")
+    refused(lambda: export(folder, plan, folder.parent / "out"), exporting)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_experts_that_transformers_builds_otherwise() -> None:
+    model = tiny.build("olmoe")
+    experts: Any = moe_layers(model)[1].experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.flatten(0, 1))
+    refused(lambda: moe_layers(model), r"layers\.1\.mlp\.experts is not a stack of experts")
+
+
+def test_a_wrong_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> str:
+        answer = httpx.Response(404, request=httpx.Request("GET", "https://hub/x"))
+        raise RevisionNotFoundError("404 Client Error.\n\nRevision Not Found for url.", response=answer)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
+    refused(
+        lambda: local_folder(settings("some/model", revision="v9")), "at revision v9 .*check the name, the revision"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "says"),
+    [
+        (
+            {"device": "cuda"},
+            1,
+            r"model\.device=cuda has .*: set calibration\.engine=streamed .* or model\.device=cpu$",
+        ),
+        ({"device": "cuda:1", "dtype": "float32"}, 2, "set model.dtype=bfloat16, model.device=balanced to use all"),
+        ({"device": "balanced"}, 3, r"model\.device=balanced has .* free"),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
+    original: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], devices: int, says: str
+) -> None:
+    needed = sum(file.stat().st_size for file in original.glob("*.safetensors"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    each = needed // devices - 20_000 if changes["device"] == "balanced" else needed - 20_000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (each, 1 << 40))
+    monkeypatch.setattr("moe_lab.models.room.GIB", 1 << 10)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
+        refused(lambda: load_model(settings(original, **changes)), f"model=m takes [1-9].*{says}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 1 << 40))
+    monkeypatch.setattr("moe_lab.models.load._weights", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    with pytest.raises(InterruptedError):  # one that is large enough gets its weights
+        load_model(settings(original, **changes))
+
+
+@pytest.mark.parametrize(
+    ("stated", "method"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)
+def test_quantised_checkpoints_are_recognised(
+    folder: Path, stated: dict[str, Any], method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reconfigure(folder, quantization_config=stated)
+    assert quantization(settings(folder)) == method
+    assert inspect.main(["model=local", f"model.path={folder}"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"criteria of channels none, for its weights are stored as {method}" in said
+    assert f"exports none, for its weights are stored as {method}" in said
+    assert "reap" in said and "aimer" not in said
+
+
+def test_a_quantisation_whose_package_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("Loading needs a thing\n(`pip install thing`)")
+
+    monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", missing)
+    with pytest.raises(ImportError):
+        load_model(settings(folder))
+    reconfigure(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(
+        lambda: load_model(settings(folder)), r"is stored as gptq, which needs a package: .*\(`pip install thing`\)"
+    )
+
+
+def observed(model: Any) -> dict[int, dict[str, torch.Tensor]]:
+    ids = tiny.tokens()
+    plain = model(input_ids=ids).logits
+    with Observer(model, ForwardTap) as observer:
+        assert torch.equal(model(input_ids=ids).logits, plain)
+    return observer.layers()
+
+
+def test_eight_bits_are_scored_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
+    """The blocks of an FP8 checkpoint and their scales; the CPU computes with their products."""
+    tiny.save("olmoe", tmp_path / "plain")
+    (file,) = (tmp_path / "plain").glob("*.safetensors")
+    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
+    exact, stored = load_file(file), {}
+    for name, weight in list(exact.items()):
+        stored[name] = weight
+        if "_proj" in name:
+            blocks = weight.view(weight.shape[0] // 8, 8, weight.shape[1] // 8, 8)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            eighth = (blocks / scale).to(torch.float8_e4m3fn)
+            exact[name] = (eighth.float() * scale).view(weight.shape)
+            stored[name] = eighth.view(weight.shape)
+            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    save_file(exact, file, {"format": "pt"})
+    save_file(stored, tmp_path / "fp8" / file.name, {"format": "pt"})
+    about = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    reconfigure(tmp_path / "fp8", quantization_config=about)
+    expected, found = (observed(load_model(settings(tmp_path / name))[0]) for name in ("plain", "fp8"))
+    for index, named in expected.items():
+        assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+
+
+def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
+    """transformers leaves stacked experts as they are: the statistics are theirs, behind another attention."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    tiny.save("olmoe", tmp_path / "plain", hidden_size=64)
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = tiny.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=four, device_map="cpu")
+    shutil.copytree(tmp_path / "plain", tmp_path / "four", ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained(tmp_path / "four")
+    again, _ = load_model(settings(tmp_path / "four"))
+    assert again.model.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
+    plain, found = observed(load_model(settings(tmp_path / "plain"))[0]), observed(again)
+    for index, named in found.items():
+        assert int(named["tokens"].sum()) == 4 * tiny.tokens().numel() == int(plain[index]["tokens"].sum())
+        assert all(bool(tensor.isfinite().all()) for tensor in named.values())
+        assert not torch.equal(named["output_sum"], plain[index]["output_sum"])
