@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -178,9 +179,9 @@ def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
         try:
             code = process.wait()
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # what it started, if it left anything
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
             assert process.stdin is not None
             process.stdin.close()
     if code != 0:
