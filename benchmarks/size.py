@@ -105,7 +105,8 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     experts = dict.fromkeys(range(arguments.layers), int(CONFIG["num_experts"]))
     scores = criteria.score("aimer", sums.layers, experts=experts)
     top_k = int(CONFIG["num_experts_per_tok"])
-    plan = make_plan(scores, uniform(experts, 0.5, top_k=top_k), top_k=top_k, provenance={"ratio": 0.5})
+    listed = {layer: values.tolist() for layer, values in scores.items()}
+    plan = make_plan(listed, uniform(experts, 0.5, top_k=top_k), top_k=top_k, provenance={"ratio": 0.5})
     plan.save(arguments.folder / "plan.json")
     return {"share of the raw read speed": raw / seconds}
 
