@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import (
+    background_outputs,
     budget_outputs,
     diagnostics,
     expert_figures,
@@ -254,7 +255,11 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "evoesap.search": _searches,
     "coverage": _coverage,
     "unified.table3": _memory,
-    **{name: _of_study(function) for name, function in {**budget_outputs.OUTPUTS, **diagnostics.OUTPUTS}.items()},
+    **{
+        name: _of_study(function)
+        for outputs in (budget_outputs.OUTPUTS, diagnostics.OUTPUTS, background_outputs.OUTPUTS)
+        for name, function in outputs.items()
+    },
     "artefacts": _artefacts,
     "gaps": _gaps,
 }

@@ -33,6 +33,11 @@ NEEDS: Mapping[str, str] = {
     "quantized.fig8": "cells with recovery=nf4",
     "aimer.table2": "cells with criterion=aimer",
     "aimer.fig2": "cells with criterion=magnitude or aimer",
+    "unified.table4": "the facts of its models in the store",
+    "unified.table6": "registered criteria",
+    "aimer.table1": "registered criteria",
+    "aimer.table4": "the scores of its criteria in the store, with the steps they are from",
+    "coverage.table1": "channel plans in the store, with the steps they are from",
     "ranks.cd": "three criteria and three columns",
 }
 """Output -> what it needs; those that are not here need results, or a gap."""

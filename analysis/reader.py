@@ -45,6 +45,13 @@ class Reader:
         return self.folder(name)
 
     def folder(self, name: str) -> Path | None:
+        """The folder of a step; None, with a gap, when it is gone."""
+        known = self.find(name)
+        if known is None:
+            self.gap("the folder is gone from the store", name)
+        return known
+
+    def find(self, name: str) -> Path | None:
         """The folder of a step, by name or (the label may differ between runs) by the id at its end."""
         path = self.root / name
         if path.is_dir():
@@ -53,10 +60,7 @@ class Reader:
         if kind.name not in self._by_id:
             found = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []
             self._by_id[kind.name] = {child.name[-ID:]: child for child in found}
-        known = self._by_id[kind.name].get(path.name[-ID:])
-        if known is None:
-            self.gap("the folder is gone from the store", name)
-        return known
+        return self._by_id[kind.name].get(path.name[-ID:])
 
     def json(self, folder: Path, file: str) -> dict[str, Any] | None:
         """A JSON document, or None with a gap."""

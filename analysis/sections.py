@@ -145,7 +145,19 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             outputs=[*made["aimer.fig6"], *made["coverage.entropy"]],
             filters={"aimer.fig6": "*Model|Pruned|Calibration|Criterion"},
         ),
-        Section("memory", "Memory", "Loading memory", outputs=made["unified.table3"]),
+        Section(
+            "criteria",
+            "Criteria",
+            "What criteria are, what they read and what they take",
+            outputs=[output for name in _CRITERIA for output in made[name]],
+            filters={"aimer.table4": "Model|Calibration", "coverage.table1": "Model|Calibration"},
+        ),
+        Section(
+            "memory",
+            "Memory",
+            "Architectures and loading memory",
+            outputs=[*made["unified.table4"], *made["unified.table3"]],
+        ),
         Section("gaps", "Gaps", "What is missing", [findings.completeness(study), *study.notes], made["gaps"]),
         Section(
             "provenance",
@@ -175,6 +187,7 @@ _CHANNELS = (
     "coverage.table13",
     "coverage.table16",
 )
+_CRITERIA = ("unified.table6", "aimer.table1", "aimer.table4", "coverage.table1")
 _CLAIM_TEXT = (
     "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "
     "95 % interval is above 0, does not hold when it is below, and is undecided when it contains 0.",

@@ -19,20 +19,24 @@ BYTES_LOADED = 2
 def facts(settings: ModelConfig) -> dict[str, Any]:
     """Layers, experts and parameters of the model, built on the meta device: no weight is read.
 
-    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width. `parameters`: all of them, and
-    those of one routed expert by layer, so that the size of any plan follows. Where experts of a layer have unequal
-    widths, `width` and `expert_parameters` are rounded means, and `widths` lists them all. Raises UserError for a model
-    that is not supported, or is not what is expected.
+    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width; `decoder_layers` counts those
+    without experts too. `shared_width`: channels of a layer's shared experts together, 0 where there are none.
+    `parameters`: all of them, and those of one routed expert by layer, so that the size of any plan follows. Where
+    experts of a layer have unequal widths, `width` and `expert_parameters` are rounded means, and `widths` lists them
+    all. Raises UserError for a model that is not supported, or is not what is expected.
     """
     model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
     layers = {layer.index: _about(layer) for layer in routed_layers(model)}
+    shape = architecture(model)
     if settings.expected is not None:
-        _compare(architecture(model), settings.expected, settings)
+        _compare(shape, settings.expected, settings)
     return {
         "model": settings.name,
         "model_type": model.config.model_type,
         "parameters": _parameters(model),
         "bytes_per_parameter": BYTES_LOADED,
+        "decoder_layers": shape.layers,
+        "shared_width": shape.shared_width,
         "layers": layers,
     }
 

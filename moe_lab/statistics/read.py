@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from moe_lab.errors import UserError
 SCHEMA = 1
 
 
-def read(path: Path | str, framework: str = "np") -> dict[int, dict[str, Any]]:
-    """Layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as in sums.py.
+def read(path: Path | str, framework: str = "np", only: Collection[str] | None = None) -> dict[int, dict[str, Any]]:
+    """Layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as in sums.py, or `only` some.
 
     UserError when the file is missing, damaged, not statistics, or written by a newer moe_lab.
     """
@@ -23,7 +24,8 @@ def read(path: Path | str, framework: str = "np") -> dict[int, dict[str, Any]]:
     with safe_open(path, framework=framework) as file:
         for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
             layer, name = key.split("/")
-            layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
+            if only is None or name in only:
+                layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
     return dict(sorted(layers.items()))
 
 
