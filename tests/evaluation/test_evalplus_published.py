@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,10 +25,11 @@ from miniature import problem, write_lines
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import mirror, sanitizing
+from moe_lab.errors import UserError
+from moe_lab.evaluation import generation, mirror, run, sanitizing
 from moe_lab.evaluation.extraction import fenced_program
-from moe_lab.evaluation.generation import Answer
-from moe_lab.evaluation.harness_evalplus import ask, grade, stops
+from moe_lab.evaluation.generation import GenSpec, Messages
+from moe_lab.evaluation.harness_evalplus import ask, stops
 from moe_lab.evaluation.mirror_make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.programs import namespaces_missing
@@ -92,23 +96,49 @@ def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
     assert {"\nclass ", "\nif __name__", "</s>"} <= set(stops(completed))
 
 
-def test_answers_are_graded_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SAID = [
+    "<think>Is it\n```\ndef f0(x): return 0\n```\n?</think>\n```python\ndef f0(x):\n    return x + 1\n```\n"
+    "Use it:\n```python\nprint(f0(1))\n```",
+    "```py\nimport math\n\ndef none(x): return x\n\ndef f1(x):\n    return math.floor(x) + 1 if x < 3 else 0\n\nf(",
+    "I cannot.",
+]
+
+
+class Canned:
+    """Says what it was given to say, and never a second time."""
+
+    def __init__(self) -> None:
+        self.texts = list(SAID)
+
+    def render(self, messages: Messages) -> str:
+        return f"<user>{messages[0]['content']}<model>"
+
+    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+        assert (spec.stop, spec.max_new_tokens, spec.max_length, spec.special_tokens) == ((), 2048, 4096, False)
+        for index in range(len(prompts)):
+            yield index, self.texts.pop(0)
+
+
+def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    benchmark = miniature_mirror(tmp_path)
-    said = [
-        "<think>Is it\n```\ndef f0(x): return 0\n```\n?</think>\n```python\ndef f0(x):\n    return x + 1\n```\n"
-        "Use it:\n```python\nprint(f0(1))\n```",
-        "```py\nimport math\n\ndef none(x): return x\n\ndef f1(x):\n    return math.floor(x) + 1 if x < 3 else 0\n\nf(",
-        "I cannot.",
-    ]
-    answers = [Answer(f"HumanEval/{number}", "rendered", text) for number, text in enumerate(said)]
-    graded = grade(answers, benchmark, ALLOWED)
-    assert [sample["outcome"] for sample in graded.samples] == [1, 1, 0, 1, 0, 0]
-    assert [result["score"] for result in graded.results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
-    verdict, _, program = graded.samples[4]["extracted"].partition("\n\n")
+    benchmark, out = miniature_mirror(tmp_path), tmp_path / "out"
+    run.generate(Canned(), benchmark, out, tmp_path / "partial.jsonl")
+    answers = generation.read(out / run.ANSWERS)
+    assert [answer.output for answer in answers] == SAID
+    results = run.grade(answers, benchmark, out, policy=ALLOWED)
+    assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    samples = parquet.read_table(out / "samples.parquet").to_pylist()
+    assert [sample["outcome"] for sample in samples] == [1, 1, 0, 1, 0, 0]
+    verdict, _, program = samples[4]["extracted"].partition("\n\n")
     assert verdict == "fail: another value was expected"
     assert [type(node).__name__ for node in ast.parse(program).body] == ["Import", "FunctionDef"]
-    assert graded.protocol["seconds"] == 4.0 and graded.protocol["sanitize"] is True
+    written = json.loads((out / "result.json").read_text())
+    assert written["protocol"]["seconds"] == 4.0 and written["protocol"]["sanitize"] is True
+    assert written["protocol"]["prompt"] == answers[0].prompt and "evalplus" in written["versions"]
+    with pytest.raises(UserError, match="allow_code_execution=true"):
+        run.grade(answers, benchmark, out, policy=Policy())
+    with pytest.raises(RuntimeError, match="2 of 3 items"):
+        run.grade(answers[:2], benchmark, out, policy=ALLOWED)
 
 
 @pytest.mark.parametrize(

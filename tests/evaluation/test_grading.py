@@ -93,6 +93,16 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path
     assert found == {"add": ("crash", "crash"), "mean": ("crash", "crash"), "twice": ("pass", "pass")}
 
 
+def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(tmp_path: Path) -> None:
+    later = (
+        "import os, signal, time\ndef add(x):\n    runner = os.getppid()\n    if os.fork() == 0:\n"
+        "        os.setsid(); os.close(3); time.sleep(0.4)\n        os.kill(runner, signal.SIGKILL)\n        os._exit(0)\n    return x + 1"
+    )
+    slow = "import time\ndef mean(x):\n    time.sleep(0.4)\n    return sum(x) / len(x) if x else 0.0"
+    found = verdicts(tmp_path, [ADD, MEAN], {"add": later, "mean": slow}, confined=False, processes=1)
+    assert found["mean"] == ("pass", "pass")
+
+
 CHEATS = {
     "equal to everything": "class Any:\n    def __eq__(self, o): return True\ndef add(x): return Any()",
     "a number equal to everything": "class Any(int):\n    def __eq__(self, o): return True\ndef add(x): return Any(0)",
