@@ -96,7 +96,8 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path
 def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(tmp_path: Path) -> None:
     later = (
         "import os, signal, time\ndef add(x):\n    runner = os.getppid()\n    if os.fork() == 0:\n"
-        "        os.setsid(); os.close(3); time.sleep(0.4)\n        os.kill(runner, signal.SIGKILL)\n        os._exit(0)\n    return x + 1"
+        "        os.setsid(); os.close(3); time.sleep(0.4)\n        os.kill(runner, signal.SIGKILL)\n"
+        "        os._exit(0)\n    return x + 1"
     )
     slow = "import time\ndef mean(x):\n    time.sleep(0.4)\n    return sum(x) / len(x) if x else 0.0"
     found = verdicts(tmp_path, [ADD, MEAN], {"add": later, "mean": slow}, confined=False, processes=1)
