@@ -120,10 +120,14 @@ def drawing(width: float, height: float) -> Drawing:
 
 
 def settle(made: Drawing) -> None:
-    """Lay the drawing out once; saving it in several formats then keeps the places."""
-    if made.get_layout_engine() is not None:
-        made.draw_without_rendering()
-        made.set_layout_engine("none")
+    """Lay the drawing out once; saving it in several formats then keeps the places.
+
+    A drawing without any engine is drawn once per format, one with an engine, even if idle, twice.
+    """
+    engine = made.get_layout_engine()
+    if engine is not None:
+        engine.execute(made)
+        made.set_layout_engine(None)
 
 
 def write(figure: Figure, folder: Path) -> list[Path]:

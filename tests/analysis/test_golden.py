@@ -1,0 +1,121 @@
+"""Every table of a small committed store is as it was, and every figure is what a paper and a page can take."""
+
+from __future__ import annotations
+
+import html
+import re
+from io import StringIO
+from pathlib import Path
+
+import golden_store
+import numpy as np
+import pandas as pd
+import pytest
+from golden_store import GOLDEN
+from matplotlib import colormaps, colors
+from PIL import Image
+
+from analysis import render, style
+from analysis.catalogue import CATALOGUE, Output
+from analysis.load import Study
+from analysis.tables import Table
+
+RENEW = "if the new values are right: python tests/analysis/golden_store.py tables, then look at git diff"
+MAPS = ("YlGnBu", "viridis")
+"""Colour maps of figures: from dark to light without a break, so that they are read in grey as well."""
+FRONT = "#b35806"
+WORDS = {
+    "winners": ("beyond noise", "within noise", "tie", "GSM8K", "pocket_olmoe, 50 % pruned"),
+    "unified.fig2": ("Frequency =", "beyond noise", "MC Avg"),
+    "averages": ("Avg (mean of the displayed columns)", "HEAPr-G", "gap", "Code, 25 % pruned"),
+    "pareto": ("Parameters", "FLOPs per token", "Storage", "whole experts, 4 bits", "front", "Unpruned"),
+    "radar": ("Eval+", "MATH-500", "Unpruned", "Math, 25 % pruned"),
+    "unified.fig3": ("share of the same experts", "General", "50 % pruned"),
+    "unified.fig4": ("overlap", "b=1", "β=2", "Gate-EAN", "N/A", "chance"),
+    "unified.fig5": ("pocket_olmoe, 25 % pruned", "b=0, α=2", "MSAN"),
+    "evoesap.fig1": ("experts kept", "uniform", "evolutionary", "layer"),
+    "evoesap.fig3": ("experts kept", "REAP", "MAN", "uniform"),
+    "evoesap.search": ("fitness", "generation", "best so far", "MAN, 50 %"),
+    "coverage": ("no token", "even load", "pocket_olmoe, Math"),
+    "heapr.fig2": ("routed parameters removed (%)", "FLOPs saved per token (%)", "HEAPr-L", "Unpruned"),
+    "coverage.fig": ("channels kept (%)", "coverage, smoothing log", "uniform"),
+    "coverage.fig.experts": ("channels kept", "no channel", "layer 3"),
+    "quantized.fig8": ("storage (MiB)", "16 bits", "NF4"),
+    "aimer.fig2": ("score, min-max in its layer", "pocket_olmoe, AIMER", "pocket_olmoe, Magnitude"),
+    "ranks.cd": ("CD = 4.03", "General, 25 % pruned: Friedman p = 0.001"),
+    "ranks.cd.benchmarks": ("CD = 3.68", "Math, 25 % pruned: Friedman p = 0.001"),
+    "convergence": ("same experts kept (Jaccard)", "calibration tokens read", "Frequency"),
+    "heapr.fig3": ("calibration tokens read", "REAP, text_65k", "8k", "65k"),
+    "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P"),
+    "coverage.entropy": ("router entropy (nats)", "decoder layer", "Magnitude"),
+}
+"""What each figure must say."""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
+
+
+@pytest.fixture(scope="module")
+def made(study: Study) -> list[Output]:
+    return golden_store.outputs(study)
+
+
+def decimals(table: Table, column: str) -> int:
+    """Places after the point with which a column is printed; of a share in per cent, of the share."""
+    form = table.formats.get(column.removesuffix(" low").removesuffix(" high"), "")
+    places = re.search(r"\.(\d)", form)
+    return (int(places[1]) if places else 0) + 2 * form.endswith("%}")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.csv")))
+def test_a_table_is_as_it_was(made: list[Output], name: str) -> None:
+    table = golden_store.tables(made)[name]
+    expected, found = (
+        pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
+        for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), render.csv(table))
+    )
+    assert list(found) == list(expected) and len(found) == len(expected), RENEW
+    for column in expected:
+        if column.removesuffix(" low").removesuffix(" high") in table.formats:
+            # the last printed place may be rounded differently on another machine
+            allowed = 0.6 * 10.0 ** -decimals(table, column)
+            np.testing.assert_allclose(
+                found[column].astype(float), expected[column].astype(float), rtol=0, atol=allowed, err_msg=RENEW
+            )
+        else:
+            assert found[column].tolist() == expected[column].tolist() or found[column].equals(expected[column]), RENEW
+
+
+def test_the_store_has_something_for_every_name(study: Study, made: list[Output]) -> None:
+    assert set(golden_store.tables(made)) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
+    assert set(golden_store.figures(made)) == set(WORDS)
+    names = {output.name for output in made}
+    assert [name for name in CATALOGUE if name not in names] == []
+    assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
+
+
+def of_maps() -> set[str]:
+    shades = np.linspace(0, 1, 1024)
+    return {colors.to_hex(colormaps[name](shade)) for name in MAPS for shade in shades}
+
+
+def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(
+    made: list[Output], tmp_path: Path
+) -> None:
+    palette = {*style.CRITERIA.values(), style.OTHER, style.INK, style.MUTED, style.RULE, style.SURFACE, FRONT}
+    allowed = {shade.lower() for shade in palette} | of_maps()
+    for name, figure in golden_store.figures(made).items():
+        drawn = style.svg(figure)
+        said = {html.unescape(words) for words in re.findall(r"<!-- (.*?) -->", drawn)}
+        assert set(WORDS[name]) <= said, name
+        found = {shade.lower() for shade in re.findall(r"#[0-9a-fA-F]{6}\b", drawn)}
+        assert found <= allowed, f"{name}: {sorted(found - allowed)}"
+        wide, high = (float(inches) for inches in figure.drawing.get_size_inches())
+        assert style.PAGE / 2 < wide <= style.PAGE and high > 1.5, name
+        png, pdf = style.write(figure, tmp_path)
+        picture = Image.open(png)
+        assert picture.size == pytest.approx((wide * style.DPI, high * style.DPI), abs=1), name
+        box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
+        assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
