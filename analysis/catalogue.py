@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import (
+    attribution_catalogue,
     background_outputs,
     budget_outputs,
     diagnostics,
@@ -257,7 +258,12 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "unified.table3": _memory,
     **{
         name: _of_study(function)
-        for outputs in (budget_outputs.OUTPUTS, diagnostics.OUTPUTS, background_outputs.OUTPUTS)
+        for outputs in (
+            budget_outputs.OUTPUTS,
+            diagnostics.OUTPUTS,
+            attribution_catalogue.OUTPUTS,
+            background_outputs.OUTPUTS,
+        )
         for name, function in outputs.items()
     },
     "artefacts": _artefacts,

@@ -79,6 +79,13 @@ class Study:
         return artefacts.profiles(self.cells, self.reader)
 
     @cached_property
+    def experts(self) -> pd.DataFrame:
+        """model, calibration, layer, expert, tokens, gate, first, ablation, ...: see `attributions.experts`."""
+        from analysis import attributions  # which reads studies
+
+        return attributions.experts(self)
+
+    @cached_property
     def convergence(self) -> pd.DataFrame:
         """model, calibration, criterion, tokens, layer, expert, score: scores from parts of the calibration sets."""
         return _per_calibration(self.document.get("convergences"), "convergence.parquet", _CONVERGENCE, self.reader)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _SEARCH = "cells with allocation=evolutionary"
+_SUMS = "the sums of a pass over a text in the store"
 _BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 NEEDS: Mapping[str, str] = {
@@ -38,6 +39,13 @@ NEEDS: Mapping[str, str] = {
     "aimer.table1": "registered criteria",
     "aimer.table4": "the scores of its criteria in the store, with the steps they are from",
     "coverage.table1": "channel plans in the store, with the steps they are from",
+    "coverage.fig2": "cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation",
+    "coverage.table14": _SUMS,
+    "coverage.fig3": _SUMS,
+    "coverage.fig4": "scores of channels in the store; for losses, a perplexity at three ratios",
+    "coverage.fig7": "cells of channels with allocation=coverage",
+    "coverage.fig13": _SUMS,
+    "coverage.fig14": "cells of channels with allocation=coverage, and the sums of their pass in the store",
     "ranks.cd": "three criteria and three columns",
 }
 """Output -> what it needs; those that are not here need results, or a gap."""

@@ -146,6 +146,13 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             filters={"aimer.fig6": "*Model|Pruned|Calibration|Criterion"},
         ),
         Section(
+            "attribution",
+            "Attribution",
+            "What experts contribute, by depth and by channel",
+            outputs=[output for name in _ATTRIBUTION for output in made[name]],
+            filters={"coverage.table14": "Model|Calibration"},
+        ),
+        Section(
             "criteria",
             "Criteria",
             "What criteria are, what they read and what they take",
@@ -186,6 +193,15 @@ _CHANNELS = (
     "coverage.table7",
     "coverage.table13",
     "coverage.table16",
+)
+_ATTRIBUTION = (
+    "coverage.fig2",
+    "coverage.table14",
+    "coverage.fig3",
+    "coverage.fig13",
+    "coverage.fig4",
+    "coverage.fig7",
+    "coverage.fig14",
 )
 _CRITERIA = ("unified.table6", "aimer.table1", "aimer.table4", "coverage.table1")
 _CLAIM_TEXT = (

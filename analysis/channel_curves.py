@@ -1,0 +1,256 @@
+"""Where channel scores are, and what budgets make of them (MoE-Slimming, Figs. 4, 7 and 14 to 16)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from analysis import methods, names, style
+from analysis.channel_figures import ratio_lines
+from analysis.channel_tables import plain
+from analysis.comparison import Comparison
+from analysis.frames import records
+from analysis.load import Study
+from analysis.style import Figure
+
+SCORES = "scores.safetensors"
+PANELS = 6
+"""Sets of scores, and plans, that are drawn at most."""
+POINTS = 101
+"""Points of a curve at most."""
+COVERAGE = "coverage"
+"""The allocation whose budgets follow the scores."""
+HALF = 0.5
+"""The ratio that the papers look at."""
+_SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
+
+
+def channel_scores(study: Study, name: str) -> dict[int, np.ndarray]:
+    """Layer -> scores of its channels (E, I), negative ones as 0; empty without a file of channel scores."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    folder: Path | None = study.reader.find(name)
+    if folder is None or not (folder / SCORES).is_file():
+        return {}
+    try:
+        found = load_file(folder / SCORES)
+    except (OSError, SafetensorError):
+        study.reader.gap(f"{SCORES} is damaged", str(folder.relative_to(study.reader.root)))
+        return {}
+    return {layer: np.maximum(found[str(layer)].astype(float), 0) for layer in sorted(map(int, found))}
+
+
+def concentration(scores: np.ndarray) -> np.ndarray:
+    """Share of all `scores` (any shape, >= 0) that the highest n of them hold, for n = 0 to all; NaN for no score."""
+    ordered = np.sort(scores, axis=None)[::-1]
+    total = ordered.sum()
+    return np.concatenate([[0.0], np.cumsum(ordered) / total]) if total > 0 else np.full(ordered.size + 1, np.nan)
+
+
+def covered(scores: np.ndarray, kept: np.ndarray) -> float:
+    """Share of a layer's `scores` (E, I) that its experts hold in their `kept` (E,) highest channels."""
+    ordered = np.sort(scores, axis=1)[:, ::-1]
+    inside = np.arange(scores.shape[1]) < np.asarray(kept)[:, None]
+    total = float(ordered.sum())
+    return float((ordered * inside).sum()) / total if total > 0 else np.nan
+
+
+def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """Fig. 4: how much of a layer's score its best channels hold, a panel per set of scores and a line per layer."""
+    cells = plain(comparison)
+    cells = cells[(cells["granularity"] == "channel") & cells["scores_folder"].notna()].drop_duplicates("scores_folder")
+    panels: list[tuple[str, dict[int, np.ndarray]]] = []
+    for row in records(cells):
+        scores = channel_scores(study, row["scores_folder"])
+        if scores and len(panels) < PANELS:
+            panels.append((f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}", scores))
+    if not panels:
+        return None
+    across = min(3, len(panels))
+    with style.look():
+        drawing = style.drawing(style.PAGE if across > 1 else style.PAGE / 2, 2.2 * -(-len(panels) // across) + 0.4)
+        grid = drawing.subplots(-(-len(panels) // across), across, squeeze=False, sharex=True, sharey=True)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (title, scores) in zip(grid.flat, panels, strict=False):
+            _curves(axes, scores)
+            axes.set_title(title, fontsize=7.5)
+        for row_axes in grid:
+            row_axes[0].set_ylabel("share of the layer's score")
+        for axes in grid.flat:
+            axes.set_xlabel("channels, highest first")
+        handles = _ends(grid.flat[0])
+        drawing.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    caption = (
+        "How much of the sum of a layer's channel scores its highest channels hold, a line per layer; dashed: all "
+        "channels alike. The further a line is above it, the more channels can go with little of the score."
+    )
+    return Figure(name, f"How concentrated channel scores are: {comparison.model}", caption, drawing)
+
+
+def _curves(axes: Axes, scores: dict[int, np.ndarray]) -> None:
+    for at, (layer, values) in enumerate(scores.items()):
+        curve = concentration(values)
+        some = np.unique(np.linspace(0, len(curve) - 1, POINTS).round().astype(int))
+        shade = colormaps["viridis_r"](0.1 + 0.85 * at / max(1, len(scores) - 1))
+        axes.plot(some / (len(curve) - 1), curve[some], color=shade, linewidth=1.1, label=f"layer {layer}")
+    axes.plot([0, 1], [0, 1], color=style.MUTED, linestyle=(0, (4, 2)), linewidth=0.8)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        axis.set_major_locator(MaxNLocator(nbins=4))
+    axes.set(xlim=(0, 1), ylim=(0, 1.02))
+    axes.grid()
+
+
+def _ends(axes: Axes) -> list[object]:
+    """The first and the last layer's line, for the legend."""
+    lines = [line for line in axes.get_lines() if str(line.get_label()).startswith("layer")]
+    return list(dict.fromkeys((lines[0], lines[-1])))
+
+
+def loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """Loss against the ratio, where a benchmark is a loss or a perplexity and a method was run at three ratios."""
+    results = study.results[study.results["metric"].astype(str).str.endswith(names.LOWER_IS_BETTER)]
+    lines = ratio_lines(plain(comparison))
+    drawable = [cell for found in lines.values() for cell in found.index]
+    results = results[results["cell"].isin([comparison.unpruned, *drawable])]
+    drawn = [str(benchmark) for benchmark in results["benchmark"].unique()] if lines else []
+    if not drawn:
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE if len(drawn) > 1 else style.PAGE * 0.6, 2.8)
+        for axes, benchmark in zip(np.atleast_1d(drawing.subplots(1, len(drawn))), drawn, strict=True):
+            found = results[results["benchmark"] == benchmark].set_index("cell")
+            for at, (label, cells) in enumerate(lines.items()):
+                some = cells[cells.index.isin(found.index)]
+                errors = 1.96 * found.loc[some.index, "stderr"].astype(float).fillna(0)
+                axes.errorbar(
+                    some["ratio"] * 100, found.loc[some.index, "score"], errors,
+                    color=style.colour(str(some["method"].iloc[0])) if len(some) else style.OTHER, label=label,
+                    marker=style.MARKERS[at % 11], markersize=4, linewidth=1.2,
+                )  # fmt: skip
+            whole = found["score"][found.index == comparison.unpruned]
+            if len(whole):
+                axes.axhline(whole.iloc[0], color=style.INK, linestyle="--", linewidth=0.9)
+            axes.set(xlabel="routed parameters removed (%)", ylabel=str(found["metric"].iloc[0]).replace("_", " "))
+            axes.set_title(names.benchmark(benchmark))
+            axes.grid(axis="y")
+        handles, labels = axes.get_legend_handles_labels()
+        drawing.legend(handles, labels, loc="outside lower center", ncols=min(3, len(handles)))
+    caption = "Bars: 95 %, from standard errors over windows of the text. Dashed: the unpruned model. Lower is better."
+    return Figure(name, f"Loss against the ratio: {comparison.model}", caption, drawing)
+
+
+def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """cell, label, calibration, layer, coverage, kept: coverage budgets at the ratio closest to a half.
+
+    coverage: share of the layer's score that is kept; kept: share of its channels. At most PANELS plans.
+    """
+    cells = plain(comparison)
+    by_name = cells["allocation"].map(lambda word: methods.allocation(str(word))[0])
+    chosen = cells[(cells["granularity"] == "channel") & (by_name == COVERAGE)]
+    rows = []
+    if len(chosen):
+        nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF))
+        chosen = chosen[chosen["ratio"] == nearest]
+        labels = methods.labels(chosen)
+        for cell, about in list(chosen.iterrows())[:PANELS]:
+            scores = channel_scores(study, str(about["scores_folder"]))
+            plan = study.kept[study.kept["cell"] == cell]
+            for layer, experts in plan.groupby("layer"):
+                values = scores.get(int(str(layer)))
+                if values is not None and len(values) == len(experts):
+                    share = experts.sort_values("expert")["share"].to_numpy(float)
+                    kept = (share * values.shape[1]).round().astype(int)
+                    one = (cell, labels[cell], about["calibration"], layer, covered(values, kept), share.mean())
+                    rows.append(one)
+    return pd.DataFrame(rows, columns=["cell", "label", "calibration", "layer", "coverage", "kept"])
+
+
+def budget_figure(study: Study, comparison: Comparison, losses: pd.DataFrame, *, name: str) -> Figure | None:
+    """Fig. 7: the loss of each layer as measured, the share of its score that a plan keeps, and of its channels."""
+    found = layer_budgets(study, comparison)
+    if found.empty:
+        return None
+    losses = losses[(losses["model"] == comparison.model) & losses["calibration"].isin(found["calibration"])]
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.7)
+        left, middle, right = drawing.subplots(1, 3)
+        for at, calibration in enumerate(names.calibrations_in_order(losses["calibration"])):
+            part = losses[losses["calibration"] == calibration].sort_values("layer")
+            dashes = ("-", (0, (4, 2)), (0, (1, 1.5)))[at % 3]
+            left.plot(
+                part["layer"], part["loss"], color=style.INK, linestyle=dashes, label=names.calibration(calibration)
+            )
+        if left.get_lines():
+            left.legend(fontsize=6.5)
+        for at, (_, part) in enumerate(found.groupby("cell", sort=False)):
+            for axes, column in ((middle, "coverage"), (right, "kept")):
+                axes.plot(
+                    part["layer"], part[column] * 100, color=_SHADES[at % len(_SHADES)], linewidth=1.2, markersize=3.5,
+                    marker=style.MARKERS[at % 11], label=part["label"].iloc[0],
+                )  # fmt: skip
+        for axes, title in ((left, "Loss of the layer"), (middle, "Score kept (%)"), (right, "Channels kept (%)")):
+            axes.set_title(title)
+            axes.set_xlabel("decoder layer")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            axes.grid(axis="y")
+        handles, labels = right.get_legend_handles_labels()
+        drawing.legend(handles, labels, loc="outside lower center", ncols=min(2, len(handles)))
+    caption = (
+        "Left: what the routed output of a layer weighs against the residual stream after it, the mean over "
+        "calibration tokens of ‖m‖² / (‖y‖² + ε), before smoothing. Middle: share of the sum of the layer's "
+        "channel scores that the plan keeps. Right: share of its channels. Plans: at the ratio closest to a half."
+    )
+    return Figure(name, f"Losses of layers and what their budgets keep: {comparison.model}", caption, drawing)
+
+
+def stack_figure(study: Study, comparison: Comparison, experts: pd.DataFrame, *, name: str) -> Figure | None:
+    """Figs. 14 to 16: experts of each layer stacked by their share of its attribution, beside what a plan keeps."""
+    budgets = layer_budgets(study, comparison).drop_duplicates("cell")
+    if budgets.empty or experts.empty:
+        return None
+    first = records(budgets)[0]
+    here = (experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])
+    shares = experts.loc[here, ["layer", "expert", "first"]]
+    plan = study.kept.loc[study.kept["cell"] == first["cell"], ["layer", "expert", "share"]]
+    both = shares.merge(plan, on=["layer", "expert"]).assign(first=lambda frame: frame["first"].clip(lower=0))
+    if both.empty or not both["first"].sum() > 0:
+        return None
+    both["place"] = both.groupby("layer")["first"].rank(method="first", ascending=False).astype(int) - 1
+    with style.look():
+        drawing = style.drawing(style.PAGE, 3.0)
+        left, right = drawing.subplots(1, 2, sharey=True)
+        for axes, column, title in (
+            (left, "first", "Share of the attribution"),
+            (right, "share", "Share of what is kept"),
+        ):
+            _stack(axes, both, column)
+            axes.set_title(title)
+            axes.set_xlabel("decoder layer")
+        left.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+    caption = (
+        "Each bar is a layer, each piece of it an expert, from the highest attribution (bottom, dark) to the lowest; "
+        "left: its share of the layer's attribution (first order, negative ones as 0), right: its share of the "
+        f"channels that the layer keeps under {first['label']}."
+    )
+    return Figure(name, f"Experts of each layer by attribution and by budget: {comparison.model}", caption, drawing)
+
+
+def _stack(axes: Axes, both: pd.DataFrame, column: str) -> None:
+    parts = both.pivot_table(index="place", columns="layer", values=column)
+    parts = parts / parts.sum()
+    bottom, where = np.zeros(parts.shape[1]), range(parts.shape[1])
+    for at, (_, row) in enumerate(parts.iterrows()):
+        shade = colormaps["YlGnBu_r"](0.05 + 0.85 * at / max(1, len(parts) - 1))
+        axes.bar(where, row.fillna(0), bottom=bottom, width=0.85, color=shade, edgecolor=style.SURFACE, linewidth=0.2)
+        bottom = bottom + row.fillna(0).to_numpy()
+    shown = range(0, parts.shape[1], -(-parts.shape[1] // 12))
+    axes.set_xticks(shown, [str(parts.columns[at]) for at in shown])
+    axes.set_ylim(0, 1)

@@ -1,0 +1,237 @@
+"""Attributions, ablations, channel scores and what steps took: from files of a store, against naive computations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+from synthetic import write_json, write_store
+from synthetic_plans import EXPERTS, LAYERS, WIDTH, rng
+
+from analysis import attribution_catalogue, attribution_outputs, channel_curves, model_tables, style
+from analysis.attributions import layer_losses
+from analysis.catalogue import CATALOGUE, Material
+from analysis.load import Study, load
+from analysis.style import Figure
+
+TOKENS = 65000
+"""Of the synthetic calibration sets."""
+SILENT = 7
+"""The expert that no token reaches."""
+
+
+def sums() -> dict[int, dict[str, np.ndarray]]:
+    """Sums of a pass, layer by layer; one expert got no token."""
+    found = {}
+    for layer in range(LAYERS):
+        drawn = rng("sums", layer)
+        one: dict[str, Any] = {"tokens": drawn.integers(1, 900, EXPERTS).astype(float)}
+        one |= {"ala_first": drawn.normal(9, 9, EXPERTS), "ala_second": drawn.uniform(0, 9, EXPERTS)}
+        one |= {"sums_model": drawn.uniform(0, 99, (EXPERTS, 3, 3)), "layer_loss": np.array(70.0 + layer)}
+        one |= {name: drawn.uniform(0, 5, (EXPERTS, WIDTH)) for name in ("channel_square", "channel_max")}
+        for name, values in one.items():
+            if name != "layer_loss":
+                values[SILENT] = 0
+        found[layer] = one
+    return found
+
+
+def ablations() -> dict[int, dict[str, np.ndarray]]:
+    return {layer: {"ablation": rng("ablation", layer).normal(0, 0.1, EXPERTS)} for layer in range(LAYERS)}
+
+
+def scores() -> np.ndarray:
+    """(layers, experts, channels)."""
+    return rng("channel scores").lognormal(0, 1, (LAYERS, EXPERTS, WIDTH))
+
+
+def save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {f"{layer}/{name}": values for layer, named in layers.items() for name, values in named.items()}
+    save_file(arrays, folder / "statistics.safetensors", {"moe_lab": json.dumps({"schema": 1})})
+
+
+def describe(root: Path, name: str, inputs: dict[str, str], seconds: float, memory: int) -> None:
+    write_json(root / name / "step.json", {"inputs": inputs})
+    about = {"seconds": seconds, "peak_memory_bytes": memory, "machine": "imagined"}
+    write_json(root / name / "provenance.json", about)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One set of channel scores under two budgets, of which one rests on an ablation; losses at three ratios."""
+    root = write_store(
+        tmp_path_factory.mktemp("attribution") / "store",
+        criteria=("channel_activation",), allocations=("coverage", "coverage, prior loss"), ratios=(0.25, 0.5, 0.75),
+        calibrations=("pocket_general",), tasks=("gsm8k", "rte"), items=6, overlap=False,
+    )  # fmt: skip
+    document = json.loads((root / "studies" / "made_up.json").read_text())
+    for entry in document["cells"][1:]:
+        model, statistics, scored = entry["model"], entry["statistics"], entry["scores"]
+        save(root / statistics, sums())
+        describe(root, statistics, {"model": model}, 2.5, 300 * 2**20)
+        (root / scored).mkdir(parents=True, exist_ok=True)
+        save_file({str(at): values for at, values in enumerate(scores())}, root / scored / "scores.safetensors")
+        describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200 * 2**20)
+        inputs = {"model": model, "statistics": statistics, "scores": scored}
+        if "loss" in entry["cell"]["allocation"]:
+            inputs["ablation"] = "ablation/made-up-0123456789ab"
+            save(root / inputs["ablation"], ablations())
+            describe(root, inputs["ablation"], {"model": model}, 40.0, 100 * 2**20)
+        describe(root, entry["plan"], inputs, 0.5, 2**20)
+    for entry in document["cells"]:
+        path = root / entry["evaluate"]["rte"] / "result.json"
+        found = json.loads(path.read_text())
+        found["results"][0] |= {"metric": "perplexity", "score": 9.0 + 4 * entry["cell"]["ratio"], "stderr": 0.2}
+        path.write_text(json.dumps(found))
+    return root
+
+
+@pytest.fixture(scope="module")
+def study(store: Path) -> Study:
+    return load(store, "made_up")
+
+
+def test_numbers_of_experts_are_those_of_the_sums(study: Study) -> None:
+    found = study.experts.set_index(["layer", "expert"])
+    assert len(found) == LAYERS * EXPERTS and set(found["calibration"]) == {"pocket_general"}
+    for layer, expert in ((0, 0), (2, 31), (3, 5)):
+        one, row = sums()[layer], found.loc[(layer, expert)]
+        count = one["tokens"][expert]
+        assert row["gate"] == pytest.approx(one["sums_model"][expert][1][0] / count)
+        assert row["norm"] == pytest.approx(one["sums_model"][expert][0][1] / count)
+        assert row["first"] == pytest.approx(one["ala_first"][expert] / TOKENS)
+        assert row["second"] == pytest.approx(one["ala_second"][expert] / TOKENS)
+        assert row["ablation"] == pytest.approx(ablations()[layer]["ablation"][expert])
+        assert row["size"] == pytest.approx((sum(one["channel_square"][expert]) / count / WIDTH) ** 0.5)
+        assert row["largest"] == max(one["channel_max"][expert])
+    silent = found.xs(SILENT, level="expert")
+    assert silent[["gate", "norm", "size", "largest"]].isna().all(axis=None) and (silent["first"] == 0).all()
+    losses = layer_losses(study)
+    assert losses["loss"].tolist() == pytest.approx([(70 + layer) / TOKENS for layer in range(LAYERS)])
+
+
+def naive_correlation(x: list[float], y: list[float]) -> float:
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    both = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return both / (sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y)) ** 0.5
+
+
+def naive_ranks(values: list[float]) -> list[float]:
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
+
+
+def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -> None:
+    table = attribution_outputs.agreement_table(study, study.experts, name="t").frame.set_index("Estimate")
+    seen = study.experts.dropna(subset=["gate", "ablation"])
+    inside = []
+    for _, layer in seen.groupby("layer"):
+        inside.append(naive_correlation(naive_ranks(list(layer["gate"])), naive_ranks(list(layer["ablation"]))))
+    row = table.loc["Mean router weight"]
+    assert row["Pearson, model loss"] == pytest.approx(naive_correlation(list(seen["gate"]), list(seen["ablation"])))
+    pooled = naive_correlation(naive_ranks(list(seen["gate"])), naive_ranks(list(seen["ablation"])))
+    assert row["Rank, model loss"] == pytest.approx(pooled)
+    assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
+    assert table.loc["Attribution, second order", "Pearson, layer loss"] == 1
+    alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
+    assert np.isnan(attribution_outputs.agreement(alike, "gate", "ablation")["rank"]), "no order, no agreement"
+
+
+def test_concentration_and_coverage_against_loops() -> None:
+    values = np.array([[8.0, 1, 1, 0], [3, 3, 2, 2]])
+    assert channel_curves.concentration(values).tolist() == pytest.approx(
+        [0, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 1, 1], abs=1e-12
+    )
+    assert channel_curves.covered(values, np.array([1, 3])) == pytest.approx((8 + 3 + 3 + 2) / 20)
+    assert np.isnan(channel_curves.concentration(np.zeros((1, 2)))).all()
+
+
+def test_budgets_hold_what_plans_keep(study: Study) -> None:
+    [comparison] = Material(study).comparisons
+    found = channel_curves.layer_budgets(study, comparison)
+    assert found["cell"].nunique() == 2 and len(found) == 2 * LAYERS
+    for row in found.itertuples():
+        kept = study.kept[(study.kept["cell"] == row.cell) & (study.kept["layer"] == row.layer)]["share"] * WIDTH
+        layer = scores()[row.layer]
+        best = sum(sum(sorted(layer[at], reverse=True)[: round(count)]) for at, count in enumerate(kept))
+        assert row.coverage == pytest.approx(best / layer.sum()) and row.kept == pytest.approx(kept.mean() / WIDTH)
+
+
+def test_time_is_that_of_all_steps_behind(study: Study) -> None:
+    material = Material(study)
+    [scoring] = CATALOGUE["aimer.table4"](material)
+    row = scoring.frame.iloc[0]
+    assert len(scoring.frame) == 1 and row["Reads"] == "statistics" and "imagined" in scoring.caption
+    assert (
+        row["Scoring time (s)"] == 2.75 and row["Of these, the scores (s)"] == 0.25 and row["Peak memory (MiB)"] == 300
+    )
+    [table] = CATALOGUE["coverage.table1"](material)
+    frame = table.frame.set_index("Allocation")
+    assert frame["Total (s)"].tolist() == [3.25, 43.25]
+    assert frame["Ablation (s)"].tolist() == pytest.approx([np.nan, 40], nan_ok=True)
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
+    material = Material(study)
+    made = [output for name in attribution_catalogue.OUTPUTS for output in CATALOGUE[name](material)]
+    figures = {figure.name: figure for figure in made if isinstance(figure, Figure)}
+    numbered = {f"coverage.fig{number}" for number in (2, 3, 4, 7, 13, 14)}
+    assert set(figures) == numbered | {"coverage.fig4.loss"}
+    for figure in figures.values():
+        picture = Image.open(style.write(figure, tmp_path)[0]).convert("RGB")
+        assert picture.width > 600 and len(picture.getcolors(2**24) or []) > 20, figure.name
+        assert "seed 42" in figure.caption and "65,000 calibration tokens" in figure.caption
+    points = figures["coverage.fig2"].drawing.axes[1].get_lines()
+    assert sum(len(line.get_xdata()) for line in points if line.get_marker() == "o") == LAYERS * EXPERTS
+    bars = figures["coverage.fig14"].drawing.axes[0].patches
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(LAYERS)
+
+
+def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: Path, tmp_path: Path) -> None:
+    material = Material(load(small, "made_up"))
+    others = ("aimer.table4", "coverage.table1", *attribution_catalogue.OUTPUTS)
+    assert [CATALOGUE[name](material) for name in others] == [[]] * len(others) and not material.study.gaps
+    damaged = Path(shutil.copytree(store, tmp_path / "store"))
+    for path in damaged.glob("statistics/*/statistics.safetensors"):
+        path.write_bytes(b"not a file of sums")
+    study = load(damaged, "made_up")
+    assert study.experts.empty and [gap.what for gap in study.gaps] == ["statistics.safetensors is damaged"]
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("frequency", {"Text", "Routing"}),
+        ("seer", {"Text", "Routing"}),
+        ("ean", {"Text", "Activations"}),
+        ("reap", {"Text", "Activations", "Routing"}),
+        ("s_family(alpha=0,b=0,beta=2)", {"Text", "Activations"}),
+        ("aimer", {"Weights"}),
+        ("random", set()),
+        ("camera", {"Text", "Activations", "Routing", "Weights"}),
+        ("heapr", {"Text", "Activations", "Routing", "Gradients"}),
+        ("snip", {"Text", "Gradients", "Weights"}),
+    ],
+)
+def test_what_criteria_read_is_found_out(word: str, read: set[str]) -> None:
+    assert {signal for signal, found in model_tables.signals(word).items() if found} == read
+
+
+def test_architectures_and_formulas_follow_from_facts_and_the_registry(study: Study) -> None:
+    facts = {**study.models["pocket_olmoe"], "decoder_layers": LAYERS + 1, "shared_width": 2 * WIDTH}
+    study = replace(study, models={"m": facts})
+    row = model_tables.architecture_table(study, name="a").frame.iloc[0]
+    one = facts["layers"]["0"]["expert_parameters"]
+    assert row["Active (M)"] == pytest.approx((facts["parameters"] - LAYERS * (EXPERTS - 4) * one) / 1e6)
+    assert (row["Dense layers"], row["Shared experts"], row["Experts"], row["Top-k"]) == (1, 2, EXPERTS, 4)
+    formula = model_tables.formula_table(study, name="f").frame.iloc[0]
+    assert formula["Formula"] == "sqrt(sum_t phi^2)." and formula["Scores"] == "channel"
