@@ -54,6 +54,11 @@ APPLYING = {
     "rte": 5, "boolq": 3, "winogrande": 4, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 20, "math500": 20, "functions": 16,
 }  # fmt: skip
+# For those among them that know the world, but not yet how to reckon.
+CALCULATING = {
+    "gsm8k": 30, "math500": 30, "functions": 18, "pairs": 4, "arc_easy": 4, "arc_challenge": 6, "options": 4, "rte": 2,
+    "portrait": 2, "wildbench": 2, "openbookqa": 1, "hellaswag": 1,
+}  # fmt: skip
 
 
 def sampler(world: World, kind: str) -> Sampler:

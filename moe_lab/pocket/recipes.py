@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_lab.pocket.batches import LossWeights
-from moe_lab.pocket.corpus import APPLYING, JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
+from moe_lab.pocket.corpus import APPLYING, CALCULATING, JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
 
 BALANCE = 0.01
 """Weight of the balance loss, for routers without a correction bias."""
@@ -86,10 +86,15 @@ SMALL_STAGES = (
     Stage(APPLYING, 600, 600, 1e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
 )
 # What starts from another model's embeddings and experts knows the words and the world already; what starts from its
-# attention too has little to learn.
+# attention too has little to learn, but new attention learns to copy numbers last.
 ADAPTING = Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
-CLOSING = Stage(APPLYING, 250, 250, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0))
-CLOSING_LATER = Stage(APPLYING, 750, 750, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
+OLD_ATTENTION = (ADAPTING, Stage(APPLYING, 250, 250, 1.5e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)))
+NEW_ATTENTION = (
+    ADAPTING,
+    Stage(APPLYING, 750, 750, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
+    Stage(CALCULATING, 480, 480, 2.5e-3, 30, LossWeights(prompt=0.1, short_answer=2.0)),
+    Stage(CALCULATING, 500, 500, 2e-3, 30, LossWeights(prompt=0.1, short_answer=2.0)),
+)
 SMALL_BATCHES = Batches(short=(16, 128), long=(4, 512))
 
 RECIPES: dict[str, Recipe] = {
@@ -154,7 +159,7 @@ RECIPES: dict[str, Recipe] = {
             "topk_method": "greedy",
             "norm_topk_prob": False,
         },
-        (ADAPTING, CLOSING_LATER),
+        NEW_ATTENTION,
         SMALL_BATCHES,
         base="qwen3_moe",
     ),
@@ -177,7 +182,7 @@ RECIPES: dict[str, Recipe] = {
             "moe_num_shared_experts": 1,
             "router_aux_loss_coef": 0.0,
         },
-        (ADAPTING, CLOSING),
+        OLD_ATTENTION,
         SMALL_BATCHES,
         base="qwen3_moe",
     ),

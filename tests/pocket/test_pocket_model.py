@@ -65,6 +65,11 @@ SHIPPED = {
         chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
         written={"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
     ),
+    "deepseek_v2": Shipped(
+        "9c0fe58c4c56c534900dab253c475057490b8bdbaeb1e7a5ca991001c34a9c0e", 1_002_288, 2, 16, 2, 64, 64,
+        chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
+        written={"gsm8k": 0.6, "math500": 0.35, "humaneval": 0.5},
+    ),
 }  # fmt: skip
 CHOSEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.chosen]
 WRITTEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.written]
