@@ -20,8 +20,7 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.models import cpu_experts
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
-from moe_lab.models.families import PORTS
-from moe_lab.models.files import UNEVEN_FIELDS, has_pickles_only, local_folder, quantization
+from moe_lab.models.files import has_pickles_only, local_folder, quantization
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.room import check_room
 
@@ -64,11 +63,10 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
 
     `dtype` is the precision its weights would be of; None leaves it to the configuration.
     """
-    own = _runs_own_code(folder, trust_remote_code)
-    config = _configuration(folder, own)
+    config = _configuration(folder, trust_remote_code)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=own, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
     except AmbiguousGlobalPerLayerAttributeError:
         raise UserError(
             f"model_type={config.model_type} is not supported with layers of different shapes, as {folder} has, "
@@ -100,23 +98,14 @@ def _expert(layer: MoELayer, tensor: torch.Tensor, row: int) -> int:
     return next(expert for expert, end in enumerate(accumulate(layer.widths)) if channel < end)
 
 
-def _runs_own_code(folder: Path, trust_remote_code: bool) -> bool:
-    """Whether code beside the weights builds the model: where it may, but not that of a family which is ported because
-    its code is too old. What our exports add for uneven layers is needed for those too."""
+def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     raw = read_json(folder / "config.json")
-    ported = raw["model_type"] in PORTS and not any(field in raw for field in UNEVEN_FIELDS)
-    return trust_remote_code and "auto_map" in raw and not ported
-
-
-def _configuration(folder: Path, own_code: bool) -> Any:
-    raw = read_json(folder / "config.json")
-    kind = raw["model_type"]
-    if own_code:
+    kind, remote = raw["model_type"], "auto_map" in raw
+    if remote and trust_remote_code:  # transformers prefers a port of ours all the same
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if causal_language_model(kind) is None:
         reason = "transformers has no causal language model of that type"
-        hint = "; its own code is used with model.trust_remote_code=true, if you trust the author"
-        hint = hint if "auto_map" in raw else ""
+        hint = "; its own code is used with model.trust_remote_code=true, if you trust the author" if remote else ""
         raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
     try:
         return AutoConfig.from_pretrained(folder)
@@ -132,7 +121,7 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
             dtype=dtype,
             device_map=device,
             experts_implementation="eager" if device == "cpu" else "grouped_mm",
-            trust_remote_code=_runs_own_code(folder, settings.trust_remote_code),
+            trust_remote_code=settings.trust_remote_code,
             use_safetensors=not has_pickles_only(folder),
             ignore_mismatched_sizes=True,  # reported below, in one sentence
             output_loading_info=True,

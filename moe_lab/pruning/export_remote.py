@@ -37,7 +37,8 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
 
     What differs goes into `per_layer_config`, under the canonical names of the fields: then a stock class that reads
     one raises an error. Under another name it would build all layers alike. Ragged experts get a model type of their
-    own instead, because nothing in a stock class would look at their widths.
+    own instead, because nothing in a stock class would look at their widths; so does a family that moe_lab has ported,
+    because transformers prefers a port to code beside the weights.
     """
     kind, base = _native_type(config)
     family = CONFIG_MAPPING[kind]
@@ -49,18 +50,19 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     model = f"{name}.Pruned{base}ForCausalLM"
     config["architectures"] = [f"Pruned{base}ForCausalLM"]
     port = port_of(kind)
-    # that of a port by way of the model's file: transformers takes each file named here for a module of its own
-    described = {"AutoConfig": f"{name}.{'Pruned' if form.ragged else ''}{family.__name__}"}
-    config["auto_map"] = {**(described if form.ragged or port else {}), "AutoModelForCausalLM": model}
+    own_type = form.ragged or bool(port)
+    described = {"AutoConfig": f"{name}.Pruned{family.__name__}"} if own_type else {}
+    config["auto_map"] = {**described, "AutoModelForCausalLM": model}
     config["per_layer_config"] = _per_layer(config, form, count, width)
     if form.count is None and config.get("output_router_logits"):
         config["output_router_logits"] = False  # the loss it is for needs layers of the same number of experts
-    if form.ragged:
+    if own_type:
         config["model_type"] = f"pruned_{kind}"
+    if form.ragged:
         config[RAGGED_FIELD] = {str(index): list(layer.widths) for index, layer in form.layers.items() if layer.ragged}
     home = next((f".{file.removesuffix('.py')}" for file in port), "transformers")
     names = {"base": base, "config": family.__name__, "model_type": kind, "count": count, "width": width}
-    text = code(**names, home=home, ragged=form.ragged)
+    text = code(**names, home=home, own_type=own_type)
     return config, "ragged" if form.ragged else "per_layer", {f"{name}.py": text, **port}
 
 

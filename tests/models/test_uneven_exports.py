@@ -26,7 +26,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import prune
 
-NAMES = ("olmoe", "deepseek_v3")
+NAMES = ("olmoe", "deepseek_v3", "deepseek")
 KINDS = ("per_layer", "ragged")
 
 

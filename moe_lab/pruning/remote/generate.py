@@ -28,7 +28,7 @@ class Pruned{base}ForCausalLM({base}ForCausalLM):
         shape_layers(self, config, "{count}", "{width}")
         self.post_init()
 """
-RAGGED = """
+OWN_TYPE = """
 
 class Pruned{config}({config}):
     \"\"\"A type of its own, so that nothing else takes this checkpoint for one of its kind.\"\"\"
@@ -37,7 +37,7 @@ class Pruned{config}({config}):
 
 
 class Pruned{base}ForCausalLM({base}ForCausalLM):
-    \"\"\"{base}ForCausalLM with experts of different width.\"\"\"
+    \"\"\"{base}ForCausalLM with layers, and maybe experts, of different shape.\"\"\"
 
     config_class = Pruned{config}
 
@@ -53,27 +53,27 @@ register_checkpoint_conversion_mapping(
 """
 
 
-def code(*, base: str, config: str, home: str, model_type: str, count: str, width: str, ragged: bool) -> str:
+def code(*, base: str, config: str, home: str, model_type: str, count: str, width: str, own_type: bool) -> str:
     """The text of the code file for a family with classes `base`ForCausalLM and `config` in the module `home`.
 
     `count` and `width` name the configuration fields of experts per layer and channels per expert. The classes are
-    named as the family's with `Pruned` before them; a ragged checkpoint has the model type `pruned_<model_type>`.
+    named as the family's with `Pruned` before them. With `own_type` the checkpoint has the model type
+    `pruned_<model_type>`, and its layers may be ragged.
     """
     folder = Path(moe_lab.pruning.__file__).parent
-    sources = [folder / "remote" / "shapes.py", *([folder / "ragged.py"] if ragged else [])]
+    sources = [folder / "remote" / "shapes.py", *([folder / "ragged.py"] if own_type else [])]
     imports, bodies = zip(*map(_split, sources), strict=True)
-    both = f"from {home} import {config}, {base}ForCausalLM"
-    wanted = [f"from transformers import {base}ForCausalLM" if home == "transformers" else f"{both}  # noqa: F401"]
-    if ragged:
+    wanted = [f"from {home} import {base}ForCausalLM"]
+    if own_type:
         wanted = [
-            both,
+            f"from {home} import {config}, {base}ForCausalLM",
             "from transformers.conversion_mapping import (",
             "    get_checkpoint_conversion_mapping,",
             "    register_checkpoint_conversion_mapping,",
             ")",
         ]
     found = sorted({line for lines in imports for line in lines}, key=lambda line: (line.startswith("from"), line))
-    tail = (RAGGED if ragged else PER_LAYER).format(
+    tail = (OWN_TYPE if own_type else PER_LAYER).format(
         base=base, config=config, model_type=model_type, count=count, width=width
     )
     return HEAD.format(base=base) + "\n".join([*found, *wanted]) + "\n" + "".join(bodies) + tail
