@@ -74,7 +74,7 @@ def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> 
         return None
     across = min(3, len(panels))
     with style.look():
-        drawing = style.drawing(style.PAGE if across > 1 else style.PAGE / 2, 2.2 * -(-len(panels) // across) + 0.4)
+        drawing = style.drawing(style.PAGE * (1 if across > 1 else 0.6), 2.2 * -(-len(panels) // across) + 0.4)
         grid = drawing.subplots(-(-len(panels) // across), across, squeeze=False, sharex=True, sharey=True)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
@@ -124,7 +124,7 @@ def loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
     if not drawn:
         return None
     with style.look():
-        drawing = style.drawing(style.PAGE if len(drawn) > 1 else style.PAGE * 0.6, 2.8)
+        drawing = style.drawing(style.PAGE, 2.8)
         for axes, benchmark in zip(np.atleast_1d(drawing.subplots(1, len(drawn))), drawn, strict=True):
             found = results[results["benchmark"] == benchmark].set_index("cell")
             for at, (label, cells) in enumerate(lines.items()):
@@ -132,7 +132,8 @@ def loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
                 errors = 1.96 * found.loc[some.index, "stderr"].astype(float).fillna(0)
                 axes.errorbar(
                     some["ratio"] * 100, found.loc[some.index, "score"], errors,
-                    color=style.colour(str(some["method"].iloc[0])) if len(some) else style.OTHER, label=label,
+                    color=_SHADES[at % len(_SHADES)],
+                    label=label,
                     marker=style.MARKERS[at % 11], markersize=4, linewidth=1.2,
                 )  # fmt: skip
             whole = found["score"][found.index == comparison.unpruned]
@@ -142,7 +143,7 @@ def loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
             axes.set_title(names.benchmark(benchmark))
             axes.grid(axis="y")
         handles, labels = axes.get_legend_handles_labels()
-        drawing.legend(handles, labels, loc="outside lower center", ncols=min(3, len(handles)))
+        drawing.legend(handles, labels, loc="outside lower center", ncols=min(2, len(handles)))
     caption = "Bars: 95 %, from standard errors over windows of the text. Dashed: the unpruned model. Lower is better."
     return Figure(name, f"Loss against the ratio: {comparison.model}", caption, drawing)
 

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import pandas as pd
+import synthetic_sums
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
 
@@ -51,6 +52,7 @@ def write(root: Path) -> Path:
         root, name="channels", criteria=("channel_activation",), ratios=(0.5,), allocations=spread, **general, **usual
     )
     write_store(root, name="weights", criteria=("channel_weight",), ratios=(0.5,), allocations=("coverage",), **usual)
+    synthetic_sums.add(root, "channels", "coverage")
     _same_text(root)
     _weight_scores(root)
     _fail_one(root)

@@ -6,15 +6,14 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
-from safetensors.numpy import save_file
-from synthetic import write_json, write_store
-from synthetic_plans import EXPERTS, LAYERS, WIDTH, rng
+from synthetic import write_store
+from synthetic_plans import EXPERTS, LAYERS, WIDTH
+from synthetic_sums import SILENT, ablations, add, scores, sums
 
 from analysis import attribution_catalogue, attribution_outputs, channel_curves, model_tables, style
 from analysis.attributions import layer_losses
@@ -24,45 +23,6 @@ from analysis.style import Figure
 
 TOKENS = 65000
 """Of the synthetic calibration sets."""
-SILENT = 7
-"""The expert that no token reaches."""
-
-
-def sums() -> dict[int, dict[str, np.ndarray]]:
-    """Sums of a pass, layer by layer; one expert got no token."""
-    found = {}
-    for layer in range(LAYERS):
-        drawn = rng("sums", layer)
-        one: dict[str, Any] = {"tokens": drawn.integers(1, 900, EXPERTS).astype(float)}
-        one |= {"ala_first": drawn.normal(9, 9, EXPERTS), "ala_second": drawn.uniform(0, 9, EXPERTS)}
-        one |= {"sums_model": drawn.uniform(0, 99, (EXPERTS, 3, 3)), "layer_loss": np.array(70.0 + layer)}
-        one |= {name: drawn.uniform(0, 5, (EXPERTS, WIDTH)) for name in ("channel_square", "channel_max")}
-        for name, values in one.items():
-            if name != "layer_loss":
-                values[SILENT] = 0
-        found[layer] = one
-    return found
-
-
-def ablations() -> dict[int, dict[str, np.ndarray]]:
-    return {layer: {"ablation": rng("ablation", layer).normal(0, 0.1, EXPERTS)} for layer in range(LAYERS)}
-
-
-def scores() -> np.ndarray:
-    """(layers, experts, channels)."""
-    return rng("channel scores").lognormal(0, 1, (LAYERS, EXPERTS, WIDTH))
-
-
-def save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    arrays = {f"{layer}/{name}": values for layer, named in layers.items() for name, values in named.items()}
-    save_file(arrays, folder / "statistics.safetensors", {"moe_lab": json.dumps({"schema": 1})})
-
-
-def describe(root: Path, name: str, inputs: dict[str, str], seconds: float, memory: int) -> None:
-    write_json(root / name / "step.json", {"inputs": inputs})
-    about = {"seconds": seconds, "peak_memory_bytes": memory, "machine": "imagined"}
-    write_json(root / name / "provenance.json", about)
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +33,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         criteria=("channel_activation",), allocations=("coverage", "coverage, prior loss"), ratios=(0.25, 0.5, 0.75),
         calibrations=("pocket_general",), tasks=("gsm8k", "rte"), items=6, overlap=False,
     )  # fmt: skip
+    add(root, "made_up", "coverage, prior loss")
     document = json.loads((root / "studies" / "made_up.json").read_text())
-    for entry in document["cells"][1:]:
-        model, statistics, scored = entry["model"], entry["statistics"], entry["scores"]
-        save(root / statistics, sums())
-        describe(root, statistics, {"model": model}, 2.5, 300 * 2**20)
-        (root / scored).mkdir(parents=True, exist_ok=True)
-        save_file({str(at): values for at, values in enumerate(scores())}, root / scored / "scores.safetensors")
-        describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200 * 2**20)
-        inputs = {"model": model, "statistics": statistics, "scores": scored}
-        if "loss" in entry["cell"]["allocation"]:
-            inputs["ablation"] = "ablation/made-up-0123456789ab"
-            save(root / inputs["ablation"], ablations())
-            describe(root, inputs["ablation"], {"model": model}, 40.0, 100 * 2**20)
-        describe(root, entry["plan"], inputs, 0.5, 2**20)
     for entry in document["cells"]:
         path = root / entry["evaluate"]["rte"] / "result.json"
         found = json.loads(path.read_text())

@@ -47,6 +47,12 @@ WORDS = {
     "convergence": ("same experts kept (Jaccard)", "calibration tokens read", "Frequency"),
     "heapr.fig3": ("calibration tokens read", "REAP, text_65k", "8k", "65k"),
     "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P"),
+    "coverage.fig2": ("mean router weight", "rise of the loss (nats a token)", "layer 3"),
+    "coverage.fig3": ("mean output norm", "attribution, second order", "rise of the loss without it", "General"),
+    "coverage.fig4": ("share of the layer's score", "Channel activation, General", "layer 0"),
+    "coverage.fig7": ("Loss of the layer", "Score kept (%)", "Channels kept (%)"),
+    "coverage.fig13": ("root mean square of channels", "largest channel"),
+    "coverage.fig14": ("Share of the attribution", "Share of what is kept", "decoder layer"),
     "coverage.entropy": ("router entropy (nats)", "decoder layer", "Magnitude"),
 }
 """What each figure must say."""

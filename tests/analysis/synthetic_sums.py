@@ -1,0 +1,75 @@
+"""Made-up sums of passes, ablations, channel scores and what steps took, put into a synthetic store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from synthetic import write_json
+from synthetic_plans import EXPERTS, LAYERS, WIDTH, rng
+
+SILENT = 7
+"""The expert that no token reaches."""
+MIB = 2**20
+
+
+def sums() -> dict[int, dict[str, np.ndarray]]:
+    """Sums of a pass, layer by layer; one expert got no token."""
+    found = {}
+    for layer in range(LAYERS):
+        drawn = rng("sums", layer)
+        one: dict[str, Any] = {"tokens": drawn.integers(1, 900, EXPERTS).astype(float)}
+        one |= {"ala_first": drawn.integers(-9, 40, EXPERTS) / 8, "ala_second": drawn.integers(0, 40, EXPERTS) / 8}
+        one |= {"sums_model": drawn.integers(0, 99, (EXPERTS, 3, 3)) / 8, "layer_loss": np.array(70.0 + layer)}
+        one |= {name: drawn.integers(0, 32, (EXPERTS, WIDTH)) / 8 for name in ("channel_square", "channel_max")}
+        for name, values in one.items():
+            if name != "layer_loss":
+                values[SILENT] = 0
+        found[layer] = one
+    return found
+
+
+def ablations() -> dict[int, dict[str, np.ndarray]]:
+    """What the loss gains without each expert, layer by layer."""
+    return {layer: {"ablation": rng("ablation", layer).integers(-9, 60, EXPERTS) / 512} for layer in range(LAYERS)}
+
+
+def scores() -> np.ndarray:
+    """Scores of channels (layers, experts, channels)."""
+    return np.square(rng("channel scores").integers(0, 16, (LAYERS, EXPERTS, WIDTH))) / 8
+
+
+def add(root: Path, study: str, ablated: str) -> None:
+    """Give every cell of channels in `study` its sums and scores, and all their steps a time; plans with the allocation
+    `ablated` rest on an ablation too."""
+    document = json.loads((root / "studies" / f"{study}.json").read_text())
+    for entry in document["cells"]:
+        if entry["cell"]["granularity"] != "channel":
+            continue
+        model, statistics, scored = entry["model"], entry["statistics"], entry["scores"]
+        _save(root / statistics, sums())
+        _describe(root, statistics, {"model": model}, 2.5, 300)
+        (root / scored).mkdir(parents=True, exist_ok=True)
+        save_file({str(at): values for at, values in enumerate(scores())}, root / scored / "scores.safetensors")
+        _describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200)
+        inputs = {"model": model, "statistics": statistics, "scores": scored}
+        if entry["cell"]["allocation"] == ablated:
+            inputs["ablation"] = "ablation/made-up-0123456789ab"
+            _save(root / inputs["ablation"], ablations())
+            _describe(root, inputs["ablation"], {"model": model}, 40.0, 100)
+        _describe(root, entry["plan"], inputs, 0.5, 1)
+
+
+def _save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {f"{layer}/{name}": values for layer, named in layers.items() for name, values in named.items()}
+    save_file(arrays, folder / "statistics.safetensors", {"moe_lab": json.dumps({"schema": 1})})
+
+
+def _describe(root: Path, name: str, inputs: dict[str, str], seconds: float, mebibytes: int) -> None:
+    write_json(root / name / "step.json", {"inputs": inputs})
+    about = {"seconds": seconds, "peak_memory_bytes": mebibytes * MIB, "machine": "imagined, 2 cores"}
+    write_json(root / name / "provenance.json", about)
