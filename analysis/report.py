@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from analysis import catalogue, findings, names, render, style
+from analysis import beside, catalogue, findings, names, render, style
 from analysis.catalogue import Material, Output
 from analysis.load import Study, load
 from analysis.sections import Section, sections
@@ -44,7 +44,7 @@ def render_page(material: Material, made: Mapping[str, Sequence[Output]]) -> str
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    chapters = [section for section in sections(material, made) if not section.empty]
+    chapters = [section for section in _chapters(material, made) if not section.empty]
     return environment.get_template("report.html.j2").render(
         title=findings.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
@@ -58,6 +58,13 @@ def render_page(material: Material, made: Mapping[str, Sequence[Output]]) -> str
         script=_raw("report.js"),
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
     )
+
+
+def _chapters(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:
+    """All chapters of the page; the comparison with the papers stands before what is missing."""
+    own = sections(material, made)
+    place = [section.anchor for section in own].index("gaps")
+    return [*own[:place], beside.chapter(material), *own[place:]]
 
 
 def _bound(sentence: str) -> str:
@@ -95,6 +102,7 @@ def _context(section: Section) -> dict[str, Any]:
         "title": section.title,
         "text": [_bound(sentence) for sentence in section.text],
         "views": section.views,
+        "collapsed": section.anchor == beside.ANCHOR,
         "facts": section.facts,
         "details": section.details,
         "figures": [_figure(output) for output in section.outputs if isinstance(output, Figure)],
@@ -126,6 +134,7 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
     ]
     return {
         "name": f"table-{table.name}",
+        "rows": len(table.frame),
         "title": table.title,
         "caption": table.caption,
         "footnotes": render.footnotes(table),
