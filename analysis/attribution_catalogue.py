@@ -68,6 +68,15 @@ def _budgets(study: Study, comparisons: Sequence[Comparison]) -> Made:
     return _noted(study, drawn)
 
 
+def _smoothings(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    losses = attributions.layer_losses(study)
+    return _per_model(
+        study,
+        "coverage.fig12",
+        lambda model, name: attribution_outputs.smoothing_figure(losses, model=model, name=name),
+    )
+
+
 def _stacks(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = (
         channel_curves.stack_figure(
@@ -99,6 +108,7 @@ OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "coverage.fig3": _by_depth("coverage.fig3", attributions.MEASURES, *DEPTH),
     "coverage.fig4": _scores,
     "coverage.fig7": _budgets,
+    "coverage.fig12": _smoothings,
     "coverage.fig13": _by_depth("coverage.fig13", attributions.MAGNITUDES, *SIZES),
     "coverage.fig14": _stacks,
 }

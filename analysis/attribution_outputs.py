@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -140,6 +140,35 @@ def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
 
 def _capital(word: str) -> str:
     return word[:1].upper() + word[1:]
+
+
+def smoothing_figure(losses: pd.DataFrame, *, model: str, name: str) -> Figure | None:
+    """Fig. 12: what each smoothing makes of the layer losses, a panel per calibration set; targets with mean one."""
+    from moe_lab.allocation.smoothing import Smoothing, smooth
+
+    chosen = losses[losses["model"] == model].dropna(subset=["loss"])
+    sets = names.calibrations_in_order(chosen["calibration"])
+    if not sets:
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.1 * -(-len(sets) // 3) + 0.5)
+        for at, calibration in enumerate(sets):
+            part = chosen[chosen["calibration"] == calibration].sort_values("layer")
+            axes = drawing.add_subplot(-(-len(sets) // 3), min(3, len(sets)), at + 1)
+            for place, (word, shade) in enumerate(zip(get_args(Smoothing), _SHADES, strict=False)):
+                target = smooth(part["loss"].to_numpy(float), word)
+                look: Any = {"color": shade, "marker": style.MARKERS[place], "label": word}
+                axes.plot(part["layer"], target / target.mean(), markersize=3.5, linewidth=1.2, **look)
+            axes.set_title(names.calibration(calibration))
+            axes.set(xlabel="decoder layer", ylabel="target, mean 1" if at % 3 == 0 else None)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            axes.grid(axis="y")
+        _legend(drawing.axes, drawing)
+    caption = (
+        "How much of its score each layer is to keep, relative to the others, after its loss is smoothed; none: as the "
+        "loss is."
+    )
+    return Figure(name, f"What smoothing makes of layer losses: {model}", caption, drawing)
 
 
 def depth_figure(

@@ -44,6 +44,7 @@ NEEDS: Mapping[str, str] = {
     "coverage.fig3": _SUMS,
     "coverage.fig4": "scores of channels in the store; for losses, a perplexity at three ratios",
     "coverage.fig7": "cells of channels with allocation=coverage",
+    "coverage.fig12": _SUMS,
     "coverage.fig13": _SUMS,
     "coverage.fig14": "cells of channels with allocation=coverage, and the sums of their pass in the store",
     "ranks.cd": "three criteria and three columns",

@@ -200,6 +200,7 @@ _ATTRIBUTION = (
     "coverage.fig3",
     "coverage.fig13",
     "coverage.fig4",
+    "coverage.fig12",
     "coverage.fig7",
     "coverage.fig14",
 )

@@ -132,7 +132,7 @@ def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
     material = Material(study)
     made = [output for name in attribution_catalogue.OUTPUTS for output in CATALOGUE[name](material)]
     figures = {figure.name: figure for figure in made if isinstance(figure, Figure)}
-    numbered = {f"coverage.fig{number}" for number in (2, 3, 4, 7, 13, 14)}
+    numbered = {f"coverage.fig{number}" for number in (2, 3, 4, 7, 12, 13, 14)}
     assert set(figures) == numbered | {"coverage.fig4.loss"}
     for figure in figures.values():
         picture = Image.open(style.write(figure, tmp_path)[0]).convert("RGB")
@@ -140,6 +140,9 @@ def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
         assert "seed 42" in figure.caption and "65,000 calibration tokens" in figure.caption
     points = figures["coverage.fig2"].drawing.axes[1].get_lines()
     assert sum(len(line.get_xdata()) for line in points if line.get_marker() == "o") == LAYERS * EXPERTS
+    lines = {line.get_label(): line.get_ydata() for line in figures["coverage.fig12"].drawing.axes[0].get_lines()}
+    roots = [(70 + layer) ** 0.5 for layer in range(LAYERS)]
+    assert list(lines["sqrt"]) == pytest.approx([root / sum(roots) * LAYERS for root in roots])
     bars = figures["coverage.fig14"].drawing.axes[0].patches
     assert sum(bar.get_height() for bar in bars) == pytest.approx(LAYERS)
 

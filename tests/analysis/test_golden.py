@@ -51,6 +51,7 @@ WORDS = {
     "coverage.fig3": ("mean output norm", "attribution, second order", "rise of the loss without it", "General"),
     "coverage.fig4": ("share of the layer's score", "Channel activation, General", "layer 0"),
     "coverage.fig7": ("Loss of the layer", "Score kept (%)", "Channels kept (%)"),
+    "coverage.fig12": ("target, mean 1", "sqrt", "huber", "decoder layer"),
     "coverage.fig13": ("root mean square of channels", "largest channel"),
     "coverage.fig14": ("Share of the attribution", "Share of what is kept", "decoder layer"),
     "coverage.entropy": ("router entropy (nats)", "decoder layer", "Magnitude"),
