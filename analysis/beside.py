@@ -1,4 +1,4 @@
-"""What the page says of the papers' numbers beside those of a study: how many agree, and why others cannot be compared."""
+"""What the page says of the papers' numbers beside a study's: how many agree, and why others cannot be compared."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _scores(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterato
                     ends = [float(end[cell]) for end in comparison.interval(here)]
                     value = (float(comparison.score(here)[cell]), ends[0], ends[1])
                     sources = dict.fromkeys(comparison.weights(here), cell)
-                    yield number, _measured(facts, comparison, value, sources, _lacking(comparison, wanted))
+                    yield number, _measured(facts, value, sources, _lacking(comparison, wanted))
 
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _ranks(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator
         blocks = _task_ranks(comparison) if of == "unified.table2" else _panel_ranks(comparison)
         for block, columns in blocks:
             for cells, value in block:
-                key = key_of(records(comparison.cells.loc[[cells[columns[0]]]])[0])
+                key = key_of(facts.axes(cells[columns[0]]))
                 number = printed.get(key) or printed.get((*key[:5], MATCHED))
                 if number is None:
                     continue
@@ -83,7 +83,7 @@ def _ranks(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator
                 every = sum(1 for other in printed if (other[:2], other[5]) == (number.key[:2], number.key[5]))
                 among = [f"ranked among {len(block)}, published among {every}"] if len(block) != every else []
                 lacking = [*among, *_other_columns(columns, of), *_lacking(comparison, columns)]
-                yield number, _measured(facts, comparison, value, sources, lacking)
+                yield number, _measured(facts, value, sources, lacking)
 
 
 Ranked = tuple[list[tuple[dict[str, int], Number]], tuple[str, ...]]
@@ -126,12 +126,10 @@ def _other_columns(columns: Sequence[str], of: str) -> list[str]:
     return [f"ranked over {len(columns)} columns, published over {len(every)}"]
 
 
-def _measured(
-    facts: Facts, comparison: Comparison, value: Number, sources: Mapping[str, int], lacking: Sequence[str]
-) -> Measured:
+def _measured(facts: Facts, value: Number, sources: Mapping[str, int], lacking: Sequence[str]) -> Measured:
     """A number that rests on benchmarks, each evaluated for a cell."""
     cell = next(iter(sources.values()))
-    axes = records(comparison.cells.loc[[cell]])[0]
+    axes = facts.axes(cell)
     evaluations = [facts.evaluation(each, name) for name, each in sources.items()]
     return Measured(
         *value,

@@ -21,6 +21,10 @@ class Facts:
         self.study = study
         self._documents: dict[tuple[str, str], Mapping[str, Any]] = {}
 
+    def axes(self, cell: int) -> Mapping[str, Any]:
+        """The axes of a cell and the folders of its steps."""
+        return self._cells[cell]
+
     def tokens(self, cell: Mapping[str, Any]) -> int | None:
         """Slots of the calibration pass of a cell, gaps between documents counted."""
         report = self.study.calibrations.get(f"{cell['calibration']}@{cell['model']}", {})
@@ -47,6 +51,10 @@ class Facts:
             metric=str(row["metric"]),
             asked={word: _word(known[word]) for word in ASKED if known.get(word) is not None},
         )
+
+    @cached_property
+    def _cells(self) -> dict[int, dict[str, Any]]:
+        return dict(zip(self.study.cells.index.astype(int), records(self.study.cells), strict=True))
 
     @cached_property
     def _results(self) -> dict[tuple[int, str], dict[str, Any]]:

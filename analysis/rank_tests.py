@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -64,6 +65,7 @@ class RankTest:
         ]
 
 
+@cache
 def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
     """Average ranks further apart than q sqrt(k (k + 1) / 6 N) differ; q is the quantile of the studentized range of k
     methods and infinite degrees of freedom, over the square root of 2."""

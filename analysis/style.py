@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-from analysis import names
+from analysis import fonts, names
 
 PAGE = 6.9
 """Width of a paper's text in inches."""
@@ -81,7 +81,7 @@ def colour(method: str) -> str:
 def look() -> Iterator[None]:
     """Settings under which figures are drawn and saved."""
     settings: Any = {
-        "font.family": "DejaVu Sans",
+        "font.family": list(fonts.family()),
         "font.size": 8,
         "axes.titlesize": 8.5,
         "axes.titleweight": "bold",

@@ -45,8 +45,12 @@ def write(root: Path) -> Path:
     write_store(root, name="searched", criteria=("reap", "man"), allocations=("evolutionary",), **code, **usual)
     write_store(root, name="quantised", criteria=("reap",), recoveries=("nf4",), ratios=(0.5,), **code, **usual)
     inside = ("layerwise", "global")
-    write_store(root, name="heapr", criteria=("heapr",), ratios=(0.25, 0.5, 0.75), allocations=inside, **general, **usual)
-    write_store(root, name="camera", criteria=("camera",), ratios=(0.5,), allocations=("layerwise",), **general, **usual)
+    write_store(
+        root, name="heapr", criteria=("heapr",), ratios=(0.25, 0.5, 0.75), allocations=inside, **general, **usual
+    )
+    write_store(
+        root, name="camera", criteria=("camera",), ratios=(0.5,), allocations=("layerwise",), **general, **usual
+    )
     spread = ("uniform", "coverage", "coverage, smoothing log", "coverage aligned 64", "coverage aligned 128")
     write_store(
         root, name="channels", criteria=("channel_activation",), ratios=(0.5,), allocations=spread, **general, **usual
