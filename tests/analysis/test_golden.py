@@ -25,8 +25,6 @@ MAPS = ("YlGnBu", "viridis")
 """Colour maps of figures: from dark to light without a break, so that they are read in grey as well."""
 FRONT, WHITE = "#b35806", "#ffffff"
 """The line of a Pareto front, and what is written on dark squares of heat maps."""
-LETTERS = "#ffffff"
-"""On the dark cells of heat maps."""
 WORDS = {
     "winners": ("beyond noise", "within noise", "tie", "GSM8K", "pocket_olmoe, 50 % pruned"),
     "unified.fig2": ("Frequency =", "beyond noise", "MC Avg"),
@@ -114,7 +112,7 @@ def of_maps() -> set[str]:
 def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(
     made: list[Output], tmp_path: Path
 ) -> None:
-    palette = {*style.CRITERIA.values(), style.OTHER, style.INK, style.MUTED, style.RULE, style.SURFACE, FRONT, LETTERS}
+    palette = {*style.CRITERIA.values(), style.OTHER, style.INK, style.MUTED, style.RULE, style.SURFACE, FRONT, WHITE}
     allowed = {shade.lower() for shade in palette} | of_maps()
     for name, figure in golden_store.figures(made).items():
         drawn = style.svg(figure)
