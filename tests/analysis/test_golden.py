@@ -109,6 +109,7 @@ def of_maps() -> set[str]:
     return {colors.to_hex(colormaps[name](shade)) for name in MAPS for shade in shades}
 
 
+@pytest.mark.filterwarnings("error:constrained_layout")
 def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(
     made: list[Output], tmp_path: Path
 ) -> None:

