@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import Unavailable, UserError, unknown
 from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
@@ -44,7 +44,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     Items without a score are left out, and named in the protocol; Unavailable when they are more than 1 %.
     """
     for sentence in rubric.problems(benchmark, policy):
-        raise UserError(sentence)
+        raise Unavailable(sentence)  # leave, address and key are no part of the step: another run may have them
     assert benchmark.judge is not None
     rows = {row["session_id"]: row for row in _rows(benchmark)}
     if [answer.item for answer in answers] != list(rows):

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import openai
 
 from moe_lab.config import JudgeConfig
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import Unavailable
 from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
@@ -59,13 +59,13 @@ class Judge:
             http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
         )
         self._stop = threading.Event()
-        self._refusal: UserError | None = None
+        self._refusal: Unavailable | None = None
 
     def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
         """A verdict for each prompt, in their order.
 
-        Ends as soon as more than `tolerated` prompts got no score: Unavailable, with the first reason. Raises
-        UserError at once where the endpoint refuses a request for good.
+        Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and at once
+        where the endpoint refuses a request: address and key are no part of a step, so no refusal is for good.
         """
         self._stop.clear()
         self._refusal = None
@@ -151,14 +151,14 @@ class Judge:
         body: bytes = answer.content
         return body
 
-    def _refused(self, error: openai.APIStatusError) -> UserError:
+    def _refused(self, error: openai.APIStatusError) -> Unavailable:
         hint = {
             401: f": is the key in {self.settings.key_variable} right?",
             403: f": is the key in {self.settings.key_variable} right?",
             404: ": is judge.url right, and judge.model a model of this endpoint?",
         }.get(error.status_code, "")
         said = " ".join(str(_message(error.body) or error.response.text).split())[:200]
-        return UserError(
+        return Unavailable(
             f"judge {self.settings.model} at {self.settings.url} refused a request with HTTP {error.status_code}"
             f"{f' ({said})' if said else ''}{hint}"
         )

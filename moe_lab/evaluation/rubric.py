@@ -112,6 +112,10 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield (
             f"allow_judge=false, but {name} sends what the model wrote to the endpoint of a judge: set allow_judge=true"
         )
+    if not benchmark.chat:
+        yield (
+            f"{name}: chat=false, but conversations are put to the model through its chat template: expected chat=true"
+        )
     yield from said(lambda: template(benchmark))
     if benchmark.judge is None:
         yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"

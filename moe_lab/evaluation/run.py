@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, suite
 from moe_lab.evaluation.generation import Answer, Generator, GenSpec
 from moe_lab.evaluation.graded import Graded
@@ -43,7 +43,8 @@ def _harness(benchmark: BenchmarkConfig) -> Any:
 def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
     problems = suite.preflight([benchmark], policy)
     if problems:
-        raise UserError("; ".join(problems))
+        # What is only lacking here, such as leave, data or a key, is no part of the step: another run may have it.
+        raise (UserError if suite.wrong([benchmark]) else Unavailable)("; ".join(problems))
 
 
 def evaluate(subject: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:

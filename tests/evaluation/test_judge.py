@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import Unavailable
 from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation import rubric
 from moe_lab.evaluation.judge import Judge
@@ -124,13 +124,15 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
         (422, {}, "HTTP 422"),
     ],
 )
-def test_what_does_not_heal_is_one_sentence_at_once(status: int, body: Any, sentence: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_one_sentence_at_once_and_asked_again_by_the_next_run(
+    status: int, body: Any, sentence: str, tmp_path: Path
+) -> None:
     with endpoint(lambda _: Reply(body, status)) as at:
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(Unavailable) as caught:
             Judge(settings(at, parallel=1), tmp_path).verdicts([f"p{n}" for n in range(40)], 40)
         assert sentence in str(caught.value) and "\n" not in str(caught.value)
         assert len(at.asked) == 1  # those behind the first are called off
-    assert not error_document(caught.value)["transient"]
+    assert error_document(caught.value)["transient"]  # the step does not know judge.url, which may be mended
 
 
 def test_429_for_an_hour_ends_after_bounded_attempts_with_one_sentence(tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_scores_are_shares_of_the_scale() -> None:
     assert round(rubric.rescaled(5.0), 3) == 0.444
 
 
-BENCHMARK = BenchmarkConfig("stories", "wildbench", judge=JudgeConfig("j", "m", "http://localhost:1/v1"))
+BENCHMARK = BenchmarkConfig("stories", "wildbench", chat=True, judge=JudgeConfig("j", "m", "http://localhost:1/v1"))
 
 
 def test_a_template_is_filled_once(tmp_path: Path) -> None:
@@ -233,6 +235,7 @@ def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
     assert problems() == ""
     assert "allow_judge=false" in problems(Policy()) and "allow_judge=true" in problems(Policy())
     assert "judge=gpt_oss_120b" in problems(judge=None)
+    assert "chat=false, but conversations" in problems(chat=False)
     judge = BENCHMARK.judge
     assert judge is not None
     monkeypatch.delenv(KEY)

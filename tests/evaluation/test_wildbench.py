@@ -187,3 +187,13 @@ def test_preflight_wants_leave_to_ask_a_judge(published: BenchmarkConfig, at: En
     (sentence,) = suite.preflight([benchmark], Policy())
     assert sentence.startswith("allow_judge=false, but benchmark wildbench sends")
     assert mirror.expected_rows(benchmark) == 1024
+    (sentence,) = suite.preflight([replace(benchmark, chat=False)], ALLOWED)
+    assert sentence.startswith("benchmark wildbench: chat=false, but conversations")
+
+
+def test_leave_to_ask_a_judge_may_come_with_the_next_run(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    benchmark = judged(published, at)
+    with pytest.raises(Unavailable, match="allow_judge=false"):
+        run.grade(answers(benchmark, ["7"] * 146), benchmark, tmp_path / "out", policy=Policy())
