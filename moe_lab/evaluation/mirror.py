@@ -23,6 +23,9 @@ _COMMAND = "python -m moe_lab.evaluation.mirror"
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, bytes, sha256, digest of its rows, source, revision."""
 
+_FIELDS = {"subset", "split", "rows", "sha256", "digest"}
+"""What is read of an entry."""
+
 
 def folder(benchmark: BenchmarkConfig) -> Path:
     """The mirror of the benchmark's data. UserError with the command that makes it when there is none."""
@@ -118,8 +121,11 @@ def manifest(place: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again") from None
+        complete = all(entry.keys() >= _FIELDS for entry in found.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again")
     return found
 
 

@@ -178,6 +178,9 @@ def spoiled(benchmark: BenchmarkConfig, how: str) -> None:
         file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     elif how == "manifest":
         (mirror.folder(benchmark) / mirror.MANIFEST).write_text('{"files"')
+    else:
+        manifest = mirror.folder(benchmark) / mirror.MANIFEST
+        manifest.write_text(manifest.read_text().replace(f'"{how}"', '"x"'))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +192,7 @@ def spoiled(benchmark: BenchmarkConfig, how: str) -> None:
             "is not what moe_lab.json describes: make the mirror again with python -m .* rte data_root=",
         ),
         ("manifest", "is no manifest of a mirror: delete"),
+        *((name, "is no manifest of a mirror: delete") for name in ("subset", "split", "rows", "sha256", "digest")),
     ],
 )
 def test_a_damaged_mirror_is_refused(rte: BenchmarkConfig, tmp_path: Path, how: str, says: str) -> None:
@@ -198,7 +202,7 @@ def test_a_damaged_mirror_is_refused(rte: BenchmarkConfig, tmp_path: Path, how: 
     spoiled(rte, how)
     with pytest.raises(UserError, match=says):
         mirror.check(rte)
-    if how != "manifest":
+    if how in ("missing", "changed"):
         assert any("rte" in sentence for sentence in suite.preflight([rte], Policy()))
         make(rte, tmp_path / "source")
         mirror.check(rte)
