@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import queue
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import openai
 
+from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.generation import GenSpec, Messages, check_room, cut, render
 
+TOKEN_SECONDS = 1.0
+"""Seconds in which even a slow server writes a token."""
 _KEPT = 120
 
 
@@ -84,6 +88,8 @@ class ServedSubject:
     """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
     template_arguments: Mapping[str, Any]
     """What its chat template is given besides the messages."""
+    patience: float = BackendConfig.ready_seconds
+    """Seconds the server may take, apart from writing, until one of the texts under way is done."""
 
     def render(self, messages: Messages) -> str:
         """The conversation as the prompt that asks for its next message. UserError without a chat template."""
@@ -94,20 +100,38 @@ class ServedSubject:
         return [text for _, text in sorted(self.stream(prompts, spec))]
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as it is done, the longest asked first, `spec.batch_size` at the same time."""
+        """(index, text) of each prompt as it is done, the longest asked first, `spec.batch_size` at the same time.
+
+        Raises Unavailable when no text at all comes for too long: one request may wait for all others, so that only
+        the silence of the whole server says that it hangs.
+        """
         if not prompts:
             return
         encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
         check_room([len(ids) for ids in encoded], spec, self.max_length)
         texts = [self._writable(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
         order = sorted(range(len(prompts)), key=lambda index: (-len(encoded[index]), index))
-        with self.completions.client() as client, ThreadPoolExecutor(spec.batch_size) as pool:
+        pool = ThreadPoolExecutor(spec.batch_size)
+        with self.completions.client() as client:
             futures = {pool.submit(self._text, client, texts[index], spec): index for index in order}
             try:
-                for future in as_completed(futures):
+                for future in self._arriving(futures, self.patience + TOKEN_SECONDS * spec.max_new_tokens):
                     yield futures[future], future.result()
-            finally:
+            finally:  # without waiting for the others: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _arriving(self, futures: Collection[Future[str]], seconds: float) -> Iterator[Future[str]]:
+        done: queue.SimpleQueue[Future[str]] = queue.SimpleQueue()
+        for future in futures:
+            future.add_done_callback(done.put)
+        for _ in futures:
+            try:
+                yield done.get(timeout=seconds)
+            except queue.Empty:
+                raise Unavailable(
+                    f"the server of {self.completions.model} runs and wrote no text for {seconds:g} s, which is "
+                    f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
+                ) from None
 
     def _writable(self, prompt: str, ids: Sequence[int]) -> str:
         """What a server must be sent so that it reads `ids`: it always adds the tokenizer's special tokens itself."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.backend import search_path, words
 from moe_lab.evaluation.served import Completions, ServedSubject
 
@@ -37,8 +37,8 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
     """A server of the checkpoint for as long as the context lasts; `name` is what it is called there.
 
     What is served is a view of the checkpoint: the same files, but for the settings of generation, so that it is
-    greedy whatever the checkpoint's author preferred. Raises UserError for a checkpoint that is none, a server that
-    ends, serves another model or does not answer within backend.ready_seconds.
+    greedy whatever the checkpoint's author preferred. Raises UserError for a checkpoint that is none, Unavailable for
+    a server that ends, serves another model or does not answer within backend.ready_seconds.
     """
     if not (checkpoint / "config.json").is_file():
         raise UserError(f"backend=server: {checkpoint} is no checkpoint: expected a folder with config.json")
@@ -51,7 +51,8 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
         with running(words(backend, view, port, called), Path(scratch, "log")) as server:
             url = f"http://127.0.0.1:{port}/v1"
             served = _await(server, url, (called, str(view)), backend.ready_seconds)
-            yield ServedSubject(served, tokenizer, _max_length(checkpoint), model.template_arguments)
+            arguments, patience = model.template_arguments, backend.ready_seconds
+            yield ServedSubject(served, tokenizer, _max_length(checkpoint), arguments, patience)
 
 
 # What is served.
@@ -162,9 +163,9 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
     deadline = time.monotonic() + seconds
     while (served := _models(url)) is None:
         if (ended := server.last_words()) is not None:
-            raise UserError(f"the server ended before it was ready: {ended}")
+            raise Unavailable(f"the server ended before it was ready: {ended}")
         if time.monotonic() > deadline:
-            raise UserError(
+            raise Unavailable(
                 f"the server did not answer at {url} within backend.ready_seconds={seconds:g}; the last it said: "
                 f"{server.said()}"
             )
@@ -176,12 +177,12 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
             found.complete(client, "Hello", 1, ())
     except UserError as error:
         ended = server.last_words()
-        raise UserError(
+        raise Unavailable(
             f"the server does not serve the checkpoint ({error}); it lists {', '.join(served) or 'no model'}"
             f"{f', and what was started ended: {ended}' if ended else ''}"
         ) from None
     if (ended := server.last_words()) is not None:
-        raise UserError(f"the server ended ({ended}), and another one answers at {url}")
+        raise Unavailable(f"the server ended ({ended}), and another one answers at {url}")
     return found
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from endpoint import Endpoint, Reply, completion, endpoint
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import backend as backends
+from moe_lab.evaluation import served as served_subject
 from moe_lab.evaluation import server as servers
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.served import Completions, ServedSubject
@@ -99,7 +101,7 @@ def test_a_server_is_stopped_after_an_exception(checkpoint: Path) -> None:
 def test_a_server_that_dies_while_starting_is_quoted(
     text: str, sentence: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError) as caught, serving(checkpoint, backend(script(tmp_path, text)), POCKET, "n"):
+    with pytest.raises(Unavailable) as caught, serving(checkpoint, backend(script(tmp_path, text)), POCKET, "n"):
         pass
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
@@ -118,7 +120,7 @@ def test_a_server_that_is_never_ready_or_listens_elsewhere_is_stopped(checkpoint
     command = script(tmp_path, text)
     with (
         pytest.raises(
-            UserError, match=r"did not answer at http://127.0.0.1:\d+/v1 within .*=1; .* loading \d+"
+            Unavailable, match=r"did not answer at http://127.0.0.1:\d+/v1 within .*=1; .* loading \d+"
         ) as caught,
         serving(checkpoint, backend(command, seconds=1), POCKET, "n"),
     ):
@@ -140,7 +142,7 @@ def test_a_stale_server_in_the_place_of_one_that_died_is_noticed(
     with endpoint(lambda body: completion("x", "stale"), ("stale",)) as at:
         monkeypatch.setattr(servers, "_free_port", lambda: int(at.url.split(":")[2].removesuffix("/v1")))
         with (
-            pytest.raises(UserError, match="serves stale"),
+            pytest.raises(Unavailable, match="serves stale"),
             serving(checkpoint, backend(script(tmp_path, "sys.exit('address in use')")), POCKET, "n"),
         ):
             pass
@@ -153,7 +155,7 @@ def test_a_server_that_lists_the_model_and_never_writes_is_stopped(
     text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import Reply, _server\n"
     text += "_server(lambda _: Reply({}, seconds=99), [sys.argv[3]], int(sys.argv[1]))[0].serve_forever()"
     with (
-        pytest.raises(UserError, match=r"does not serve the checkpoint \(the server of n-\w+ does not answer"),
+        pytest.raises(Unavailable, match=r"does not serve the checkpoint \(the server of n-\w+ does not answer"),
         serving(checkpoint, backend(script(tmp_path, text) + " {name}", seconds=1), POCKET, "n"),
     ):
         pass
@@ -299,6 +301,24 @@ def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None
     assert list(served.stream(prompts, GenSpec(4, batch_size=2))) == [(2, "a a"), (0, "b"), (1, "slow slow slow")]
     assert [body["prompt"] for body in at.asked][2] == "b"
     assert served.generate(prompts, GenSpec(4)) == prompts and served.generate([], GenSpec(4)) == []
+
+
+def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_subject, "TOKEN_SECONDS", 0.1)
+    turn = threading.Lock()
+
+    def one_by_one(body: dict[str, Any]) -> Reply:
+        with turn:
+            time.sleep(0.25)
+        return completion("x", "m")
+
+    slow, _ = fake(one_by_one, patience=0.6)  # all take 1.5 s, and 1 s may pass between two
+    assert slow.generate(["a"] * 6, GenSpec(4)) == ["x"] * 6
+    silent, _ = fake(lambda body: Reply({}, seconds=4), patience=0.2)
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match=r"the server of m runs and wrote no text for 0\.6 s, .*ready_seconds=0\.2"):
+        silent.generate(["a"] * 6, GenSpec(4, batch_size=2))
+    assert time.monotonic() - began < 3
 
 
 def test_special_tokens_are_added_once(fake: Any) -> None:
