@@ -7,9 +7,11 @@ confinement with an OSError: there is no weaker variant to fall back to.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
+import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,10 +27,16 @@ _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
 _DETACH = 2
-_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 1, 4, 38
+_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _FILTER_CALLS, _NO_NEW_PRIVILEGES = 1, 4, 22, 38
 _NOBODY = 65534
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+# What these make belongs to no process: no limit of a process counts it, and it is there for the next program.
+# Per machine its number in the kernel's ABI, then shmget, semget, msgget, mq_open, add_key, request_key, keyctl.
+_LASTING_CALLS = {
+    "x86_64": (0xC000003E, (29, 64, 68, 240, 248, 249, 250)),
+    "aarch64": (0xC00000B7, (194, 190, 186, 180, 217, 218, 219)),
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -101,6 +109,27 @@ def _drop_capabilities() -> None:
     _call("capset", header, nothing)
 
 
+def _refuse_lasting_calls() -> None:
+    """From now on this process and all it starts get EPERM from the calls of `_LASTING_CALLS`.
+
+    A filter instead of limits of the IPC namespace, because those are not for an unprivileged user to set.
+    """
+    machine = os.uname().machine
+    if machine not in _LASTING_CALLS:
+        raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
+    abi, refused = _LASTING_CALLS[machine]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    kill, refuse, allow = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
+    steps = [(load, 0, 0, 4), (equal, 1, 0, abi), (give, 0, 0, kill), (load, 0, 0, 0)]  # another ABI, other numbers
+    steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]  # x86_64's calls have a second set of numbers up there
+    for number in refused:
+        steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
+    steps.append((give, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
+    _call("prctl", _FILTER_CALLS, 2, program, 0, 0)
+
+
 def _become_own_user() -> None:
     """A user namespace in which this user is the only one, and may mount."""
     user, group = os.getuid(), os.getgid()
@@ -114,7 +143,8 @@ def enter(root: str, hidden: Iterable[str] = ()) -> None:
     """Confine this process for good. `root` is an empty folder to build the new file system on.
 
     Afterwards: no network, own processes, IPC and host name, a read-only root without /proc, /home or /tmp, no
-    capability and no way to gain one. The caller goes on as process 1 of its tree, in a fork whose parent waits.
+    capability and no way to gain one, no memory that outlives its process. The caller goes on as process 1 of its
+    tree, in a fork whose parent waits.
     Root becomes the user `nobody` first, because limits on processes do not bind root.
 
     Raises OSError naming the call the kernel refused.
@@ -130,6 +160,7 @@ def enter(root: str, hidden: Iterable[str] = ()) -> None:
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _refuse_lasting_calls()
     _drop_capabilities()
     _continue_as_first_process()
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)

@@ -19,7 +19,7 @@ from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
-from moe_lab.evaluation.programs import Outcome, Runner
+from moe_lab.evaluation.programs import Outcome, Runners
 from moe_lab.evaluation.runner import Request
 
 _FIRST_TESTS = 4  # a wrong program mostly fails one of them, and the others need not be run
@@ -84,8 +84,7 @@ class Programs:
     def __init__(self, settings: CodeSettings) -> None:
         self.settings = settings
         self.failures: list[Exception] = []
-        self._runners: list[Runner] = []
-        self._own = threading.local()
+        self._runners = Runners(confined=settings.confined)
         self._judging = threading.Lock()
 
     def adapter(self, of_evalscope: type, *, asking: bool) -> type:
@@ -117,8 +116,7 @@ class Programs:
             try:
                 yield
             finally:
-                for runner in self._runners:
-                    runner.close()
+                self._runners.close()
         if self.failures:
             raise self.failures[0]
 
@@ -155,15 +153,7 @@ class Programs:
             parts=_PARTS,
             processes=_PROCESSES,
         )
-        return self._runner().run(request)
-
-    def _runner(self) -> Runner:
-        """This thread's own."""
-        if not hasattr(self._own, "runner"):
-            self._own.runner = Runner(confined=self.settings.confined)
-            self._runners.append(self._own.runner)
-        runner: Runner = self._own.runner
-        return runner
+        return self._runners.run(request)
 
     def _judge(self, tests: dict[str, Any], outcome: Outcome) -> tuple[list[Any], dict[str, Any]]:
         """EvalScope's comparison of what the program said to the first tests with what it should have said."""

@@ -15,14 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
 from moe_lab.evaluation import values
 from moe_lab.evaluation.closed_world import leaves_closed_world
 from moe_lab.evaluation.confinement import die_with_parent
-from moe_lab.evaluation.programs import Outcome, Runner, RunnerError
+from moe_lab.evaluation.programs import Outcome, Runners
 from moe_lab.evaluation.runner import Request
 from moe_lab.evaluation.values import encode
 
@@ -88,11 +87,7 @@ class Grader:
         self.request = request
         self.problems = problems_of(request.dataset, request.data)
         self.programs = self._sanitized() if request.sanitize else request.programs
-        count = min(request.processes or cores(), max(1, len(request.programs)))
-        self._all = [Runner(confined=request.confined) for _ in range(count)]
-        self._free: SimpleQueue[Runner] = SimpleQueue()
-        for runner in self._all:
-            self._free.put(runner)
+        self.runners = Runners(confined=request.confined)
         self._comparing = Lock()
         self._expected: dict[str, dict[str, Any]] = {}
 
@@ -102,16 +97,12 @@ class Grader:
         programs = self.request.programs
         return {task: sanitized(text, self.problems[task]["entry_point"]) for task, text in programs.items()}
 
-    def close(self) -> None:
-        for runner in self._all:
-            runner.close()
-
     def verdicts(self) -> dict[str, Verdict]:
         """One verdict per program of the request."""
         from moe_lab.evaluation import oracle
 
         self._oracle = oracle
-        with ThreadPoolExecutor(len(self._all)) as pool:
+        with ThreadPoolExecutor(min(self.request.processes or cores(), max(1, len(self.programs)))) as pool:
             self._load_expected(pool)
             return dict(zip(self.programs, pool.map(self._verdict, self.programs), strict=True))
 
@@ -119,24 +110,7 @@ class Grader:
         inputs = [encode(list(arguments)) for arguments in self.problems[task][f"{part}_input"]]
         total = min(_LONGEST, sum(seconds)) + 1.0
         request = Request(program, self.problems[task]["entry_point"], inputs, seconds, total, memory, _OUTPUT)
-        for _ in range(2):  # without walls a program can end its runner, and the runner of the next one a little later
-            outcome = self._run_once(request)
-            if outcome is not None:
-                return outcome
-        return Outcome("crash", "it ended the process that ran it", [], [])
-
-    def _run_once(self, request: Request) -> Outcome | None:
-        """None when the runner died; there is a new one then."""
-        runner = self._free.get()
-        try:
-            return runner.run(request)
-        except (RunnerError, OSError):
-            runner.close()
-            runner = Runner(confined=self.request.confined)
-            self._all.append(runner)
-            return None
-        finally:
-            self._free.put(runner)
+        return self.runners.run(request)
 
     # What is expected: the canonical solutions' outputs, from programs run like any other.
 
@@ -236,7 +210,7 @@ def main(arguments: list[str]) -> None:
     try:
         verdicts = {task: asdict(verdict) for task, verdict in grader.verdicts().items()}
     finally:
-        grader.close()
+        grader.runners.close()
     beside = verdicts_file.with_suffix(".part")
     beside.write_text(json.dumps({"evalplus": version("evalplus"), "verdicts": verdicts, "programs": grader.programs}))
     os.replace(beside, verdicts_file)

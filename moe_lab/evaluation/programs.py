@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -103,6 +104,53 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Runners:
+    """As many runners as programs run at the same time, for several threads; one that dies is replaced."""
+
+    def __init__(self, *, confined: bool) -> None:
+        self._confined = confined
+        self._all: list[Runner] = []
+        self._free: SimpleQueue[Runner] = SimpleQueue()
+
+    def run(self, request: Request) -> Outcome:
+        """Run one program. Without walls, one that ends its runner twice has crashed.
+
+        Raises RunnerError when no runner can start, or when one behind walls ends twice: no program can do that.
+        """
+        for _ in range(2):  # without walls a program can end its runner, and the runner of the next one a little later
+            outcome = self._run_once(request)
+            if outcome is not None:
+                return outcome
+        if self._confined:
+            raise RunnerError("the process that runs programs ended twice, and no program can have ended it")
+        return Outcome("crash", "it ended the process that ran it", [], [])
+
+    def _run_once(self, request: Request) -> Outcome | None:
+        """None when the runner died."""
+        runner = self._take()
+        try:
+            outcome = runner.run(request)
+        except (RunnerError, OSError):
+            runner.close()
+            self._all.remove(runner)
+            return None
+        self._free.put(runner)
+        return outcome
+
+    def _take(self) -> Runner:
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            runner = Runner(confined=self._confined)
+            self._all.append(runner)
+            return runner
+
+    def close(self) -> None:
+        """End them all, those too in which a program still runs."""
+        for runner in self._all:
+            runner.close()
 
 
 @lru_cache(maxsize=1)

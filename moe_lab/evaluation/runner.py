@@ -41,9 +41,9 @@ class Request:
     inputs: list[Any]
     """Encoded argument lists, one a call."""
     seconds: list[float]
-    """CPU seconds each call may take; loading the program may take the first."""
+    """CPU seconds each call may take, four times that and one by the wall's clock; loading may take the first."""
     total_seconds: float
-    """CPU seconds all of it may take."""
+    """CPU seconds all of it may take, four times that and one by the wall's clock."""
     memory: int
     """Bytes of address space of each process of the program."""
     output: int
@@ -144,6 +144,11 @@ def _cpu_seconds(process: int) -> float:
     return time.clock_gettime((~process << 3) | 2)
 
 
+def _asleep(seconds: float) -> float:
+    """Seconds by the clock on the wall for so much CPU time: many, as machines are busy, but not endless sleep."""
+    return 4 * seconds + 1
+
+
 class _Watch:
     """What is known of a running child: its results so far and the time it has used."""
 
@@ -156,14 +161,14 @@ class _Watch:
         self.received = 0
         self.begin = self.since = _cpu_seconds(child)
         self.wall = time.monotonic()
+        self.end = self.wall + _asleep(request.total_seconds)
 
     def seconds_left(self) -> float:
-        """Until the current call, or all of the program, has had its time. Four times as much by the clock on the wall
-        and a second, for programs that sleep."""
+        """Until the current call, or all of the program, has had its time, on the processor or by the wall's clock."""
         used = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
         by_call, by_all = self.since + limit - used, self.begin + self.request.total_seconds - used
-        return min(by_call, by_all, self.wall + 4 * limit + 1 - time.monotonic())
+        return min(by_call, by_all, min(self.wall + _asleep(limit), self.end) - time.monotonic())
 
     def take(self, chunk: bytes) -> dict[str, Any] | None:
         """Note what the child sent; the reply if that was the end."""

@@ -134,6 +134,27 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     assert written["protocol"]["sandbox"] == NAMESPACES and written["protocol"]["evalscope"]["evalscope"]
 
 
+def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
+    programs = evalscope_code.Programs(evalscope_code.CodeSettings("2025-01-01", "2025-04-30", confined=False))
+    tests = {"fn_name": None, "inputs": ["1"]}
+    answer = "def moe_lab_answer(given): return given"
+    try:
+        assert [programs._run(text, tests, None).status for text in (KILL + answer, answer)] == ["crash", "ok"]
+    finally:
+        programs._runners.close()
+
+
+@needs_evalscope
+@pytest.mark.slow
+def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path: Path) -> None:
+    benchmark = miniatures.benchmark("live_code_bench", tmp_path, expected=3)
+    miniatures.write(benchmark, {"test": [miniatures.problem(n, "2025-02-02T10:30:00") for n in range(3)]})
+    parrot = Parrot([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
+    run.evaluate(parrot, benchmark, tmp_path / "out", policy=replace(ALLOWED, sandbox="none"))
+    assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [0.0, 1.0, 1.0]
+
+
 @needs_evalscope
 def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -> None:
     questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.evaluation.programs import Outcome, Runner, namespaces_missing
+from moe_lab.evaluation.programs import Outcome, Runner, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.runner import Request, command
 
 MEBI = 1 << 20
@@ -142,6 +143,60 @@ def test_ten_gigabytes_are_not_to_be_had(confined: Runner) -> None:
     assert held <= 2 * 512 * MEBI
 
 
+HOARD = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype, libc.shmat.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+libc.shmdt.argtypes = [ctypes.c_void_p]
+def f(key):
+    held = 0
+    for number in range(3):
+        shared = libc.shmget(key + number, 150 << 20, 0o1600)
+        if shared < 0: continue
+        at = libc.shmat(shared, None, 0)
+        ctypes.memset(at, 1, 150 << 20)
+        libc.shmdt(at)
+        held += 150
+    return held
+"""
+
+
+def test_no_memory_is_to_be_had_that_no_process_holds(confined: Runner) -> None:
+    """Shared memory, which no limit of a process counts, and in which the next program could read."""
+    outcome = run(confined, HOARD, [[4711]], memory=256 * MEBI, seconds=2)
+    assert outcome.values() == [0]
+    left = "import ctypes\nlibc = ctypes.CDLL(None)\ndef f(key): return libc.shmget(key, 0, 0)"
+    assert run(confined, left, [[4711]]).values() == [-1]
+    in_files = (
+        "import os\nfrom multiprocessing.shared_memory import SharedMemory\ndef f(x):\n    got = []\n"
+        "    for take in (lambda: SharedMemory(create=True, size=x), lambda: os.ftruncate(os.memfd_create('m'), x),\n"
+        "                 lambda: os.posix_fallocate(os.memfd_create('m'), 0, x),\n"
+        "                 lambda: os.write(os.memfd_create('m'), b'x' * x)):\n"
+        "        try: take()\n        except OSError: continue\n        got.append(x)\n    return got"
+    )
+    assert run(confined, in_files, [[4096]], seconds=2).values() == [[]]
+
+
+def test_no_program_can_leave_anything_in_the_kernel(confined: Runner) -> None:
+    body = (
+        "import ctypes\ndef f(x):\n    libc = ctypes.CDLL(None, use_errno=True)\n    found = []\n"
+        "    for call in (lambda: libc.shmget(7, 4096, 0o1600), lambda: libc.semget(7, 1, 0o1600),\n"
+        "                 lambda: libc.msgget(7, 0o1600), lambda: libc.mq_open(b'/q', 0o102, 0o600, None),\n"
+        "                 lambda: libc.syscall(x, b'user', b'name', b'text', 4, -4)):\n"
+        "        found.append((call(), ctypes.get_errno()))\n    return found"
+    )
+    add_key = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+    assert run(confined, body, [[add_key]]).values() == [[(-1, errno.EPERM)] * 5]
+
+
+def test_a_program_that_sleeps_in_many_calls_costs_about_its_limit(runner: Runner) -> None:
+    begin = time.monotonic()
+    outcome = run(runner, "import time\ndef f(x): time.sleep(0.5)", [[1]] * 12, seconds=0.2, total_seconds=0.2)
+    assert (outcome.status, time.monotonic() - begin < 4) == ("timeout", True)  # 1.8 s; all of it would take 6
+    assert 0 < len(outcome.encoded) < 12
+    assert still_works(runner)
+
+
 def test_daemons_do_not_outlive_their_program(confined: Runner, tmp_path: Path) -> None:
     marker = f"marker-{os.getpid()}"
     body = (
@@ -222,6 +277,19 @@ def test_walls_cannot_be_taken_down(confined: Runner) -> None:
         "    return libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
     )
     assert run(confined, again).values() == [-1]
+
+
+def test_a_runner_behind_walls_that_ends_twice_is_no_fault_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(self: Runner, request: Request) -> Outcome:
+        raise RunnerError("it ended")
+
+    monkeypatch.setattr(Runner, "__init__", lambda self, *, confined: None)
+    monkeypatch.setattr(Runner, "close", lambda self: None)
+    monkeypatch.setattr(Runner, "run", dying)
+    request = Request("", "f", [], [], 1.0, MEBI, MEBI)
+    assert Runners(confined=False).run(request).status == "crash"
+    with pytest.raises(RunnerError, match="ended twice"):
+        Runners(confined=True).run(request)
 
 
 def test_the_same_program_gives_the_same_values() -> None:
