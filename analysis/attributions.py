@@ -112,7 +112,7 @@ def _ablations(study: Study, cells: pd.DataFrame) -> dict[int, dict[str, Any]]:
 
 def _sums(study: Study, folder: Path | None, wanted: tuple[str, ...]) -> dict[int, dict[str, Any]]:
     """Arrays of a step by layer; a store that holds results only has none, a damaged file is a gap."""
-    from moe_lab.statistics.read import read
+    from moe_lab.statistics_file import read
 
     if folder is None or not (folder / FILE).is_file():
         return {}

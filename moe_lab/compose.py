@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -76,11 +75,20 @@ def _task_overrides() -> Sequence[str]:
     return list(HydraConfig.get().overrides.task)
 
 
+_OPEN = (
+    "allocation.parameters.",
+    "criterion.parameters.",
+    "interpreters.",
+    "judge.extra.",
+    "model.template_arguments.",
+    "protocol.benchmarks.",
+)
+
+
 def addable(argument: str) -> str:
     """The argument as Hydra takes it: parameters and protocols are open to names their file does not have, so `++` adds
     or sets."""
-    open_to_names = r"(allocation|criterion)\.parameters\.|protocol\.benchmarks\."
-    return f"++{argument}" if re.match(open_to_names, argument) else argument
+    return f"++{argument}" if argument.startswith(_OPEN) else argument
 
 
 def explain(error: BaseException) -> str:

@@ -215,6 +215,8 @@ def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
 EVERY = "every"
 """In a protocol: all benchmarks of published data."""
 _JUDGED = ("wildbench",)
+_ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
+"""Fields of a benchmark that something else says."""
 
 
 def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
@@ -222,10 +224,16 @@ def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
     differing = config.protocol.benchmarks
     overrides = {**(differing.get(EVERY, {}) if found.data else {}), **differing.get(name, {})}
     origin = f"protocol={config.protocol.name}: benchmark {name}"
+    known = [one.name for one in fields(BenchmarkConfig) if one.name not in _ELSEWHERE]
+    for word in overrides:
+        if word not in known:
+            raise unknown(origin, word, known)
+    if "parameters" in overrides:
+        overrides["parameters"] = {**found.parameters, **overrides["parameters"]}
     asked = typed(BenchmarkConfig, OmegaConf.create({**plain(found), **overrides}), origin) if overrides else found
     return replace(
         asked,
-        limit=config.suite.limit,
+        limit=asked.limit if config.suite.limit is None else config.suite.limit,
         task=config.suite.path or asked.task,
         root=config.data_root if asked.data else None,
         judge=config.judge if asked.harness in _JUDGED else None,

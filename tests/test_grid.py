@@ -165,7 +165,12 @@ def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> Non
 
 @pytest.mark.parametrize(
     ("protocol", "says"),
-    [({"mmul": {"shots": 5}}, "did you mean mmlu"), ({"mmlu": {"shot": 5}}, "shot"), ({"mmlu": {"shots": "a"}}, "'a'")],
+    [
+        ({"mmul": {"shots": 5}}, "did you mean mmlu"),
+        ({"mmlu": {"shot": 5}}, "did you mean shots"),
+        ({"mmlu": {"shots": "a"}}, "'a'"),
+        ({"mmlu": {"limit": 5}}, "limit=? ?is unknown|mmlu=limit"),
+    ],
 )
 def test_a_wrong_protocol_is_one_sentence(protocol: dict[str, object], says: str) -> None:
     settings = config()
@@ -173,3 +178,11 @@ def test_a_wrong_protocol_is_one_sentence(protocol: dict[str, object], says: str
     settings.protocol = ProtocolConfig(name="p", benchmarks=protocol)
     with pytest.raises(UserError, match=f"protocol=p.*{says}"):
         benchmarks(settings, Counting().files())
+
+
+def test_a_protocol_adds_to_the_parameters_of_a_benchmark() -> None:
+    settings = config()
+    settings.suite = SuiteConfig(name="s", benchmarks=["wildbench"])
+    settings.protocol = ProtocolConfig(name="p", benchmarks={"wildbench": {"parameters": {"template": "t.md"}}})
+    (found,) = benchmarks(settings, Counting().files())
+    assert found.parameters == {"tag": "Creative Writing", "template": "t.md"}

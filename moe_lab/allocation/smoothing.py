@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import numpy
+from numpy.typing import NDArray
 
-from moe_lab.allocation.problem import Array
+Array: TypeAlias = NDArray[numpy.float64]
 
 Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
 

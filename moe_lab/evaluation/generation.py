@@ -58,10 +58,11 @@ def check_room(lengths: Sequence[int], spec: GenSpec, model_length: int | None) 
     longest = max(lengths)
     room = min((length for length in (model_length, spec.max_length) if length is not None), default=None)
     if room is not None and longest + spec.max_new_tokens > room:
+        left = room - longest
+        hint = f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
         raise UserError(
             f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the "
-            f"{'model' if room == model_length else 'benchmark'}'s {room} tokens: lower max_new_tokens to "
-            f"{max(0, room - longest)} or less"
+            f"{'model' if room == model_length else 'benchmark'}'s {room} tokens: {hint}"
         )
 
 

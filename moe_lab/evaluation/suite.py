@@ -12,7 +12,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import definitions, evalscope_tasks, mirror, rubric
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 
 PACKAGES: Mapping[str, str | None] = {
@@ -48,6 +48,9 @@ GRADING: Mapping[str, tuple[str, ...]] = {
 TWO_PHASES = ("evalplus", "evalscope", "wildbench")
 """Harnesses that grade texts without the model: generating and grading are steps of their own."""
 _GENERATING = (*TWO_PHASES, "stories")
+_SHOWING = ("lm_eval", "evalscope")
+"""Harnesses that can put solved examples before a question."""
+_NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template")
 """Parameters that change no result; a file counts by what is in it."""
 
@@ -134,9 +137,21 @@ def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str
     return wrong(benchmarks) + lacking(benchmarks, policy)
 
 
-def wrong(benchmarks: Iterable[BenchmarkConfig]) -> list[str]:
+def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     """What is wrong with the benchmarks wherever they run."""
-    return _each(benchmarks, _wrong)
+    return [*_each(benchmarks, _wrong), *_twice(benchmarks)]
+
+
+def _twice(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
+    """Results that two benchmarks call alike would be taken for one."""
+    reported: dict[str, str] = {}
+    for benchmark in benchmarks:
+        for name in benchmark.reports:
+            if (other := reported.setdefault(name, benchmark.name)) != benchmark.name:
+                yield (
+                    f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in two studies, or "
+                    f"rename one by protocol.benchmarks.{benchmark.name}.reports"
+                )
 
 
 def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
@@ -180,6 +195,14 @@ def runs_programs(benchmark: BenchmarkConfig) -> bool:
     return benchmark.executes_code or benchmark.harness == "evalplus"
 
 
+def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
+    """Whether programs that could reach outside themselves are counted as wrong here, for want of namespaces."""
+    try:
+        return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
+    except UserError:  # which `lacking` tells
+        return False
+
+
 def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
     if not benchmark.reports:
         yield f"{name}: reports is empty, so nothing would be reported: expected result name -> metric"
@@ -191,10 +214,23 @@ def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
     for parameter in benchmark.parameters:
         if parameter not in known_parameters:
             yield str(unknown(f"{name}: parameter", parameter, known_parameters))
+    yield from _wrong_numbers(benchmark, name)
+    if benchmark.chat and benchmark.harness in ("perplexity", "stories"):
+        yield f"{name}: chat=true, but {benchmark.harness} goes on with a text: expected chat=false"
+
+
+def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
     if benchmark.harness in _GENERATING and benchmark.max_new_tokens < 1:
         yield f"{name}: max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
     if benchmark.limit is not None and benchmark.limit < 1:
         yield f"{name}: limit={benchmark.limit}: expected 1 or more items, or null for all"
+    if benchmark.shots < 0 or (benchmark.shots and benchmark.harness not in _SHOWING):
+        yield f"{name}: shots={benchmark.shots}: expected {'0 or more' if benchmark.harness in _SHOWING else '0'}"
+    if benchmark.max_length is not None and benchmark.max_length < 2:
+        yield f"{name}: max_length={benchmark.max_length}: expected 2 or more tokens, or null for what the model reads"
+    for parameter in _NUMBERS & set(benchmark.parameters):
+        if not isinstance(value := benchmark.parameters[parameter], (int, float)) or value < 0:
+            yield f"{name}: parameters.{parameter}={value}: expected a number, 0 or more"
     if benchmark.batch_size < 1:
         yield f"{name}: batch_size={benchmark.batch_size}: expected 1 or more"
 

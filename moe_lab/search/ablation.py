@@ -23,8 +23,8 @@ from moe_lab.models.watch import chosen_experts, watched
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics.gather import CHECKPOINT, Batch, description
-from moe_lab.statistics.read import header
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
+from moe_lab.statistics_file import header
 
 TOKENS = 4096
 """Tokens of one forward pass: short rows are read several times side by side, each time without another expert."""

@@ -61,7 +61,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(calibrations.check, cell.calibration))
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))
-    yield from _check_backend(config, cells)
+    yield from _check_backend(config, cells, benchmarks)
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:
@@ -70,9 +70,15 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     yield from _check_allocations(cells)
 
 
-def _check_backend(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
     yield from said(partial(backend.check, config.backend))
+    by_model = [one for one in benchmarks if one.harness not in suite.TWO_PHASES and one.max_new_tokens]
+    if by_model and (config.backend.name == "server" or config.backend.continuous):
+        yield (
+            f"backend={config.backend.name}: benchmark {by_model[0].name} generates with the loaded model, "
+            "whatever the back end: leave it out, or set backend=hf backend.continuous=false"
+        )
     for cell in (cell for cell in _each(cells, "recovery") if cell.recovery.name != "none"):
         if config.backend.name == "server":
             yield f"backend=server serves what is exported, before recovery={cell.recovery.name}: expected backend=hf"

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig, RecoveryConfig
 from moe_lab.evaluation import suite
+from moe_lab.evaluation.policy import LIMITED
 from moe_lab.grid import Cell, plain
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.identity import Part, Step
@@ -53,32 +54,40 @@ class Pruned:
         Where texts are graded without the model, generating them is a step of its own before it.
         """
 
-        def make() -> tuple[Part, Mapping[str, Any]]:
-            runtime = {"benchmark": plain(benchmark), "policy": asdict(suite.policy(self.maker.config))}
-            return Part(suite.identity(benchmark)), runtime
-
         model = self.cell.model
-        part, runtime = self.maker.once(("benchmark", benchmark), make)
+        part, runtime = self.maker.once(("benchmark", benchmark), lambda: self._graded(benchmark))
         if benchmark.harness in suite.TWO_PHASES:
             generate = self.generate(benchmark)
             return Step("grade", generate.label, {"benchmark": part}, {"generate": generate}, runtime)
+        part = self.maker.once(("asked", model, benchmark), lambda: Part(self._rendered(benchmark, part.settings)))
         with_model = self.maker.once(("evaluate", model, benchmark), lambda: {"model": plain(model), **runtime})
         parts = {"benchmark": part, **self.storage}
         return Step(
             "evaluate", f"{self.label}-{benchmark.name}", parts, self._inputs(finetune=self.finetune), with_model
         )
 
+    def _graded(self, benchmark: BenchmarkConfig) -> tuple[Part, Mapping[str, Any]]:
+        """What identifies a benchmark's results, and what else grading needs. Without namespaces some programs are not
+        run, so their results are others."""
+        policy = suite.policy(self.maker.config)
+        limited = {"sandbox": LIMITED} if suite.runs_limited(benchmark, policy) else {}
+        return Part({**suite.identity(benchmark), **limited}), {"benchmark": plain(benchmark), "policy": asdict(policy)}
+
+    def _rendered(self, benchmark: BenchmarkConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What is asked, with what the model's chat template is given."""
+        given = {"template_arguments": dict(self.cell.model.template_arguments)} if benchmark.chat else {}
+        return {**asked, **given}
+
     def generate(self, benchmark: BenchmarkConfig) -> Step:
         """The texts that answer one benchmark, by the model that is loaded or by a server of its checkpoint."""
         model, backend = self.cell.model, self.maker.config.backend
 
         def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
-            asked = suite.asked(benchmark)
-            if benchmark.chat:
-                asked["template_arguments"] = dict(model.template_arguments)
-            parts = {"benchmark": Part(asked)}
+            parts = {"benchmark": Part(self._rendered(benchmark, suite.asked(benchmark)))}
             if backend.name == "server":
                 parts["backend"] = Part({"name": backend.name, "command": backend.command})
+            elif backend.continuous:  # which may decide a near tie otherwise
+                parts["backend"] = Part({"continuous": True})
             runtime = {"model": plain(model), "benchmark": plain(benchmark), "backend": plain(backend)}
             return parts, runtime
 

@@ -104,7 +104,9 @@ def test_without_a_chat_template_there_is_no_conversation(subject: Subject) -> N
 
 def test_prompt_and_text_fit_the_benchmark_too(subject: Subject) -> None:
     with pytest.raises(UserError, match="do not fit the benchmark's 8 tokens: lower max_new_tokens to"):
-        subject.generate(["word " * 3], GenSpec(40, max_length=8))
+        subject.generate(["a"], GenSpec(40, max_length=8))
+    with pytest.raises(UserError, match="they need a model, or a max_length, of more"):
+        subject.generate(["word " * 9], GenSpec(40, max_length=8))
 
 
 def test_grading_imports_no_torch() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,3 +97,22 @@ def test_programs_run_behind_the_walls_that_were_asked_for(
         assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
     with pytest.raises(UserError, match=r"sandbox|allow_code_execution"):
         Policy(False, sandbox).protection(closed_world=closed_world)
+
+
+def test_two_benchmarks_do_not_report_one_result() -> None:
+    (sentence,) = suite.wrong([CODE, replace(CODE, name="again")])
+    assert sentence.startswith("benchmarks code and again both report")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"shots": 3}, "shots=3: expected 0"),
+        ({"max_length": 0}, "max_length=0"),
+        ({"parameters": {"seconds": "abc"}}, "parameters.seconds=abc: expected a number"),
+        ({"parameters": {"memory_mib": -3}}, "parameters.memory_mib=-3"),
+        ({"harness": "stories", "reports": {"s": "score"}, "chat": True}, "chat=true, but stories"),
+    ],
+)
+def test_settings_that_cannot_be_or_would_do_nothing_are_told(changed: dict[str, Any], says: str) -> None:
+    assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))

@@ -11,7 +11,7 @@ from cluster import LONG, Cluster, until
 from little import Little
 from studies import asked, jobs, moe_lab
 
-from moe_lab.statistics.read import header
+from moe_lab.statistics_file import header
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [

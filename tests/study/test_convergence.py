@@ -9,7 +9,7 @@ import pytest
 from moe_lab import criteria
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import plain
-from moe_lab.statistics.read import read
+from moe_lab.statistics_file import read
 from moe_lab.study import kinds
 from moe_lab.study.job import Job
 

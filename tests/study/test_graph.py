@@ -149,3 +149,34 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
     unpruned, pruned = (code_steps(CODE, pruned=pruned, backend=server)["generate"] for pruned in (False, True))
     assert "checkpoint" not in unpruned.inputs and pruned.inputs["checkpoint"].kind == "export"
     assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
+
+
+def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
+    def ids(benchmark: BenchmarkConfig, **arguments: Any) -> str:
+        model = replace(choose(ModelConfig, "model", "pocket_olmoe", FILES), template_arguments=arguments)
+        config = Config(
+            model=model,
+            criterion=CriterionConfig(name="man"),
+            calibration=choose(CalibrationConfig, "calibration", "pocket_code", FILES),
+        )
+        return build(config, [(cells(config, FILES), [benchmark])]).cells[0].evaluate[benchmark.name].id
+
+    (likelihoods,) = benchmarks(Config(suite=SuiteConfig(name="s", benchmarks=["pocket_gsm8k"])), FILES)
+    for benchmark in (CODE, likelihoods):
+        chatting = replace(benchmark, chat=True)
+        assert ids(chatting, thinking=True) != ids(chatting, thinking=False)
+        assert ids(benchmark, thinking=True) == ids(benchmark, thinking=False)
+
+
+def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"allow_code_execution": True}
+    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: None)
+    confined = code_steps(CODE, **settings)
+    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: "none here")
+    limited = code_steps(CODE, **settings)
+    assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
+
+
+def test_continuous_batches_may_decide_otherwise() -> None:
+    continuous = code_steps(CODE, backend=BackendConfig(continuous=True))
+    assert continuous["generate"].id != code_steps(CODE)["generate"].id

@@ -66,8 +66,8 @@ def convergence(job: Job) -> None:
     From the snapshots that the pass left; from a pass of its own where it was made without.
     """
     from moe_lab import criteria
-    from moe_lab.statistics.read import read
     from moe_lab.statistics.snapshots import taken
+    from moe_lab.statistics_file import read
 
     settings = job.settings["convergence"]
     parts = taken(Path(job.inputs["statistics"]), settings["snapshots"]) or _snapshots(job, settings["snapshots"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
+from moe_lab.errors import UserError
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows, write_table
 from moe_lab.study.store import write_json
@@ -73,8 +74,9 @@ def evaluate(job: Job) -> None:
     from moe_lab.evaluation import run
     from moe_lab.evaluation.subject import Subject
 
+    arguments = job.runtime["model"]["template_arguments"]
     with _subject(job) as (network, tokenizer):
-        run.evaluate(Subject(network, tokenizer), _benchmark(job), Path(job.scratch), policy=_policy(job))
+        run.evaluate(Subject(network, tokenizer, arguments), _benchmark(job), Path(job.scratch), policy=_policy(job))
     _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
 
 
@@ -122,7 +124,15 @@ def grade(job: Job) -> None:
 
 
 def _benchmark(job: Job) -> BenchmarkConfig:
-    return BenchmarkConfig(**job.runtime["benchmark"])
+    """The job's benchmark. UserError when its data is no longer what it was when the job was handed in."""
+    from moe_lab.evaluation import suite
+
+    benchmark = BenchmarkConfig(**job.runtime["benchmark"])
+    if job.settings["benchmark"]["data"] != suite.data_digest(benchmark):
+        raise UserError(
+            f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
+        )
+    return benchmark
 
 
 def _policy(job: Job) -> Any:

@@ -46,7 +46,7 @@ def facts(job: Job) -> dict[str, Any]:
 
 def sums(job: Job) -> dict[str, dict[int, dict[str, Any]]]:
     """All sums the job was given: the step's role -> layer -> arrays by name."""
-    from moe_lab.statistics.read import read
+    from moe_lab.statistics_file import read
 
     return {role: read(job.input(role, STATISTICS)) for role in sorted(set(job.inputs) - set(NO_SUMS))}
 

@@ -1,0 +1,44 @@
+"""Read a file of statistics without torch: a process that scores needs a few sums per expert and no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from moe_lab.errors import UserError
+
+SCHEMA = 1
+
+
+def read(path: Path | str, framework: str = "np", only: Collection[str] | None = None) -> dict[int, dict[str, Any]]:
+    """Layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as in sums.py, or `only` some.
+
+    UserError when the file is missing, damaged, not statistics, or written by a newer moe_lab.
+    """
+    header(path)
+    layers: dict[int, dict[str, Any]] = {}
+    with safe_open(path, framework=framework) as file:
+        for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+            layer, name = key.split("/")
+            if only is None or name in only:
+                layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
+    return dict(sorted(layers.items()))
+
+
+def header(path: Path | str) -> dict[str, Any]:
+    """What the sums in a file are sums of: kind, fingerprint, rows. Errors as `read`."""
+    try:
+        with safe_open(path, framework="np") as file:
+            found: dict[str, Any] = json.loads((file.metadata() or {}).get("moe_lab", "{}"))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"statistics={path} cannot be read: {error}") from error
+    schema = found.pop("schema", None)
+    if schema is None or schema > SCHEMA:
+        raise UserError(
+            f"statistics={path} has schema {schema}, expected at most {SCHEMA}: it is of a newer moe_lab or none"
+        )
+    return found
