@@ -189,6 +189,21 @@ def test_no_program_can_leave_anything_in_the_kernel(confined: Runner) -> None:
     assert run(confined, body, [[add_key]]).values() == [[(-1, errno.EPERM)] * 5]
 
 
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have one set of system calls")
+def test_other_sets_of_system_calls_are_no_way_around(confined: Runner) -> None:
+    shmget = "53 b875000000 bb17000000 b907000000 ba00100000 be80030000 cd80 5b c3"  # the call of 32-bit programs, 117
+    body = (
+        f"import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\ncode.write(bytes.fromhex('{shmget}'))\n"
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(code))\ndef f(x): return ctypes.CFUNCTYPE(ctypes.c_int)(at)()"
+    )
+    assert run(confined, body).status == "crash"
+    body = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "def f(number): return libc.syscall(number, 7, 4096, 0o1600), ctypes.get_errno()"
+    )
+    assert run(confined, body, [[(1 << 30) + 29]]).values() == [(-1, errno.EPERM)]
+
+
 def test_a_program_that_sleeps_in_many_calls_costs_about_its_limit(runner: Runner) -> None:
     begin = time.monotonic()
     outcome = run(runner, "import time\ndef f(x): time.sleep(0.5)", [[1]] * 12, seconds=0.2, total_seconds=0.2)
