@@ -85,7 +85,7 @@ class Estimate:
 def estimate(step: Step) -> Estimate | None:
     """What `step` takes; None when it depends on a model of which nothing is known."""
     if step.kind == "grade":
-        return Estimate(_GRADING, SMALL + GRADED * _items(step.runtime["benchmark"]), SMALL, False)
+        return Estimate(_GRADING, SMALL + GRADED * items(step.runtime["benchmark"]), SMALL, False)
     if step.kind not in WORK and step.kind not in STREAMED:
         return Estimate(BASE, SMALL, SMALL, False)
     size = size_of(ModelConfig(**step.runtime["model"]))
@@ -173,14 +173,15 @@ def _finetune(step: Step, size: Size, speed: Speed) -> float:
 def _evaluate(step: Step, size: Size, speed: Speed) -> float:
     """Prompts are read; answers are generated to the limit, one token of each sequence of a batch at a time."""
     benchmark = step.runtime["benchmark"]
-    items = _items(benchmark)
-    sequences = items if benchmark["max_new_tokens"] else CHOICES * items
-    batches = -(-items // int(benchmark["batch_size"]))
+    asked = items(benchmark)
+    sequences = asked if benchmark["max_new_tokens"] else CHOICES * asked
+    batches = -(-asked // int(benchmark["batch_size"]))
     written = batches * int(benchmark["max_new_tokens"]) * _token(size, speed)
     return _reading(sequences * PROMPT, size, speed) + written
 
 
-def _items(benchmark: Mapping[str, Any]) -> int:
+def items(benchmark: Mapping[str, Any]) -> int:
+    """How many items of a benchmark are asked, about."""
     return min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
+from moe_lab.study import room
 from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
@@ -38,13 +39,16 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     for notice in store.notices:
         say(f"moe_lab: {notice}")
     say(_summary(config, graph, steps, done))
+    full = room.lacking(config.store, [step for step in steps if step.id not in done])
     if config.dry_run:
         from moe_lab.study.forecast import show
 
         show(config, steps, done)
-        if missing:
-            raise _together("this cannot start yet:", missing)
+        if missing or full:
+            raise _together("this cannot start yet:", [*missing, *full])
         return 0
+    if full:
+        raise UserError(full[0])
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
     study = Study(config, graph, store, add)
