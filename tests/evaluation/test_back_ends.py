@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import tiny
 
-from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.config import BackendConfig, JudgeConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.continuous import ContinuousSubject
 from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.server import serving
 from moe_lab.evaluation.subject import Subject
 from moe_lab.models.load import load_model
@@ -54,7 +55,8 @@ def chatty(tmp_path: Path, subject: Subject) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", COMMANDS)
-def test_both_back_ends_write_the_same(server: str, chatty: Path) -> None:
+def test_both_back_ends_write_the_same(server: str, chatty: Path, tmp_path: Path) -> None:
+    """A judge can be behind the server as well, though this one has nothing to say."""
     real = all(find_spec(package) for package in ("fastapi", "uvicorn"))
     if server == "transformers" and not real:
         pytest.skip("transformers serve needs fastapi and uvicorn: pip install transformers[serving]")
@@ -77,6 +79,11 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path) -> None:
         spec = GenSpec(16, special_tokens=False)
         texts = served.generate(rendered, spec)
         assert texts == loaded.generate(rendered, spec) and any(texts)
+        if server == "transformers":
+            at = served.completions
+            judge = Judge(JudgeConfig("j", at.model, at.url, max_tokens=8, unparsable_attempts=1), tmp_path / "cache")
+            (verdict,) = judge.verdicts(["Give a score."], tolerated=1)
+            assert verdict.score is None and "without a usable score" in verdict.said, "it was asked, and it answered"
 
 
 @pytest.mark.slow
