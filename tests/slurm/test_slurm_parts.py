@@ -75,6 +75,20 @@ def test_a_job_evaluates_some_plans_of_one_model() -> None:
             assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
 
 
+@pytest.mark.parametrize(("backend", "generates"), [("hf", "evaluate"), ("server", "generate")])
+def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> None:
+    steps = study(5)
+    for plan in [step for step in steps if step.kind == "plan"]:
+        runtime = {"model": {"name": "m"}, "backend": {"name": backend}}
+        generate = Step("generate", plan.label, {"benchmark": Part({})}, {"plan": plan}, runtime)
+        steps += [generate, Step("grade", plan.label, {"benchmark": Part({})}, {"generate": generate}, {})]
+    arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
+    of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
+    assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1
+    assert of["grade"].kind == "grade" and of["grade"].asks["gpus"] == 0
+    assert arrays.index(of["generate"]) < arrays.index(of["grade"])
+
+
 def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs() -> None:
     arrays = arrange(study(9), ask, SETTINGS)
     assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index("evaluate")
