@@ -11,6 +11,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import silu
+from transformers import LlamaForCausalLM
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -198,3 +199,9 @@ def test_it_streams(tmp_path: Path) -> None:
                 state = streamed.through(number, ids, valid, state)
         assert state is not None
         torch.testing.assert_close(streamed.logits(ids, valid, state), logits(model), rtol=0, atol=1e-5)
+
+
+def test_a_llama_in_the_same_process_changes_nothing() -> None:
+    """transformers remembers on a class whether it has experts to choose a way for, and classes inherit."""
+    assert not LlamaForCausalLM._can_set_experts_implementation()
+    assert type(tiny.build("deepseek"))._can_set_experts_implementation()
