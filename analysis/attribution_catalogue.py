@@ -8,10 +8,10 @@ from dataclasses import replace
 from analysis import attribution_outputs, attributions, channel_curves
 from analysis.comparison import Comparison
 from analysis.load import Study
+from analysis.made import Made, of_model
 from analysis.style import Figure
-from analysis.tables import Table, reading
+from analysis.tables import reading
 
-Made = list[Table | Figure]
 DEPTH = ("Which experts get what, and what they give", "Statistics of experts by depth, as gathered.")
 SIZES = (
     "How large activations are",
@@ -53,7 +53,7 @@ def _by_depth(name: str, measures: Mapping[str, str], title: str, caption: str) 
 def _scores(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = []
     for comparison in comparisons:
-        name = _of(comparisons, "coverage.fig4", comparison)
+        name = of_model(comparisons, "coverage.fig4", comparison)
         drawn.append(channel_curves.concentration_figure(study, comparison, name=name))
         drawn.append(channel_curves.loss_figure(study, comparison, name=f"{name}.loss"))
     return _noted(study, drawn)
@@ -62,7 +62,7 @@ def _scores(study: Study, comparisons: Sequence[Comparison]) -> Made:
 def _budgets(study: Study, comparisons: Sequence[Comparison]) -> Made:
     losses = attributions.layer_losses(study)
     drawn = (
-        channel_curves.budget_figure(study, comparison, losses, name=_of(comparisons, "coverage.fig7", comparison))
+        channel_curves.budget_figure(study, comparison, losses, name=of_model(comparisons, "coverage.fig7", comparison))
         for comparison in comparisons
     )
     return _noted(study, drawn)
@@ -80,7 +80,7 @@ def _smoothings(study: Study, comparisons: Sequence[Comparison]) -> Made:
 def _stacks(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = (
         channel_curves.stack_figure(
-            study, comparison, study.experts, name=_of(comparisons, "coverage.fig14", comparison)
+            study, comparison, study.experts, name=of_model(comparisons, "coverage.fig14", comparison)
         )
         for comparison in comparisons
     )
@@ -96,10 +96,6 @@ def _per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None
 def _noted(study: Study, drawn: Iterable[Figure | None]) -> Made:
     """The figures there are, with what their numbers rest on in the captions."""
     return [replace(figure, caption=f"{figure.caption} Made with {reading(study)}") for figure in drawn if figure]
-
-
-def _of(comparisons: Sequence[Comparison], name: str, comparison: Comparison) -> str:
-    return name if len(comparisons) == 1 else f"{name}.{comparison.model}"
 
 
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from analysis import model_tables, step_tables
 from analysis.comparison import Comparison
 from analysis.load import Study
-from analysis.style import Figure
+from analysis.made import Made
 from analysis.tables import Table
 
-Made = list[Table | Figure]
 Maker = Callable[[Study, Sequence[Comparison]], Made]
 
 

@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from analysis import channel_figures, channel_tables, claim_text, claims, names, quantized, weight_figures
 from analysis.comparison import Comparison
 from analysis.load import Study
-from analysis.style import Figure
-from analysis.tables import Table
-
-Made = list[Table | Figure]
+from analysis.made import Made, of_model, unless_empty
 
 
 def _claims(study: Study, comparisons: Sequence[Comparison]) -> Made:
@@ -19,59 +16,58 @@ def _claims(study: Study, comparisons: Sequence[Comparison]) -> Made:
 
 
 def _ratio_figures(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return [
-        figure
-        for comparison in comparisons
-        if _of_heapr(comparison)
-        and (figure := channel_figures.ratio_figure(study, comparison, name=_of(comparisons, "heapr.fig2", comparison)))
+    drawn = [
+        channel_figures.ratio_figure(study, one, name=of_model(comparisons, "heapr.fig2", one))
+        for one in filter(_of_heapr, comparisons)
     ]
+    return [figure for figure in drawn if figure]
 
 
 def _methods(study: Study, comparisons: Sequence[Comparison]) -> Made:
     both = [comparison for comparison in comparisons if _of_heapr(comparison)]
-    return _unless_empty(channel_tables.method_table(study, both))
+    return unless_empty(channel_tables.method_table(study, both))
 
 
 def _channel_choice(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(channel_tables.channel_choice_table(study, comparisons))
+    return unless_empty(channel_tables.channel_choice_table(study, comparisons))
 
 
 def _allocators(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(channel_tables.allocator_table(study, comparisons))
+    return unless_empty(channel_tables.allocator_table(study, comparisons))
 
 
 def _smoothing(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(channel_tables.smoothing_table(study, comparisons))
+    return unless_empty(channel_tables.smoothing_table(study, comparisons))
 
 
 def _channel_scores(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(channel_tables.channel_score_table(study, comparisons))
+    return unless_empty(channel_tables.channel_score_table(study, comparisons))
 
 
 def _budgets(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = []
     for comparison in comparisons:
-        name = _of(comparisons, "coverage.fig", comparison)
+        name = of_model(comparisons, "coverage.fig", comparison)
         drawn.append(channel_figures.layer_figure(comparison, study.kept, name=name))
         drawn.append(channel_figures.expert_figure(comparison, study.kept, name=f"{name}.experts"))
     return [figure for figure in drawn if figure is not None]
 
 
 def _bits(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(quantized.recovery_table(study, comparisons))
+    return unless_empty(quantized.recovery_table(study, comparisons))
 
 
 def _storage(study: Study, comparisons: Sequence[Comparison]) -> Made:
     found = [(comparison, quantized.storage_points(study, comparison)) for comparison in comparisons]
     return [
-        quantized.storage_figure(comparison, points, name=_of(comparisons, "quantized.fig8", comparison))
+        quantized.storage_figure(comparison, points, name=of_model(comparisons, "quantized.fig8", comparison))
         for comparison, points in found
         if points[["storage", "score"]].notna().all(axis=1).any()
     ]
 
 
 def _group_averages(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(channel_tables.group_table(study, comparisons))
+    return unless_empty(channel_tables.group_table(study, comparisons))
 
 
 def _profiles(study: Study, comparisons: Sequence[Comparison]) -> Made:
@@ -83,14 +79,6 @@ def _of_heapr(comparison: Comparison) -> bool:
     """Whether a method of HEAPr's tables was run."""
     pairs = zip(comparison.cells["criterion"], comparison.cells["allocation"], strict=True)
     return any(pair in names.METHODS for pair in pairs)
-
-
-def _unless_empty(table: Table) -> Made:
-    return [table] if len(table.frame) else []
-
-
-def _of(comparisons: Sequence[Comparison], name: str, comparison: Comparison) -> str:
-    return name if len(comparisons) == 1 else f"{name}.{comparison.model}"
 
 
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {

@@ -28,12 +28,10 @@ from analysis import (
 )
 from analysis.comparison import Comparison, compare
 from analysis.load import Study
+from analysis.made import Output, of_model, unless_empty
 from analysis.style import Figure
-from analysis.tables import Table
 from analysis.winners import winner_map
 from moe_lab.errors import unknown
-
-Output = Table | Figure
 
 
 class Material:
@@ -124,18 +122,18 @@ def _published_ranks(material: Material) -> list[Output]:
 
 
 def _task_specific(material: Material) -> list[Output]:
-    return _unless_empty(score_tables.task_specific_table(material.study, material.comparisons))
+    return unless_empty(score_tables.task_specific_table(material.study, material.comparisons))
 
 
 def _published_task_specific(material: Material) -> list[Output]:
     name, criteria = "unified.table2", names.TASK_SPECIFIC
-    return _unless_empty(
+    return unless_empty(
         score_tables.task_specific_table(material.study, material.comparisons, name=name, criteria=criteria)
     )
 
 
 def _memory(material: Material) -> list[Output]:
-    return _unless_empty(tables.memory_table(material.study, name="unified.table3"))
+    return unless_empty(tables.memory_table(material.study, name="unified.table3"))
 
 
 def _benchmarks(material: Material) -> list[Output]:
@@ -149,7 +147,9 @@ def _pareto(material: Material) -> list[Output]:
         return []
     found = [(each, pareto.against_cost(material.study, each)) for each in material.comparisons]
     drawn = [
-        pareto_figures.pareto_figure(cells, model=comparison.model, name=_of_model(material, "pareto", comparison))
+        pareto_figures.pareto_figure(
+            cells, model=comparison.model, name=of_model(material.comparisons, "pareto", comparison)
+        )
         for comparison, cells in found
         if cells.loc[cells["method"] != "none", "avg"].notna().any()
     ]
@@ -158,7 +158,7 @@ def _pareto(material: Material) -> list[Output]:
 
 def _searched(material: Material) -> list[Output]:
     table = search_tables.allocation_table(material.study, material.comparisons)
-    return _unless_empty(table)
+    return unless_empty(table)
 
 
 def _densities(material: Material, figure: Callable[..., Figure | None], name: str) -> list[Output]:
@@ -166,7 +166,7 @@ def _densities(material: Material, figure: Callable[..., Figure | None], name: s
         figure(
             search_figures.densities(material.study, comparison.model),
             model=comparison.model,
-            name=_of_model(material, name, comparison),
+            name=of_model(material.comparisons, name, comparison),
         )
         for comparison in material.comparisons
     ]
@@ -184,26 +184,26 @@ def _searched_densities(material: Material) -> list[Output]:
 def _searches(material: Material) -> list[Output]:
     made = [
         search_figures.history_figure(
-            material.study, comparison.model, name=_of_model(material, "evoesap.search", comparison)
+            material.study, comparison.model, name=of_model(material.comparisons, "evoesap.search", comparison)
         )
         for comparison in material.comparisons
     ]
     return [
         *(drawn for drawn in made if drawn is not None),
-        *_unless_empty(search_tables.search_table(material.study)),
+        *unless_empty(search_tables.search_table(material.study)),
     ]
 
 
 def _averages(material: Material) -> list[Output]:
     return [
-        figures.averages_figure(comparison, name=_of_model(material, "averages", comparison))
+        figures.averages_figure(comparison, name=of_model(material.comparisons, "averages", comparison))
         for comparison in material.comparisons
     ]
 
 
 def _radar(material: Material) -> list[Output]:
     made = [
-        figures.radar_figure(comparison, name=_of_model(material, "radar", comparison))
+        figures.radar_figure(comparison, name=of_model(material.comparisons, "radar", comparison))
         for comparison in material.comparisons
     ]
     return [figure for figure in made if figure is not None]
@@ -221,15 +221,7 @@ def _artefacts(material: Material) -> list[Output]:
 
 
 def _gaps(material: Material) -> list[Output]:
-    return _unless_empty(tables.gap_table(material.study))
-
-
-def _unless_empty(table: Table) -> list[Output]:
-    return [table] if len(table.frame) else []
-
-
-def _of_model(material: Material, name: str, comparison: Comparison) -> str:
-    return name if len(material.comparisons) == 1 else f"{name}.{comparison.model}"
+    return unless_empty(tables.gap_table(material.study))
 
 
 def _of_study(function: Callable[[Study, list[Comparison]], list[Output]]) -> Callable[[Material], list[Output]]:

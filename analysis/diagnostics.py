@@ -7,22 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from analysis import calibration_outputs, convergence, profile_outputs, rank_outputs
 from analysis.comparison import Comparison
 from analysis.load import Study
+from analysis.made import Made, of_model, unless_empty
 from analysis.rank_tests import BENCHMARKS, COLUMNS
-from analysis.style import Figure
-from analysis.tables import Table
-
-Made = list[Table | Figure]
 
 
 def _rank_differences(study: Study, comparisons: Sequence[Comparison]) -> Made:
     name = "ranks.cd"
     drawn = [
-        rank_outputs.rank_figure(comparison, over, name=_of(comparisons, stem, comparison))
+        rank_outputs.rank_figure(comparison, over, name=of_model(comparisons, stem, comparison))
         for comparison in comparisons
         for over, stem in ((COLUMNS, name), (BENCHMARKS, f"{name}.benchmarks"))
     ]
     table = rank_outputs.rank_test_table(study, comparisons, name=name)
-    return [*(figure for figure in drawn if figure), *_unless_empty(table)]
+    return [*(figure for figure in drawn if figure), *unless_empty(table)]
 
 
 def _convergence(study: Study, comparisons: Sequence[Comparison]) -> Made:
@@ -34,29 +31,29 @@ def _convergence(study: Study, comparisons: Sequence[Comparison]) -> Made:
         convergence.settling_figure(found, model=model, name="convergence" + (f".{model}" if len(models) > 1 else ""))
         for model in models
     ]
-    return [*drawn, *_unless_empty(convergence.settling_table(study, found))]
+    return [*drawn, *unless_empty(convergence.settling_table(study, found))]
 
 
 def _calibration_sets(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(calibration_outputs.calibration_table(study, comparisons, name="coverage.table18"))
+    return unless_empty(calibration_outputs.calibration_table(study, comparisons, name="coverage.table18"))
 
 
 def _sizes(study: Study, comparisons: Sequence[Comparison]) -> Made:
     name = "heapr.fig3"
     drawn = (
-        calibration_outputs.size_figure(study, comparison, name=_of(comparisons, name, comparison))
+        calibration_outputs.size_figure(study, comparison, name=of_model(comparisons, name, comparison))
         for comparison in comparisons
     )
     return [figure for figure in drawn if figure]
 
 
 def _block_sizes(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _unless_empty(calibration_outputs.block_size_table(study, comparisons, name="coverage.table16"))
+    return unless_empty(calibration_outputs.block_size_table(study, comparisons, name="coverage.table16"))
 
 
 def _variance(study: Study, comparisons: Sequence[Comparison]) -> Made:
     table = profile_outputs.profile_table(study, comparisons, name="aimer.fig6")
-    return [*_profiles(study, comparisons, profile_outputs.VARIANCE, "aimer.fig6"), *_unless_empty(table)]
+    return [*_profiles(study, comparisons, profile_outputs.VARIANCE, "aimer.fig6"), *unless_empty(table)]
 
 
 def _entropy(study: Study, comparisons: Sequence[Comparison]) -> Made:
@@ -65,18 +62,10 @@ def _entropy(study: Study, comparisons: Sequence[Comparison]) -> Made:
 
 def _profiles(study: Study, comparisons: Sequence[Comparison], measure: str, name: str) -> Made:
     drawn = [
-        profile_outputs.profile_figure(study, comparison, measure, name=_of(comparisons, name, comparison))
+        profile_outputs.profile_figure(study, comparison, measure, name=of_model(comparisons, name, comparison))
         for comparison in comparisons
     ]
     return [figure for figure in drawn if figure]
-
-
-def _unless_empty(table: Table) -> Made:
-    return [table] if len(table.frame) else []
-
-
-def _of(comparisons: Sequence[Comparison], name: str, comparison: Comparison) -> str:
-    return name if len(comparisons) == 1 else f"{name}.{comparison.model}"
 
 
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {

@@ -13,8 +13,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from analysis import beside, catalogue, findings, names, render, style
-from analysis.catalogue import Material, Output
+from analysis.catalogue import Material
 from analysis.load import Study, load
+from analysis.made import Output
 from analysis.sections import Section, sections
 from analysis.style import Figure
 from analysis.tables import Table

@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from analysis import convergence, findings
-from analysis.catalogue import Material, Output
+from analysis.catalogue import Material
 from analysis.load import Study
+from analysis.made import Output
 from analysis.quantized import recovery_findings
 from analysis.remarks import versions
 from analysis.views import winner_views

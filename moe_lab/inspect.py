@@ -110,7 +110,7 @@ def _costs(config: Config, found: Mapping[str, Any] | None) -> Iterator[Row]:
         yield "parameters, all", f"{size.parameters:,}"
     yield "loading memory", f"{2 * size.parameters / GIB:.2f} GiB in bfloat16"
     for ratio in config.grid.ratio or RATIOS:
-        gone = size.moe_layers * int(size.experts * ratio) * 3 * size.hidden * size.width
+        gone = size.moe_layers * int(size.experts * ratio) * size.expert
         yield f"without {ratio:.0%} of the experts", f"{2 * (size.parameters - gone) / GIB:.2f} GiB"
     yield from _calibration(config)
 

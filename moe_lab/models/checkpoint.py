@@ -119,6 +119,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def stated_dtype(config: Mapping[str, Any]) -> str:
+    """The precision of the weights that a config.json states, such as bfloat16, by its name of today or of before."""
+    return str(config.get("dtype", config.get("torch_dtype")))
+
+
 def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     """Names of the weight files, and tensor -> file as the index says, or None without an index."""
     if (folder / SINGLE).exists():

@@ -55,6 +55,12 @@ class MoELayer:
     """Everything pruning has to slice besides the experts' own weights."""
 
     @property
+    def stack(self) -> str:
+        """Module path of the list of all decoder layers, those without experts too, such as model.layers."""
+        path = self.name.split(".")
+        return ".".join(path[: path.index(str(self.index))])
+
+    @property
     def width(self) -> int:
         """Channels of every expert, or of the widest one where they differ."""
         return max(self.widths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -133,17 +133,22 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
             f"{folder} is stored as {method}, which needs a package: {' '.join(str(error).split())}"
         ) from None
     model, report = loaded
-    if wrong := sorted(report["mismatched_keys"]):
-        name, found, expected = wrong[0]
-        raise UserError(
-            f"{folder}: {name} has shape {tuple(found)}, but config.json asks for {tuple(expected)}: they are of two "
-            "models"
-        )
+    check_shapes(folder, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
         )
     return model
+
+
+def check_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """UserError naming the first weight whose shape, second in its entry, is not the one after it."""
+    if wrong := sorted(mismatched):
+        name, found, expected = wrong[0]
+        raise UserError(
+            f"{folder}: {name} has shape {tuple(found)}, but config.json asks for {tuple(expected)}: they are of two "
+            "models"
+        )
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from moe_lab.config import ModelConfig
-from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.files import expert_shape, has_pickles_only
 from moe_lab.paths import resolve
 
@@ -38,10 +38,14 @@ class Size:
     """In the precision the model is loaded in."""
 
     @property
+    def expert(self) -> int:
+        """Parameters of a routed expert; biases are left out."""
+        return 3 * self.hidden * self.width
+
+    @property
     def active(self) -> int:
         """Parameters a token is multiplied with, and the embeddings; biases of experts are left out."""
-        idle = self.moe_layers * (self.experts - self.top_k)
-        return self.parameters - idle * 3 * self.hidden * self.width
+        return self.parameters - self.moe_layers * (self.experts - self.top_k) * self.expert
 
     @property
     def bytes(self) -> int:
@@ -78,7 +82,7 @@ def _size_of_folder(path: str, dtype: str) -> Size | None:
     if not isinstance(hidden := config.get("hidden_size"), int):
         return None
     tensors = open_checkpoint(folder).tensors
-    stored = BYTES.get(str(config.get("dtype", config.get("torch_dtype"))), 4)
+    stored = BYTES.get(stated_dtype(config), 4)
     return Size(
         parameters=sum(prod(entry.shape) for entry in tensors.values()),
         moe_layers=len({match[1] for name in tensors if (match := EXPERTS.search(name))}),

@@ -21,12 +21,22 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.decoder import output_of, run, stand_in
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
 from moe_lab.models.files import has_pickles_only, local_folder, quantization
-from moe_lab.models.load import DEVICE_MAPS, DTYPES, check_finite, load_tokenizer, place, precision, quiet, skeleton
+from moe_lab.models.load import (
+    DEVICE_MAPS,
+    DTYPES,
+    check_finite,
+    check_shapes,
+    load_tokenizer,
+    place,
+    precision,
+    quiet,
+    skeleton,
+)
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 REST = -1
@@ -57,8 +67,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """The precision a checkpoint says its weights are stored in; fp32 where it says none."""
-    config = read_json(folder / "config.json")
-    return DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.float32)
+    return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
 class StreamedModel:
@@ -76,9 +85,7 @@ class StreamedModel:
         self.device, self.dtype = device, dtype
         self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
-        first = next(iter(self.moe.values())).name.split(".")
-        prefix = first[: first.index(str(next(iter(self.moe))))]
-        self.path = ".".join(prefix)
+        self.path = next(iter(self.moe.values())).stack
         """Where the decoder layers are in the model, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self._names = self._by_layer()
@@ -158,11 +165,7 @@ class StreamedModel:
         )
         with ExitStack() as files, quiet():
             report, _ = self.model._load_pretrained_model(self.model, self._slices(number, files), None, settings)
-        if wrong := sorted(report.mismatched_keys):
-            raise UserError(
-                f"{self.checkpoint.folder}: {wrong[0][0]} has shape {tuple(wrong[0][1])}, but config.json asks for "
-                f"{tuple(wrong[0][2])}: they are of two models"
-            )
+        check_shapes(self.checkpoint.folder, report.mismatched_keys)
         if number == REST:
             self.model.tie_weights()
         module.requires_grad_(False)

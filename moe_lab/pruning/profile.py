@@ -41,7 +41,7 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
     seen = _Seen()
     masked = mask(model, plan) if plan is not None else nullcontext()
     with masked, torch.no_grad(), ExitStack() as hooks, watched(routed, seen.chosen):
-        for index, layer in enumerate(_decoder_layers(model, routed)):
+        for index, layer in enumerate(model.get_submodule(routed[0].stack).children()):
             hooks.callback(layer.register_forward_hook(partial(seen.stream, index)).remove)
         for one in routed:
             hooks.callback(one.router.register_forward_hook(partial(seen.routed, one)).remove)
@@ -49,14 +49,6 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
             seen.valid = valid.flatten()
             run(model, ids, valid)
     return seen.rows()
-
-
-def _decoder_layers(model: PreTrainedModel, routed: Sequence[MoELayer]) -> nn.ModuleList:
-    """All decoder layers, those without experts too: the list that holds the layer of the first experts."""
-    path = routed[0].name.split(".")
-    found = model.get_submodule(".".join(path[: path.index(str(routed[0].index))]))
-    assert isinstance(found, nn.ModuleList)
-    return found
 
 
 class _Seen:

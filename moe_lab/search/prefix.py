@@ -29,9 +29,7 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         self.model = model
         layers = moe_layers(model)
-        path = layers[0].name.split(".")
-        stack: Any = model.get_submodule(".".join(path[: path.index(str(layers[0].index))]))
-        self.layers: Sequence[nn.Module] = stack
+        self.layers: Sequence[nn.Module] = model.get_submodule(layers[0].stack)
         self.moe = [layer.index for layer in layers]
         """Decoder layer of each MoE layer."""
 

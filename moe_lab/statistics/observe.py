@@ -96,7 +96,7 @@ class Observer:
             functions = {tap.layer.index: self._counted(tap) for tap in self.taps}
             stack.enter_context(replaced(self.model, [tap.layer for tap in self.taps], functions))
             for tap in self.taps:
-                around = self.model.get_submodule(_decoder_layer(tap.layer))
+                around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
                 stack.callback(tap.layer.router.register_forward_hook(tap.after_router, with_kwargs=True).remove)
                 stack.callback(around.register_forward_hook(tap.after_layer).remove)
             self._open = stack.pop_all()
@@ -131,9 +131,3 @@ class Observer:
             return tap.experts(hidden, index, weights)
 
         return experts
-
-
-def _decoder_layer(layer: MoELayer) -> str:
-    """Module path of the decoder layer that holds the experts: up to its number, such as model.layers.3."""
-    path = layer.name.split(".")
-    return ".".join(path[: path.index(str(layer.index)) + 1])

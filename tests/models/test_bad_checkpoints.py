@@ -34,18 +34,6 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("original")
-    tiny.save("olmoe", folder, shard="100KB")
-    return folder
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "model")
-
-
-@pytest.fixture(scope="module")
 def plan() -> Plan:
     return tiny.plan(tiny.build("olmoe"), 0.5)
 

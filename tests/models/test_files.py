@@ -1,32 +1,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import files
 from moe_lab.models.files import check, fingerprint, local_folder
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("original")
-    tiny.save("olmoe", folder, shard="100KB")
-    return folder
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "model")
 
 
 def settings(path: object, **changes: object) -> ModelConfig:

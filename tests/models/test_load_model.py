@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,11 +20,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original")
     tiny.save("olmoe", folder, dtype=torch.bfloat16)
     return folder
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "model")
 
 
 def settings(path: object, **changes: object) -> ModelConfig:

@@ -30,18 +30,19 @@ def statistics(job: Job) -> None:
     from moe_lab.statistics.streaming import stream
     from moe_lab.statistics.sums import coverage
 
-    sums = _streamed(job, stream) if _is_streamed(job) else _statistics(job)
+    sums = _streamed(job, stream) if _is_streamed(job) else _gathered(job, job.runtime["calibration"]["snapshots"])
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
 
 
-def _statistics(job: Job) -> Any:
+def _gathered(job: Job, parts: int) -> Any:
+    """The sums of a pass that has the whole model in memory, which leaves so many snapshots."""
     from moe_lab.statistics.gather import gather
     from moe_lab.statistics.snapshots import Snapshots
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
-    snapshots = Snapshots(Path(job.partial), text, job.runtime["calibration"]["snapshots"])
+    snapshots = Snapshots(Path(job.partial), text, parts)
     sums = gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP, snapshots=snapshots)
     snapshots.publish(Path(job.scratch))
     return sums
@@ -86,14 +87,9 @@ def convergence(job: Job) -> None:
 
 def _snapshots(job: Job, parts: int) -> Any:
     """The snapshots of a pass that is made for them alone."""
-    from moe_lab.statistics.gather import gather
-    from moe_lab.statistics.snapshots import Snapshots, taken
+    from moe_lab.statistics.snapshots import taken
 
-    network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer)
-    snapshots = Snapshots(Path(job.partial), text, parts)
-    gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP, snapshots=snapshots)
-    snapshots.publish(Path(job.scratch))
+    _gathered(job, parts)
     return taken(Path(job.scratch), parts)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows, write_table
 from moe_lab.study.store import write_json
@@ -124,12 +124,13 @@ def grade(job: Job) -> None:
 
 
 def _benchmark(job: Job) -> BenchmarkConfig:
-    """The job's benchmark. UserError when its data is no longer what it was when the job was handed in."""
+    """The job's benchmark. Unavailable when its data is not, or no longer, what it was when the job was
+    handed in: what it would come to belongs under another name."""
     from moe_lab.evaluation import suite
 
     benchmark = BenchmarkConfig(**job.runtime["benchmark"])
     if job.settings["benchmark"]["data"] != suite.data_digest(benchmark):
-        raise UserError(
+        raise Unavailable(
             f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
         )
     return benchmark
