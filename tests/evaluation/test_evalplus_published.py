@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
@@ -235,24 +236,14 @@ def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_p
     assert not left
 
 
-def below(process: int, wanted: int) -> set[int]:
-    """All processes that a process has started, as soon as there are so many."""
-    end, found = time.monotonic() + 60, set[int]()
+def below(process: int, wanted: int) -> list[int]:
+    """All processes that a process has started, by whichever of its threads, as soon as there are so many."""
+    end, found = time.monotonic() + 40, list[psutil.Process]()
     while len(found) < wanted and time.monotonic() < end:
         time.sleep(0.1)
-        found, front = set(), [process]
-        while front:
-            children = {int(child) for each in front for child in children_of(each)}
-            found, front = found | children, list(children)
+        found = psutil.Process(process).children(recursive=True)
     assert len(found) >= wanted
-    return found
-
-
-def children_of(process: int) -> list[str]:
-    try:
-        return Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:
-        return []
+    return [each.pid for each in found]
 
 
 def alive(process: int) -> bool:

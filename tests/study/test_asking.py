@@ -1,0 +1,48 @@
+"""What steps that ask a model hand on: its chat template's arguments, and data that is still what it was."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.config import BenchmarkConfig, ModelConfig
+from moe_lab.errors import Unavailable
+from moe_lab.evaluation import run, suite
+from moe_lab.grid import plain
+from moe_lab.study.job import Job
+from moe_lab.study.kinds import pruned
+from moe_lab.study.store import write_json
+
+BENCHMARK = BenchmarkConfig(
+    name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
+)
+
+
+def job(tmp_path: Path, data: str) -> Job:
+    model = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
+    runtime = {"model": plain(model), "benchmark": plain(BENCHMARK), "policy": {}}
+    return Job("evaluate", "x", {"benchmark": {"data": data}}, runtime, {}, str(tmp_path), str(tmp_path))
+
+
+def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def nobody(job: Job) -> Any:
+        yield None, None
+
+    def evaluate(subject: Any, *_: Any, **__: Any) -> None:
+        given.append(subject.template_arguments)
+        write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
+
+    given: list[Any] = []
+    monkeypatch.setattr(pruned, "_subject", nobody)
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    pruned.evaluate(job(tmp_path, suite.data_digest(BENCHMARK)))
+    assert given == [{"enable_thinking": False}]
+
+
+def test_data_that_changed_since_it_was_asked_for_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="its data is not what it was"):
+        pruned.grade(job(tmp_path, "another"))
