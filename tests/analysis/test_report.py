@@ -5,10 +5,10 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from budgets import within
 from PIL import Image
 from synthetic import write_store
 
@@ -148,8 +148,7 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
-    """73 cells x 16 benchmarks x 80 items: 12 s of one thread on a machine at rest; a busy one gets some more."""
+    """73 cells x 16 benchmarks x 80 items, every figure of it drawn as PNG, PDF and SVG."""
     store = write_store(tmp_path / "store")
-    start = time.process_time()
-    report.write(store, "made_up", tmp_path / "out")
-    assert time.process_time() - start < 18
+    with within(25):
+        report.write(store, "made_up", tmp_path / "out")

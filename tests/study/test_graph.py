@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from budgets import within
 from omegaconf import DictConfig, OmegaConf
 
 from moe_lab.config import (
@@ -99,19 +99,17 @@ def test_ids_are_the_same_in_a_second_composition() -> None:
 
 
 def test_ten_thousand_cells_in_five_seconds() -> None:
-    """Processor time, since the clock on the wall also runs for others."""
-    start = time.process_time()
-    made = graph(
-        suite=sorted(file.stem for file in (CONF / "benchmark").glob("pocket_*.yaml")),
-        criterion=[*SEVEN, "gate_ean", "gate_energy", "mone_freq"],
-        calibration=SETS,
-        gate=["model", "renormalized"],
-        ratio=[number / 100 for number in range(1, 18)],
-        seed=list(range(10)),
-    )
-    steps = made.steps()
+    with within(5):
+        made = graph(
+            suite=sorted(file.stem for file in (CONF / "benchmark").glob("pocket_*.yaml")),
+            criterion=[*SEVEN, "gate_ean", "gate_energy", "mone_freq"],
+            calibration=SETS,
+            gate=["model", "renormalized"],
+            ratio=[number / 100 for number in range(1, 18)],
+            seed=list(range(10)),
+        )
+        steps = made.steps()
     assert len(made.cells) == 10_201 and len(steps) > 100_000
-    assert time.process_time() - start <= 5
 
 
 CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"})
