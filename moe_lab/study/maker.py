@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +72,10 @@ class Maker:
         found: Made = self._made[name]
         return found
 
+    def runtime(self, **settings: object) -> dict[str, Any]:
+        """What a step runs with but is not identified by: each of the settings as plain JSON."""
+        return {name: self.once(("plain", part), partial(plain, part)) for name, part in settings.items()}
+
     def _model_part(self, model: ModelConfig) -> Part:
         def make() -> Part:
             folder = Path(resolve(model.path)).expanduser()
@@ -93,7 +98,7 @@ class Maker:
         """Facts about the model's layers, experts and parameters, from its configuration."""
 
         def make() -> Step:
-            return Step("model", model.name, {"model": self._model_part(model)}, runtime={"model": plain(model)})
+            return Step("model", model.name, {"model": self._model_part(model)}, runtime=self.runtime(model=model))
 
         return self.once(("model", model), make)
 
@@ -107,7 +112,7 @@ class Maker:
                 f"{model.name}-{calibration.name}",
                 {"model": self._model_part(model), "calibration": self.text_part(text)},
                 {"model": self.model(model)},
-                {"model": plain(model), "calibration": plain(text)},
+                self.runtime(model=model, calibration=text),
             )
 
         return self.once((kind, model, calibration, seed), make)
@@ -117,7 +122,7 @@ class Maker:
 
         def make() -> Step:
             parts = {"model": self._model_part(model)}
-            return Step(kind, model.name, parts, {"model": self.model(model)}, {"model": plain(model)})
+            return Step(kind, model.name, parts, {"model": self.model(model)}, self.runtime(model=model))
 
         return self.once((kind, model), make)
 
@@ -192,5 +197,5 @@ class Maker:
             label,
             {"allocation": part, "text": self.text_part(text), "seed": seed},
             {"scores": self.scores(cell), **inputs} if searching else inputs,
-            {"model": plain(cell.model), "text": plain(text)},
+            self.runtime(model=cell.model, text=text),
         )

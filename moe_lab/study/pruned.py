@@ -9,7 +9,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig, RecoveryConfig
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.policy import LIMITED
-from moe_lab.grid import Cell, plain
+from moe_lab.grid import Cell
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.identity import Part, Step
 from moe_lab.study.maker import Maker
@@ -45,7 +45,7 @@ class Pruned:
             f"{plan.label}-{cell.recovery.name}",
             {"recovery": Part(settings), "text": self.maker.text_part(text)},
             {"model": self.maker.model(cell.model), "plan": plan},
-            {"model": plain(cell.model), "recovery": plain(cell.recovery), "text": plain(text)},
+            self.maker.runtime(model=cell.model, recovery=cell.recovery, text=text),
         )
 
     def evaluate(self, benchmark: BenchmarkConfig) -> Step:
@@ -60,7 +60,9 @@ class Pruned:
             generate = self.generate(benchmark)
             return Step("grade", generate.label, {"benchmark": part}, {"generate": generate}, runtime)
         part = self.maker.once(("asked", model, benchmark), lambda: Part(self._rendered(benchmark, part.settings)))
-        with_model = self.maker.once(("evaluate", model, benchmark), lambda: {"model": plain(model), **runtime})
+        with_model = self.maker.once(
+            ("evaluate", model, benchmark), lambda: {**self.maker.runtime(model=model), **runtime}
+        )
         parts = {"benchmark": part, **self.storage}
         return Step(
             "evaluate", f"{self.label}-{benchmark.name}", parts, self._inputs(finetune=self.finetune), with_model
@@ -71,7 +73,10 @@ class Pruned:
         run, so their results are others."""
         policy = suite.policy(self.maker.config)
         limited = {"sandbox": LIMITED} if suite.runs_limited(benchmark, policy) else {}
-        return Part({**suite.identity(benchmark), **limited}), {"benchmark": plain(benchmark), "policy": asdict(policy)}
+        return Part({**suite.identity(benchmark), **limited}), {
+            **self.maker.runtime(benchmark=benchmark),
+            "policy": asdict(policy),
+        }
 
     def _rendered(self, benchmark: BenchmarkConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked, with what the model's chat template is given."""
@@ -88,8 +93,7 @@ class Pruned:
                 parts["backend"] = Part({"name": backend.name, "command": backend.command})
             elif backend.continuous:  # which may decide a near tie otherwise
                 parts["backend"] = Part({"continuous": True})
-            runtime = {"model": plain(model), "benchmark": plain(benchmark), "backend": plain(backend)}
-            return parts, runtime
+            return parts, self.maker.runtime(model=model, benchmark=benchmark, backend=backend)
 
         parts, runtime = self.maker.once(("generate", model, benchmark), make)
         checkpoint = self.export() if backend.name == "server" and self.plan else None
@@ -108,7 +112,7 @@ class Pruned:
     def _reading(self, kind: str, label: str, parts: Mapping[str, Part], inputs: Mapping[str, Step]) -> Step:
         """A pass over the text that FLOPs are counted on."""
         text = self.maker.seeded(self.cell.texts["flops"], self.cell.seed)
-        runtime = {"model": plain(self.cell.model), "text": plain(text)}
+        runtime = self.maker.runtime(model=self.cell.model, text=text)
         return Step(kind, label, {"text": self.maker.text_part(text), **parts}, inputs, runtime)
 
     def export(self) -> Step:
@@ -117,5 +121,5 @@ class Pruned:
         config = self.maker.config
         shape = {"export": config.export or "natural", **({"verify": True} if config.verify else {})}
         return Step(
-            "export", self.plan.label, {"shape": Part(shape)}, self._inputs(), {"model": plain(self.cell.model)}
+            "export", self.plan.label, {"shape": Part(shape)}, self._inputs(), self.maker.runtime(model=self.cell.model)
         )
