@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from moe_lab.evaluation.generation import Answer, Generator, GenSpec
 from moe_lab.evaluation.graded import Graded
 from moe_lab.evaluation.policy import Policy
 from moe_lab.results import SCHEMA, Result, ResultFile
+from moe_lab.versions import installed
 
 HARNESSES = {
     "lm_eval": "moe_lab.evaluation.harness_lm_eval",
@@ -139,4 +139,4 @@ def _storable(value: Any) -> Any:
 
 def _versions(benchmark: BenchmarkConfig) -> dict[str, str]:
     package = suite.PACKAGES[benchmark.harness]
-    return {name: version(name) for name in ("torch", "transformers", *([package] if package else []))}
+    return {name: installed(name) or "" for name in ("torch", "transformers", *([package] if package else []))}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import definitions, evalscope_tasks, mirror, rubric
 from moe_lab.evaluation.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
+from moe_lab.versions import installed
 
 PACKAGES: Mapping[str, str | None] = {
     "lm_eval": "lm-eval",
@@ -102,7 +102,7 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
-        "version": _version(package) if package else evalscope_tasks.installed(benchmark),
+        "version": installed(package) if package else evalscope_tasks.installed(benchmark),
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, ASKING),
@@ -118,13 +118,6 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
         "parameters": {**_parameters(benchmark, ASKING), **_parameters(benchmark, GRADING)},
         **(rubric.identity(benchmark) if benchmark.judge else {}),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _parameters(benchmark: BenchmarkConfig, phase: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -237,7 +230,7 @@ def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
 
 def _check_package(benchmark: BenchmarkConfig) -> None:
     package = PACKAGES[benchmark.harness]
-    if package and _version(package) is None:
+    if package and installed(package) is None:
         raise UserError(f"benchmark {benchmark.name} needs the package {package}: pip install {package}")
 
 

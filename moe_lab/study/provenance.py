@@ -8,10 +8,10 @@ import resource
 import socket
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moe_lab.study.job import code_state
+from moe_lab.versions import installed
 
 PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
 
@@ -21,7 +21,7 @@ def provenance(start: float) -> dict[str, Any]:
     return {
         "code": code_state(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: installed(name) for name in PACKAGES},
         "host": socket.gethostname(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "started": start,
@@ -29,10 +29,3 @@ def provenance(start: float) -> dict[str, Any]:
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
