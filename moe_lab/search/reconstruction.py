@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
@@ -26,10 +26,12 @@ from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
 from moe_lab.statistics.accumulate import wide
 from moe_lab.statistics.gather import Batch, read_all
 from moe_lab.statistics.observe import Tap
-from moe_lab.statistics.sums import Layers
+from moe_lab.statistics.sums import Layers, Statistics
 
 BUDGET = 1 << 28
 """Bytes for the outputs of all experts, and for the products between them, of the tokens handled at once."""
+RESIDENT = partial(read_all, groups=8)
+"""A pass with the whole model, saved every eight batches."""
 COLUMNS = ("layer", "kept", "error", "relative", "chosen")
 
 
@@ -44,7 +46,7 @@ class Reconstruction:
 
 
 def reconstruct(
-    model: PreTrainedModel,
+    model: Any,
     batches: Sequence[Batch],
     *,
     facts: Mapping[str, Any],
@@ -53,8 +55,8 @@ def reconstruct(
     multiple_of: int = 1,
     fingerprint: Mapping[str, Any] | None = None,
     out: Path | None = None,
-    groups: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    read: Callable[..., Statistics] = RESIDENT,
+    **reading: Any,
 ) -> Reconstruction:
     """Try all choices of experts in every layer, in one pass over `batches`, and keep the best of each layer.
 
@@ -62,6 +64,8 @@ def reconstruct(
     errors the choice that loses the lower ids wins. `facts` are the model's. The pass runs every expert on every
     token, a router once for each choice, and compares choices by the inner products of the experts' outputs (fp64), so
     memory does not grow with the text or the choices. With a folder `out` it survives being killed, as `gather` does.
+    `read` makes the pass, and `model` is what it reads with: `read_all` with the whole model, or `stream` with one that
+    is streamed; `reading` are settings of its own.
 
     UserError before anything is run when a layer has more than `limit` choices (see check_removals), for routers that
     cannot be repeated, and for experts that give NaN.
@@ -75,15 +79,14 @@ def reconstruct(
     class Choices(SubsetTap):
         subsets = choices
 
-    sums = read_all(
+    sums = read(
         model,
         Choices,
         batches,
         kind="reconstruction",
         fingerprint={**(fingerprint or {}), "removed": {str(layer): count for layer, count in removed.items()}},
         out=out,
-        groups=groups,
-        progress=progress,
+        **reading,
     ).layers
     return _best(choices, sums)
 

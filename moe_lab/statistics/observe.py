@@ -49,6 +49,10 @@ class Tap:
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """The decoder layer around the experts has run."""
 
+    def result(self) -> dict[str, torch.Tensor]:
+        """What the layer's statistics are after the batches read so far; while the layer has its weights."""
+        return self.sums
+
     def add(self, name: str, part: torch.Tensor) -> None:
         """Add `part` to the statistic `name` (or take the maximum), in fp64."""
         known = self.sums.get(name)
@@ -122,7 +126,7 @@ class Observer:
 
     def layers(self) -> Layers:
         """The sums so far: layer -> name -> fp64 tensor on the CPU."""
-        return {tap.layer.index: {name: part.cpu() for name, part in tap.sums.items()} for tap in self.taps}
+        return {tap.layer.index: {name: part.cpu() for name, part in tap.result().items()} for tap in self.taps}
 
     @staticmethod
     def _counted(tap: Tap) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:

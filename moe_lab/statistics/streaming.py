@@ -19,50 +19,65 @@ from transformers import PreTrainedModel
 from moe_lab.models.decoder import run, stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.backward import differentiable, loss_gradient
-from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gather import Batch, description
-from moe_lab.statistics.gradients import GradientTap, check_loss
+from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Observer, Tap
 from moe_lab.statistics.states import States
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
 
 def stream(
-    streamed: StreamedModel, batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any], budget: float
+    streamed: StreamedModel,
+    tap: type[Tap],
+    batches: Sequence[Batch],
+    *,
+    kind: str,
+    out: Path,
+    fingerprint: Mapping[str, Any],
+    budget: float,
 ) -> Statistics:
-    """All forward statistics, as `gather` gives them, with one decoder layer in memory.
+    """What `tap` sums in a forward pass, as `read_all` gives it, with one decoder layer in memory.
 
     Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. A pass that finds
-    there what an interrupted one of the same fingerprint and batches left goes on from its last finished layer.
+    there what an interrupted one of the same kind, fingerprint and batches left goes on from its last finished layer.
     """
-    work = _Work(out, description(batches, "forward", fingerprint))
+    work = _Work(out, description(batches, kind, fingerprint))
     states = States(work.folder / "states", budget)
     for number in work.missing("forward", range(len(streamed.layers))):
-        with _layer(streamed, number, ForwardTap, batches) as read, torch.no_grad():
+        with _layer(streamed, number, tap, batches, then=number + 1) as read, torch.no_grad():
             for index in range(len(batches)):
                 result = read(index, _state(states, streamed, number, index))
                 if number + 1 < len(streamed.layers):
                     states.put(number + 1, index, result)
-        work.finish("forward", number, read.sums())
+            sums = read.sums()
+        work.finish("forward", number, sums)
         states.drop(number)
     return work.result(streamed)
 
 
-def stream_gradients(
-    streamed: StreamedModel, batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any], budget: float
+def stream_back(
+    streamed: StreamedModel,
+    tap: type[Tap],
+    batches: Sequence[Batch],
+    *,
+    kind: str,
+    out: Path,
+    fingerprint: Mapping[str, Any],
+    budget: float,
 ) -> Statistics:
-    """Channel sums of a forward and a backward pass, as `gather_gradients` gives them; the rest as in `stream`.
+    """What `tap` sums in a forward and a backward pass: channel sums as `gather_gradients` gives them, SNIP's scores as
+    `gather_weight_gradients` does; the rest as in `stream`.
 
     Forward through all layers, keeping what enters each; then backward from the last to the first MoE layer, each of
     which runs once more.
     """
     check_loss(batches)
-    work = _Work(out, description(batches, "gradients", fingerprint))
+    work = _Work(out, description(batches, kind, fingerprint))
     states = States(work.folder / "states", budget / 2)
     gradients = States(work.folder / "gradients", budget / 2)
     first, last = min(streamed.moe), len(streamed.layers)
     for number in work.missing("forward", range(last)):
-        with _layer(streamed, number, None, batches) as read, torch.no_grad():
+        with _layer(streamed, number, None, batches, then=number + 1) as read, torch.no_grad():
             for index in range(len(batches)):
                 states.put(number + 1, index, read(index, _state(states, streamed, number, index)))
         work.finish("forward", number, {})
@@ -74,14 +89,15 @@ def stream_gradients(
                 gradients.put(last, index, _at_head(streamed, ids, valid, states.get(last, index, streamed.device)))
             work.finish("head", last, {})
         for number in work.missing("backward", reversed(range(first, last))):
-            with _layer(streamed, number, GradientTap, batches) as read:
+            with _layer(streamed, number, tap, batches, then=number - 1) as read:
                 for index in range(len(batches)):
                     state = _state(states, streamed, number, index)
                     leaf = None if state is None else state.requires_grad_()
                     read(index, leaf).backward(gradients.get(number + 1, index, streamed.device))
                     if number > first and leaf is not None and leaf.grad is not None:
                         gradients.put(number, index, leaf.grad)
-            work.finish("backward", number, read.sums())
+                sums = read.sums()
+            work.finish("backward", number, sums)
             states.drop(number + 1)
             gradients.drop(number + 1)
     return work.result(streamed)
@@ -127,12 +143,14 @@ class _Read:
 
 
 @contextmanager
-def _layer(streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch]) -> Iterator[_Read]:
-    """Read batches through a layer while it has its weights; the next ones are fetched meanwhile."""
+def _layer(
+    streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch], *, then: int
+) -> Iterator[_Read]:
+    """Read batches through a layer while it has its weights; those of the layer `then` are fetched meanwhile."""
     read = _Read(streamed, number, tap, batches)
     with ExitStack() as stack:
         stack.enter_context(streamed.layer(number))
-        streamed.prefetch(number - 1 if tap is GradientTap else number + 1)
+        streamed.prefetch(then)
         if read.observer is not None:
             stack.enter_context(read.observer)
         yield read

@@ -39,8 +39,7 @@ def gather_weight_gradients(
             observer.read(ids, valid)
             if progress is not None:
                 progress(number, len(batches))
-        taps = [tap for tap in observer.taps if isinstance(tap, WeightGradientTap)]
-        layers = {tap.layer.index: {"snip": tap.snip()} for tap in taps}
+        layers = observer.layers()
     check_finite(layers, "all batches")
     return Statistics(layers, about)
 
@@ -63,13 +62,13 @@ class WeightGradientTap(Tap):
             mixed.index_add_(0, token, (f * weights[token, rows.column[part], None]).to(mixed.dtype))
         return mixed
 
-    def snip(self) -> torch.Tensor:
-        """(E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
+    def result(self) -> dict[str, torch.Tensor]:
+        """`snip` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
         scores = torch.zeros(self.layer.n_experts, self.layer.width, dtype=torch.float64)
         for (name, expert), gradient in self.gradients.items():
             products = (wide(getattr(self.layer.experts, name)[expert].to(gradient.device)) * gradient).abs_()
             scores[expert] += by_channel(self.layer, name, products).double().cpu() / SCALE
-        return scores
+        return {"snip": scores}
 
     def _add(self, name: str, expert: int, gradient: torch.Tensor) -> None:
         known = self.gradients.get((name, expert))

@@ -40,8 +40,8 @@ def _written(step: Step) -> float:
 
 def _states(step: Step, size: Size) -> float:
     """What enters each layer: of two layers at a time forward, of all of them and once more backward."""
-    text = step.runtime["calibration"]
-    layers = 2 if step.kind == "statistics" else size.moe_layers + 2
+    text = step.runtime["text" if step.kind == "reconstruction" else "calibration"]
+    layers = size.moe_layers + 2 if "gradients" in step.kind else 2
     streamed = text["engine"] == "streamed"
     return float(text["tokens"]) * size.hidden * size.bytes_per_parameter * layers if streamed else 0.0
 
@@ -54,7 +54,10 @@ def _texts(step: Step, size: Size) -> float:
 WRITES: Mapping[str, Callable[[Step, Size], float]] = {
     "export": lambda step, size: float(size.bytes),
     "statistics": _states,
+    "damage": _states,
+    "reconstruction": _states,
     "gradients": _states,
+    "weight_gradients": _states,
     "generate": _texts,
 }
 """Kind of step -> bytes it writes at most."""

@@ -13,6 +13,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.search import reconstruction
@@ -20,6 +21,7 @@ from moe_lab.search.reconstruction import SubsetTap, reconstruct
 from moe_lab.search.subsets import check_removals, count_subsets, kept_subsets
 from moe_lab.statistics.gather import CHECKPOINT
 from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.streaming import stream
 
 FEW: dict[str, tuple[float, dict[str, int]]] = {
     "olmoe": (0.5, {"num_experts": 6, "num_experts_per_tok": 2}),
@@ -75,6 +77,19 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
         with mask(wide, plan):
             errors[kept] = float((whole - run()).norm())
     return errors
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
+def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
+    ratio, changes = FEW[name]
+    model = tiny.build(name, **changes)
+    expected = reconstruct(model, [naive.batch()], facts=facts(model), ratio=ratio)
+    tiny.save(name, tmp_path / "model", **changes)
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    found = reconstruct(
+        streamed, [naive.batch()], facts=facts(model), ratio=ratio, out=tmp_path / "out", read=stream, budget=0.0
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,24 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.statistics import streaming
+from moe_lab.statistics.damage import DamageTap, measure
+from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gather import Batch, gather
-from moe_lab.statistics.gradients import gather_gradients
-from moe_lab.statistics.streaming import stream, stream_gradients
+from moe_lab.statistics.gradients import GradientTap, gather_gradients
+from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.statistics.sums import Statistics
+from moe_lab.statistics.weight_gradients import WeightGradientTap, gather_weight_gradients
 
-PASSES = {"forward": (gather, stream), "gradients": (gather_gradients, stream_gradients)}
+PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
+    "forward": (partial(gather, groups=2), partial(stream, tap=ForwardTap, kind="forward")),
+    "damage": (partial(measure, groups=2), partial(stream, tap=DamageTap, kind="damage")),
+    "gradients": (partial(gather_gradients, groups=2), partial(stream_back, tap=GradientTap, kind="gradients")),
+    "weight_gradients": (
+        lambda *given, out, **named: gather_weight_gradients(*given, **named),
+        partial(stream_back, tap=WeightGradientTap, kind="weight_gradients"),
+    ),
+}
+FORWARD = PASSES["forward"]
 
 
 @pytest.fixture
@@ -38,7 +51,7 @@ def batches() -> list[Batch]:
 
 
 def resident(read: Callable[..., Statistics], name: str, batches: list[Batch], out: Path) -> Statistics:
-    return read(tiny.build(name), batches, out=out, fingerprint={}, groups=2)
+    return read(tiny.build(name), batches, out=out, fingerprint={})
 
 
 def opened(name: str, folder: Path) -> StreamedModel:
@@ -48,7 +61,7 @@ def opened(name: str, folder: Path) -> StreamedModel:
 
 def assert_equal(found: Statistics, expected: Statistics) -> None:
     """To the bit forward; backward, autograd may add up what several experts say of a token in another order."""
-    tolerance = 1e-6 if expected.header["kind"] == "gradients" else 0.0
+    tolerance = 1e-6 if "gradients" in expected.header["kind"] else 0.0
     assert found.header == expected.header and found.layers.keys() == expected.layers.keys()
     for layer, sums in expected.layers.items():
         assert found.layers[layer].keys() == sums.keys()
@@ -65,7 +78,7 @@ def test_the_sums_are_the_same(name: str, kind: str, batches: list[Batch], tmp_p
     whole, layered = PASSES[kind]
     expected = resident(whole, name, batches, tmp_path / "resident")
     model = opened(name, tmp_path / "model")
-    assert_equal(layered(model, batches, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
+    assert_equal(layered(model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
@@ -93,7 +106,7 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
     monkeypatch.setattr(streaming._Work, "finish", dying)
     for _ in range(20):
         try:
-            found = layered(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+            found = layered(model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
             break
         except Killed:
             continue
@@ -104,9 +117,9 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
 
 def test_another_text_starts_anew(batches: list[Batch], tmp_path: Path) -> None:
     model = opened("olmoe", tmp_path / "model")
-    stream(model, batches[:1], out=tmp_path / "out", fingerprint={}, budget=0)
-    found = stream(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
-    assert_equal(found, resident(gather, "olmoe", batches, tmp_path / "resident"))
+    FORWARD[1](model, batches=batches[:1], out=tmp_path / "out", fingerprint={}, budget=0)
+    found = FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    assert_equal(found, resident(FORWARD[0], "olmoe", batches, tmp_path / "resident"))
 
 
 def test_only_one_layer_is_there_at_a_time(
@@ -123,7 +136,7 @@ def test_only_one_layer_is_there_at_a_time(
 
     read = streaming._Read.__call__
     monkeypatch.setattr(streaming._Read, "__call__", counting)
-    stream(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
     assert most == 1
 
 
@@ -152,7 +165,7 @@ def test_damaged_weights_are_named(damage: Any, says: str, batches: list[Batch],
     damage(name, tmp_path / "model")
     model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     with pytest.raises(UserError, match=rf"(?s){name}.*{says}|{says}.*{name}"):
-        stream(model, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+        FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
 
 
 def test_what_cannot_be_streamed_is_said_first(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from moe_lab.study.kinds.shared import (
     evidence,
     expert_scores,
     facts,
+    is_streamed,
     model_and_tokenizer,
     routers,
     rows,
+    streamed_model,
     sums,
     write_table,
 )
@@ -131,8 +133,14 @@ def reconstruction(job: Job) -> None:
     from moe_lab.allocation import routed_ratio
     from moe_lab.pruning.plan import Plan
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
+    from moe_lab.statistics.streaming import stream
 
-    network, tokenizer = model_and_tokenizer(job)
+    reading: dict[str, Any] = {}
+    if is_streamed(job, "text"):
+        network, tokenizer, reading["budget"] = streamed_model(job, "text")
+        reading["read"] = stream
+    else:
+        network, tokenizer = model_and_tokenizer(job)
     model, settings = facts(job), job.settings["allocation"]
     found = reconstruct(
         network,
@@ -142,6 +150,7 @@ def reconstruction(job: Job) -> None:
         multiple_of=settings["multiple_of"],
         fingerprint=job.settings,
         out=Path(job.partial),
+        **reading,
         **settings["parameters"],
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}

@@ -9,7 +9,15 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.shared import STATISTICS, facts, model_and_tokenizer, rows, write_table
+from moe_lab.study.kinds.shared import (
+    STATISTICS,
+    facts,
+    is_streamed,
+    model_and_tokenizer,
+    rows,
+    streamed_model,
+    write_table,
+)
 from moe_lab.study.store import write_json
 
 GROUP = 8
@@ -27,10 +35,14 @@ def model(job: Job) -> None:
 
 def statistics(job: Job) -> None:
     """One forward pass over the calibration set: all sums, and how many tokens each expert saw."""
+    from moe_lab.statistics.forward import ForwardTap
     from moe_lab.statistics.streaming import stream
     from moe_lab.statistics.sums import coverage
 
-    sums = _streamed(job, stream) if _is_streamed(job) else _gathered(job, job.runtime["calibration"]["snapshots"])
+    if is_streamed(job):
+        sums = _streamed(job, stream, ForwardTap, "forward")
+    else:
+        sums = _gathered(job, job.runtime["calibration"]["snapshots"])
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
 
@@ -48,17 +60,11 @@ def _gathered(job: Job, parts: int) -> Any:
     return sums
 
 
-def _is_streamed(job: Job) -> bool:
-    return bool(job.runtime["calibration"]["engine"] == "streamed")
-
-
-def _streamed(job: Job, read: Callable[..., Any]) -> Any:
+def _streamed(job: Job, read: Callable[..., Any], tap: type, kind: str) -> Any:
     """The sums of a pass that has one decoder layer in memory at a time."""
-    from moe_lab.models.streamed import open_streamed
-
-    model, tokenizer = open_streamed(ModelConfig(**job.runtime["model"]))
-    budget = job.runtime["calibration"]["activation_budget"] * 2**30
-    return read(model, rows(job, tokenizer), out=Path(job.partial), fingerprint=job.settings, budget=budget)
+    model, tokenizer, budget = streamed_model(job)
+    text = rows(job, tokenizer)
+    return read(model, tap, text, kind=kind, out=Path(job.partial), fingerprint=job.settings, budget=budget)
 
 
 def convergence(job: Job) -> None:
@@ -95,9 +101,10 @@ def _snapshots(job: Job, parts: int) -> Any:
 
 def gradients(job: Job) -> None:
     """One forward and one backward pass: sums over the channels and the gradients of the loss at them."""
-    from moe_lab.statistics.streaming import stream_gradients
+    from moe_lab.statistics.gradients import GradientTap
+    from moe_lab.statistics.streaming import stream_back
 
-    sums = _streamed(job, stream_gradients) if _is_streamed(job) else _gradients(job)
+    sums = _streamed(job, stream_back, GradientTap, "gradients") if is_streamed(job) else _gradients(job)
     sums.save(job.output(STATISTICS))
 
 
@@ -117,20 +124,29 @@ def _gradients(job: Job) -> Any:
 
 def weight_gradients(job: Job) -> None:
     """One forward and one backward pass with gradients of the experts' weights, reduced to a number per channel."""
-    from moe_lab.statistics.weight_gradients import gather_weight_gradients
+    from moe_lab.statistics.streaming import stream_back
+    from moe_lab.statistics.weight_gradients import WeightGradientTap, gather_weight_gradients
 
-    network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer)
-    gather_weight_gradients(network, text, fingerprint=job.settings).save(job.output(STATISTICS))
+    if is_streamed(job):
+        sums = _streamed(job, stream_back, WeightGradientTap, "weight_gradients")
+    else:
+        network, tokenizer = model_and_tokenizer(job)
+        sums = gather_weight_gradients(network, rows(job, tokenizer), fingerprint=job.settings)
+    sums.save(job.output(STATISTICS))
 
 
 def damage(job: Job) -> None:
     """The exact damage of removing each expert alone, in a forward pass with one expert more per token."""
-    from moe_lab.statistics.damage import measure
+    from moe_lab.statistics.damage import DamageTap, measure
+    from moe_lab.statistics.streaming import stream
 
-    network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer)
-    measure(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP).save(job.output(STATISTICS))
+    if is_streamed(job):
+        sums = _streamed(job, stream, DamageTap, "damage")
+    else:
+        network, tokenizer = model_and_tokenizer(job)
+        text = rows(job, tokenizer)
+        sums = measure(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP)
+    sums.save(job.output(STATISTICS))
 
 
 def ablation(job: Job) -> None:

@@ -29,6 +29,18 @@ def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
     return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
 
 
+def is_streamed(job: Job, role: str = "calibration") -> bool:
+    """Whether the job's text is to be read by a model of which one decoder layer is in memory at a time."""
+    return bool(job.runtime[role]["engine"] == "streamed")
+
+
+def streamed_model(job: Job, role: str = "calibration") -> tuple[Any, Any, float]:
+    """Such a model, its tokenizer, and how many bytes of hidden states are to be kept in memory."""
+    from moe_lab.models.streamed import open_streamed
+
+    return *open_streamed(ModelConfig(**job.runtime["model"])), job.runtime[role]["activation_budget"] * 2**30
+
+
 def rows(job: Job, tokenizer: Any, role: str = "calibration") -> Any:
     """Batches (ids, valid) of the job's text, whose report is written down."""
     from moe_lab.calibration.batches import batches
