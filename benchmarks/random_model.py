@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -28,12 +29,19 @@ def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedMod
         pad_token_id=0,
         eos_token_id=1,
     )
+    return uneven(config, "eager", torch.float32, "cpu")
+
+
+def uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A random model of a configuration, frozen, with routers that tell experts apart, which fresh ones hardly do.
+
+    `experts` is the name of transformers' experts function.
+    """
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, experts_implementation="eager"
-    )
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts)
     for layer in moe_layers(model):
         for part in layer.routing:
-            torch.nn.init.normal_(part.tensor, std=arguments.hidden**-0.5)
+            torch.nn.init.normal_(part.tensor, std=layer.hidden**-0.5)
     model.eval().requires_grad_(False)
     return model

@@ -1,21 +1,21 @@
-"""What a calibration pass costs: `python -m benchmarks.statistics`.
+"""What a calibration pass costs: `python -m benchmarks.statistics [--model olmoe_7b --layers 1]`.
 
-Three ratios, each the median over pairs that ran one after the other in this process:
-- the pass with all forward statistics against the plain eager forward (bar: at most 1.10);
-- the pass with gradient statistics against a plain forward and backward, weights frozen (bar: at most 1.10);
-- every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts, else
-9). Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar
-fails.
+Ratios, each the median over pairs that ran one after the other in this process:
+- forward: the pass with all forward statistics against the plain forward (bar: at most 1.10);
+- gradients: the pass with gradient statistics against a plain forward and backward, weights frozen (bar: at most 1.10);
+- every: every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts,
+  else 9).
+On the CPU seconds are CPU seconds, so that other work on the machine disturbs little, and the plain model is eager; on
+CUDA it computes its experts by grouped_mm. Exit code 1 when a bar fails. `--model` takes a published configuration
+instead of the small one. What it takes in memory: benchmarks.memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from benchmarks.machine import describe, report, seconds
+from benchmarks.published import CONFIGURATIONS, published_model
 from benchmarks.random_model import random_model
 from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer, moe_layers
@@ -33,47 +35,41 @@ from moe_lab.statistics.gradients import GradientTap
 from moe_lab.statistics.observe import Observer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Way = Callable[[PreTrainedModel, Batch], None]
 BAR_OBSERVE = 1.10
+FEW_EXPERTS, BAR_FEW, BAR_MANY = 64, 5.0, 9.0
 
 
 def main() -> int:
     """Measure, print, compare with the bars."""
     arguments = _arguments()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
+    print(describe(arguments.device), flush=True)
     failed = False
-    for n_experts in arguments.experts:
-        model = random_model(n_experts, arguments)
-        whole, part = _batch(arguments.rows, arguments.length), _batch(arguments.every_rows, arguments.length)
+    for model in _models(arguments):
+        layers = moe_layers(model)
+        first = layers[0]
         print(
-            f"{n_experts} experts, top-{arguments.top_k}, {arguments.layers} layers, hidden {arguments.hidden}",
+            f"{arguments.model or 'small'}: {len(layers)} layers, {first.n_experts} experts, top-{first.top_k}, "
+            f"hidden {first.hidden}, width {first.width}, {model.dtype}",
             flush=True,
         )
-        cost = _ratio(model, _observe, _plain, whole, arguments.pairs)
-        failed |= _report(
-            f"all forward statistics / plain eager forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE
-        )
-        back = _ratio(model, _observe_gradients, _plain_gradients, whole, arguments.pairs)
-        failed |= _report(
-            f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens",
-            back,
-            "<=",
-            BAR_OBSERVE,
-        )
-        gain = _ratio(model, _every_expert, _observe, part, arguments.every_pairs)
-        bar = 5.0 if n_experts <= 64 else 9.0
-        failed |= _report(
-            f"every expert on every token / all forward statistics, {part[0].numel()} tokens", gain, ">=", bar
-        )
+        for part in arguments.parts:
+            failed |= PARTS[part](model, arguments)
     return int(failed)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.statistics", description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", type=int, nargs="+", default=[64], help="experts per layer, one run each")
-    parser.add_argument("--top-k", type=int, default=8, help="experts per token")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--width", type=int, default=256, help="channels per expert")
+    parser.add_argument("--model", choices=CONFIGURATIONS, help="a published configuration instead of the small one")
+    parser.add_argument("--layers", type=int, help="of the published model all if not given, of the small one 4")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which ratios")
+    parser.add_argument("--experts", type=int, nargs="+", default=[64], help="small: experts per layer, one run each")
+    parser.add_argument("--top-k", type=int, default=8, help="small: experts per token")
+    parser.add_argument("--hidden", type=int, default=512, help="small: hidden size")
+    parser.add_argument("--width", type=int, default=256, help="small: channels per expert")
     parser.add_argument("--rows", type=int, default=8, help="rows of the batch for the first two ratios")
     parser.add_argument("--every-rows", type=int, default=4, help="rows of the batch for the last ratio")
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
@@ -82,12 +78,47 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _batch(rows: int, length: int) -> Batch:
+def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
+    if arguments.model:
+        yield published_model(arguments.model, arguments.layers, arguments.device)
+        return
+    arguments.layers = arguments.layers or 4
+    for n_experts in arguments.experts:
+        yield random_model(n_experts, arguments)
+
+
+def _forward(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    whole = batch(arguments.rows, arguments.length)
+    cost = _ratio(model, _observe, plain, whole, arguments.pairs)
+    return report(f"all forward statistics / plain forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE)
+
+
+def _gradients(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    whole = batch(arguments.rows, arguments.length)
+    cost = _ratio(model, observe_gradients, plain_gradients, whole, arguments.pairs)
+    what = f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens"
+    return report(what, cost, "<=", BAR_OBSERVE)
+
+
+def _every(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    part = batch(arguments.every_rows, arguments.length)
+    gain = _ratio(model, _every_expert, _observe, part, arguments.every_pairs)
+    bar = BAR_FEW if moe_layers(model)[0].n_experts <= FEW_EXPERTS else BAR_MANY
+    what = f"every expert on every token / all forward statistics, {part[0].numel()} tokens"
+    return report(what, gain, ">=", bar)
+
+
+PARTS = {"forward": _forward, "gradients": _gradients, "every": _every}
+
+
+def batch(rows: int, length: int) -> Batch:
+    """Random token ids (rows, length), all of which count."""
     ids = torch.randint(1, 1024, (rows, length), generator=torch.Generator().manual_seed(0))
     return ids, torch.ones_like(ids, dtype=torch.bool)
 
 
-def _plain(model: PreTrainedModel, batch: Batch) -> None:
+def plain(model: PreTrainedModel, batch: Batch) -> None:
+    """The model's own forward pass, without a vocabulary head."""
     with torch.no_grad():
         run(model, *batch)
 
@@ -97,15 +128,17 @@ def _observe(model: PreTrainedModel, batch: Batch) -> None:
         observer.read(*batch)
 
 
-def _plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
-    """The eager model with frozen weights, the loss over all logits at once, one backward pass to the embeddings."""
+def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
+    """The model with frozen weights, the loss over all logits at once, one backward pass to the embeddings."""
     ids, _ = batch
     with differentiable(model):
-        logits = model(input_ids=ids, use_cache=False).logits
-        cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+        logits = model(input_ids=ids.to(model.device), use_cache=False).logits
+        targets = ids[:, 1:].to(logits.device)
+        cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="sum").backward()
 
 
-def _observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
+def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
+    """The pass with all gradient statistics."""
     with differentiable(model), Observer(model, GradientTap, reading=forward_and_backward) as observer:
         observer.read(*batch)
 
@@ -131,31 +164,15 @@ def _observe_every_expert(layer: MoELayer, module: torch.nn.Module, given: Any, 
         (norms * weights[index == expert]).sum()
 
 
-def _ratio(
-    model: PreTrainedModel,
-    first: Callable[[PreTrainedModel, Batch], None],
-    second: Callable[[PreTrainedModel, Batch], None],
-    batch: Batch,
-    pairs: int,
-) -> list[float]:
-    """CPU seconds of `first` over those of `second`, pair by pair, after one unmeasured run of `second`."""
-    second(model, batch)
-    return [_seconds(first, model, batch) / _seconds(second, model, batch) for _ in range(pairs)]
+def _ratio(model: PreTrainedModel, first: Way, second: Way, given: Batch, pairs: int) -> list[float]:
+    """Seconds of `first` over those of `second`, pair by pair, after one unmeasured run of `second`."""
+    device = model.device.type
 
+    def took(way: Way) -> float:
+        return seconds(device, functools.partial(way, model, given))
 
-def _seconds(way: Callable[[PreTrainedModel, Batch], None], model: PreTrainedModel, batch: Batch) -> float:
-    start = time.process_time()
-    way(model, batch)
-    return time.process_time() - start
-
-
-def _report(what: str, ratios: list[float], relation: str, bar: float) -> bool:
-    """Print one ratio with its bar; True when the bar fails."""
-    median = statistics.median(ratios)
-    good = median <= bar if relation == "<=" else median >= bar
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs"
-    print(f"  {what}: {median:.2f} ({spread}), bar {relation} {bar:.2f}: {'ok' if good else 'FAILED'}", flush=True)
-    return not good
+    second(model, given)
+    return [took(first) / took(second) for _ in range(pairs)]
 
 
 if __name__ == "__main__":
