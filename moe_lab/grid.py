@@ -146,7 +146,7 @@ class _Choices:
             if gate not in GATES:
                 raise unknown("gate", gate, GATES)
         product = itertools.product(
-            self._axis(ModelConfig, "model", grid.model),
+            self._models(grid),
             self._axis(CriterionConfig, "criterion", grid.criterion),
             self._axis(CalibrationConfig, "calibration", grid.calibration),
             self._axis(AllocationConfig, "allocation", grid.allocation),
@@ -167,6 +167,21 @@ class _Choices:
             parameters = {**cell.model.search, **cell.allocation.parameters}
             self._published[key] = replace(cell.allocation, parameters=parameters)
         return self._published[key]
+
+    def _models(self, grid: GridConfig) -> list[ModelConfig]:
+        """Every model of the grid, with every number of experts a token."""
+        models = self._axis(ModelConfig, "model", grid.model)
+        return [self._routed(model, top_k) for model in models for top_k in grid.top_k or [model.top_k]]
+
+    def _routed(self, model: ModelConfig, top_k: int | None) -> ModelConfig:
+        """The model with that many experts a token, the same object each time."""
+        if top_k == model.top_k:
+            return model
+        key = (model.name, f"top_k={top_k}")
+        if key not in self._loaded:
+            self._loaded[key] = replace(model, top_k=top_k)
+        found: ModelConfig = self._loaded[key]
+        return found
 
     def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
         """The objects that the names of an axis stand for; the configuration's own when there is no name."""

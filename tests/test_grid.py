@@ -66,6 +66,16 @@ def test_product_of_axes_reads_each_file_once() -> None:
     assert sorted(counting.reads) == sorted(set(counting.reads)) and len(counting.reads) == 5  # and flops_text
 
 
+def test_every_model_is_a_model_of_its_own_with_every_number_of_experts_a_token() -> None:
+    counting = Counting()
+    found = cells(config(model=["pocket_olmoe"], top_k=[None, 2, 1], ratio=[0.25, 0.5]), counting.files())
+    assert [cell.model.name for cell in found[::2]] == ["pocket_olmoe", "pocket_olmoe_top2", "pocket_olmoe_top1"]
+    assert [cell.model.top_k for cell in found[::2]] == [None, 2, 1]
+    assert len({id(cell.model) for cell in found}) == 3 and counting.reads.count("model/pocket_olmoe") == 1
+    (own,) = cells(replace(config(), model=ModelConfig(name="m", path="p", top_k=3)), counting.files())
+    assert own.model.name == "m_top3"
+
+
 def test_further_grids_add_cells_and_take_missing_axes_from_the_first() -> None:
     settings = config(criterion=["man"], ratio=[0.25, 0.5])
     settings.more = [GridConfig(criterion=["heapr"], allocation=["global"]), GridConfig(ratio=[0.5, 0.75])]

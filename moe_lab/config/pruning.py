@@ -52,12 +52,16 @@ class ModelConfig:
     """Load .bin checkpoints, which run code when unpickled. Off unless you trust the author."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
+    top_k: int | None = None
+    """Experts a token is given to, while scored and while evaluated; null is as trained. The name ends in it then."""
     expected: ExpectedConfig | None = None
     """The architecture: costs are estimated from it without the model, and a checkpoint that differs is refused."""
 
     def __post_init__(self) -> None:
         if isinstance(self.expected, dict):  # as it comes back from a job's JSON
             self.expected = ExpectedConfig(**self.expected)
+        if self.top_k is not None and not self.name.endswith(ending := f"_top{self.top_k}"):
+            self.name += ending
 
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """What the chat template is given besides the messages, such as enable_thinking: false."""
@@ -182,6 +186,8 @@ class GridConfig:
 
     model: list[str] = field(default_factory=list)
     """Names of files in conf/model."""
+    top_k: list[int | None] = field(default_factory=list)
+    """Experts a token is given to, null as trained; each makes a model of its own of every one on the axis before."""
     criterion: list[str] = field(default_factory=list)
     """Names of files in conf/criterion; glob(*) takes all."""
     calibration: list[str] = field(default_factory=list)

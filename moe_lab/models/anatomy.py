@@ -10,6 +10,7 @@ from moe_lab.models.discover import MoELayer, routed_layers
 from moe_lab.models.gate import gate_rule
 from moe_lab.models.load import skeleton
 from moe_lab.models.parts import part_of
+from moe_lab.models.top_k import set_top_k
 
 
 def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
@@ -19,6 +20,7 @@ def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     The model is built on the meta device. UserError, with the reason, for one that is not supported.
     """
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    set_top_k(model, settings.top_k)
     layers = routed_layers(model)
     return {
         "model_type": model.config.model_type,

@@ -11,6 +11,7 @@ from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import skeleton
 from moe_lab.models.parts import linears
+from moe_lab.models.top_k import set_top_k
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
@@ -26,10 +27,11 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     all. Raises UserError for a model that is not supported, or is not what is expected.
     """
     model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
-    layers = {layer.index: _about(layer) for layer in routed_layers(model)}
     shape = architecture(model)
     if settings.expected is not None:
         _compare(shape, settings.expected, settings)
+    set_top_k(model, settings.top_k)
+    layers = {layer.index: _about(layer) for layer in routed_layers(model)}
     return {
         "model": settings.name,
         "model_type": model.config.model_type,

@@ -43,16 +43,18 @@ def check(settings: ModelConfig) -> None:
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them, or as they are
-    expected of a model that is not on this machine; None when neither says how many experts it has."""
+    expected of a model that is not on this machine; None when neither says how many experts it has. model.top_k counts
+    before both."""
     folder = Path(resolve(settings.path)).expanduser()
     if not folder.is_dir():
         if (expected := settings.expected) is None:
             return None
-        return {"n_experts": expected.experts, "top_k": expected.top_k, "width": expected.width}
+        return {"n_experts": expected.experts, "top_k": settings.top_k or expected.top_k, "width": expected.width}
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
     fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
     stated = {fact: next((text[name] for name in names if name in text), None) for fact, names in fields.items()}
+    stated["top_k"] = settings.top_k or stated["top_k"]
     found = {fact: value for fact, value in stated.items() if isinstance(value, int)}
     return found if {"n_experts", "top_k"} <= set(found) else None
 

@@ -23,6 +23,7 @@ from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.files import has_pickles_only, local_folder, quantization
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.room import check_room
+from moe_lab.models.top_k import set_top_k
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
@@ -45,12 +46,14 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         torch.set_num_threads(settings.threads)
     with quiet():
         empty = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+        set_top_k(empty, settings.top_k)
         routed_layers(empty)
         check_room(empty, folder, settings, dtype, device)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     model.eval().requires_grad_(False)
     check_finite(model)
+    set_top_k(model, settings.top_k)
     if device == "cpu":
         cpu_experts.choose(model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)])
     if model.generation_config is not None and model.generation_config.pad_token_id is None:

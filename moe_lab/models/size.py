@@ -64,7 +64,7 @@ def size_of(settings: ModelConfig) -> Size | None:
         parameters=expected.parameters,
         moe_layers=expected.moe_layers,
         experts=expected.experts,
-        top_k=expected.top_k,
+        top_k=settings.top_k or expected.top_k,
         hidden=expected.hidden,
         width=expected.width,
         bytes_per_parameter=BYTES.get(settings.dtype, 2),

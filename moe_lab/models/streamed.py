@@ -37,6 +37,7 @@ from moe_lab.models.load import (
     quiet,
     skeleton,
 )
+from moe_lab.models.top_k import set_top_k
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 REST = -1
@@ -60,7 +61,7 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
         torch.set_num_threads(settings.threads)
     dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype
     trust = settings.trust_remote_code
-    streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust)
+    streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k)
     moe_layers(streamed.model)  # which says what cannot be scored
     return streamed, load_tokenizer(folder, trust_remote_code=trust)
 
@@ -80,10 +81,19 @@ class StreamedModel:
     pickled weights.
     """
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        trust_remote_code: bool = False,
+        top_k: int | None = None,
+    ) -> None:
         self.checkpoint = open_checkpoint(folder)
         self.device, self.dtype = device, dtype
         self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
+        set_top_k(self.model, top_k)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         self.path = next(iter(self.moe.values())).stack
         """Where the decoder layers are in the model, such as model.layers."""

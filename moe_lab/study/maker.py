@@ -80,7 +80,8 @@ class Maker:
         def make() -> Part:
             folder = Path(resolve(model.path)).expanduser()
             what = {"sha256": files.fingerprint(model.path)} if folder.is_dir() else {"hub": model.path}
-            return Part({**what, "revision": model.revision, "dtype": model.dtype})
+            routed = {} if model.top_k is None else {"top_k": model.top_k}
+            return Part({**what, "revision": model.revision, "dtype": model.dtype, **routed})
 
         return self.once(("model part", model), make)
 
