@@ -62,6 +62,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))
     yield from _check_backend(config, cells, benchmarks)
+    yield from _check_top_k(config, cells)
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:
@@ -87,6 +88,17 @@ def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[B
                 f"export={config.export} writes what pruning leaves, before recovery={cell.recovery.name}: expected "
                 "recovery=none in a study that exports, or export=null"
             )
+
+
+def _check_top_k(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """Another number of experts a token must be there, and is set once a model is loaded: its files do not have it."""
+    for cell in (cell for cell in _each(cells, "model") if cell.model.top_k is not None):
+        top_k, shape = cell.model.top_k, files.expert_shape(cell.model)
+        if shape and not 1 <= top_k <= shape["n_experts"]:
+            yield f"model.top_k={top_k}: {cell.model.path} has {shape['n_experts']} experts in a layer to choose from"
+        asked = {"backend=server": config.backend.name == "server", f"export={config.export}": config.export}
+        for what in (name for name, wanted in asked.items() if wanted):
+            yield f"{what} gives a checkpoint that routes as it was trained, not by model.top_k={top_k}: expected null"
 
 
 def _check_words(config: Config) -> Iterator[str]:
