@@ -13,9 +13,8 @@ from moe_lab.models.discover import MoELayer
 from moe_lab.pruning.layer import Mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.ragged import RaggedExperts
+from moe_lab.pruning.widths import is_stock
 
-KERNEL_BYTES = 16
-"""transformers' grouped matrix products need rows of weights that are a multiple of so many bytes."""
 WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 """Names under which experts modules keep their own width."""
 
@@ -50,11 +49,6 @@ def narrow(layer: MoELayer, mask: Mask) -> None:
         _narrow_stock(layer, mask)
     else:
         setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer.experts, mask))
-
-
-def is_stock(widths: list[int], element_size: int) -> bool:
-    """Whether experts of these widths fit a family's own module: all the same, not 0, and of aligned rows."""
-    return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
 def _refusal(experts: Any) -> str | None:

@@ -11,10 +11,10 @@ import errno
 import json
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 from moe_lab.errors import UserError
@@ -23,22 +23,27 @@ from moe_lab.models.files import fingerprint
 from moe_lab.pruning.card import Cost, model_card
 from moe_lab.pruning.export_config import Description, check_routing, describe_export, text_part
 from moe_lab.pruning.export_form import make_form
-from moe_lab.pruning.export_parts import Constant, Part, Piece, Span
+from moe_lab.pruning.export_parts import Piece
+from moe_lab.pruning.export_write import UNFINISHED, write_weights
 from moe_lab.pruning.layout import expert_type, pieces
 from moe_lab.pruning.plan import Plan
 
-ALIGNMENT = 64
-"""Bytes. Matrix products of mapped files can differ in the last bit if weights begin in the middle of a cache line."""
-BUFFER = 8 << 20
-"""Bytes in memory while copying, where the kernel cannot copy by itself."""
-NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 CARD = "README.md"
+ORIGIN = ".origin.json"
+"""In the folder of an unfinished export: what it is an export of."""
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 """Suffixes of weight files; those of the pruned model are written instead."""
 
 
-def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
+def export(
+    source: str | os.PathLike[str],
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    shape: str = "natural",
+    partial: str | os.PathLike[str] | None = None,
+) -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns it.
 
     `shape` is one of `SHAPES`. natural writes what the plan keeps and nothing else: a stock checkpoint where all layers
@@ -49,9 +54,10 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
 
     The result has the shards and the config.json of the original (edited where it must be), its tokenizer and other
     files, plan.json and a model card with the plan's provenance, and what the shape costs. `out` appears at the end,
-    whole. Whole experts are copied as byte ranges; where channels go, one tensor at a time is in memory. UserError when
-    the plan does not fit, when the shape cannot express it, or when the checkpoint is damaged, has an unknown tensor in
-    a MoE block, or the disk is too full.
+    whole. Whole experts are copied as byte ranges; where channels go, one tensor at a time is in memory. An export that
+    was killed goes on from the whole files it left in `partial`, a folder on the disk of `out` that nobody else uses;
+    without one it starts again. UserError when the plan does not fit, when the shape cannot express it, or when the
+    checkpoint is damaged, has an unknown tensor in a MoE block, or the disk is too full: then nothing is left behind.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -65,20 +71,36 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     description = describe_export(config, plan, form, shape)
     content = pieces(checkpoint, plan, form, int(text_part(config).get("num_hidden_layers", 1 << 30)))
     target.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(folder, target.parent, content)
-    partial = target.with_name(f".{target.name}.{uuid4().hex[:8]}")
-    partial.mkdir()
-    try:
-        _write_weights(checkpoint, content, partial)
-        _write_others(folder, description, plan, _cost(shape, description.kind, checkpoint, content), partial)
-        partial.replace(target)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise UserError(f"export: no room left on the disk of {target.parent}, nothing was written") from None
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    work = target.with_name(f".{target.name}.{uuid4().hex[:8]}") if partial is None else Path(partial)
+    with _unfinished(work, folder, {"plan": plan.digest, "shape": shape}, keep=partial is not None):
+        _check_room(folder, work, content)
+        write_weights(checkpoint, content, work)
+        _write_index(checkpoint, content, work)
+        _write_others(folder, description, plan, _cost(shape, description.kind, checkpoint, content), work)
+        (work / ORIGIN).unlink()
+        work.replace(target)
     return target
+
+
+@contextmanager
+def _unfinished(work: Path, source: Path, what: dict[str, str], *, keep: bool) -> Iterator[None]:
+    """The folder `work`, with the whole files that an earlier export of the same left there. It goes when anything
+    fails; with `keep`, not when the process is told to stop. UserError for a disk that fills up."""
+    origin = json.dumps({"source": fingerprint(source), **what} if keep else what)
+    if not (work / ORIGIN).exists() or (work / ORIGIN).read_text() != origin:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / ORIGIN).write_text(origin)
+    for begun in work.glob(f"*{UNFINISHED}"):
+        begun.unlink()
+    try:
+        yield
+    except BaseException as error:
+        if not (keep and isinstance(error, (KeyboardInterrupt, SystemExit))):
+            shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise UserError(f"export: no room left on the disk of {work.parent}, nothing was written") from None
+        raise
 
 
 def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]) -> Cost:
@@ -92,82 +114,12 @@ def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, S
     )
 
 
-def _write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
-    index: dict[str, str] = {}
-    for shard, tensors in content.items():
-        if tensors:
-            with (folder / shard).open("wb") as target:
-                target.write(_header(tensors, checkpoint.metadata[shard]))
-                for part in _merged(tensors):
-                    _write(part, checkpoint.folder, target)
-            index.update({piece.name: shard for piece in tensors})
+def _write_index(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
+    """The index, if the original has one."""
     if (checkpoint.folder / INDEX).exists():
+        index = {piece.name: shard for shard, tensors in content.items() for piece in tensors}
         total = sum(piece.size for tensors in content.values() for piece in tensors)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
-
-
-def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
-    fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    position = 0
-    for piece in tensors:
-        end = position + piece.size
-        fields[piece.name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
-    """All parts of a file in order, neighbouring byte ranges as one."""
-    last: Span | None = None
-    for part in (part for piece in tensors for part in piece.parts):
-        if last and isinstance(part, Span) and (part.shard, part.start) == (last.shard, last.start + last.size):
-            last = Span(last.shard, last.start, last.size + part.size)
-            continue
-        if last:
-            yield last
-        last = part if isinstance(part, Span) else None
-        if last is None:
-            yield part
-    if last:
-        yield last
-
-
-def _write(part: Part, folder: Path, target: BinaryIO) -> None:
-    """Append one part to `target`."""
-    if isinstance(part, Span):
-        with (folder / part.shard).open("rb") as source:
-            _copy(source, target, part.start, part.size)
-    elif isinstance(part, Constant):
-        target.write(part.read())
-    else:
-        target.write(part.read(folder))
-
-
-def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes from `start` to `target`: inside the kernel where it can, through a buffer elsewhere."""
-    target.flush()
-    end = start + size
-    while start < end and hasattr(os, "copy_file_range"):
-        try:
-            copied = os.copy_file_range(source.fileno(), target.fileno(), min(end - start, 1 << 30), start)
-        except OSError as error:
-            if error.errno not in NO_KERNEL_COPY:
-                raise
-            break
-        if copied == 0:
-            break
-        start += copied
-    source.seek(start)
-    target.seek(0, os.SEEK_END)
-    while start < end:
-        part = source.read(min(end - start, BUFFER))
-        if not part:
-            raise UserError(f"{source.name} became shorter while it was copied: {end - start} bytes are missing")
-        target.write(part)
-        start += len(part)
-    target.flush()
 
 
 def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost, target: Path) -> None:
@@ -196,12 +148,12 @@ def _others(folder: Path) -> list[Path]:
     ]
 
 
-def _check_room(folder: Path, parent: Path, content: Mapping[str, Sequence[Piece]]) -> None:
-    needed = sum(piece.size for tensors in content.values() for piece in tensors)
+def _check_room(folder: Path, work: Path, content: Mapping[str, Sequence[Piece]]) -> None:
+    needed = sum(piece.size for shard, tensors in content.items() if not (work / shard).exists() for piece in tensors)
     needed += sum(file.stat().st_size for file in _others(folder))
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(work).free
     if needed > free:
-        raise UserError(f"export: {needed / 1e9:.2f} GB are needed in {parent}, {free / 1e9:.2f} GB are free")
+        raise UserError(f"export: {needed / 1e9:.2f} GB are needed in {work.parent}, {free / 1e9:.2f} GB are free")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

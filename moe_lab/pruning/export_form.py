@@ -1,4 +1,4 @@
-"""Which shape an exported checkpoint gets: what every MoE layer holds. No torch for plans of whole experts.
+"""Which shape an exported checkpoint gets: what every MoE layer holds. No torch.
 
 natural       what the plan keeps and nothing else
 masked        the shape of the original; what is dropped is zero and is never chosen
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from moe_lab.errors import UserError, unknown
 from moe_lab.pruning.layer import Mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.widths import KERNEL_BYTES, is_stock
 
 SHAPES = ("natural", "masked", "padded", "padded_stock")
 
@@ -89,11 +90,8 @@ def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
     kept = plan.experts[layer]
     if not plan.channels or min(plan.widths(layer)) == plan.channels[layer].shape[1]:
         return LayerForm(kept, frozenset(), None, ())
-    # imported where channels are cut: whole experts need no torch
-    from moe_lab.pruning.channels import is_stock
-
     widths = plan.widths(layer)
-    ragged = not is_stock(list(widths), element_size)
+    ragged = not is_stock(widths, element_size)
     return LayerForm(kept, frozenset(), plan.channels[layer], widths, ragged=ragged)
 
 
@@ -108,8 +106,6 @@ def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:
 def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
     if not plan.channels:
         return _natural(plan, layer, element_size)
-    from moe_lab.pruning.channels import KERNEL_BYTES
-
     mask, kept = plan.channels[layer], plan.experts[layer]
     step = max(1, KERNEL_BYTES // element_size)
     width = min(mask.shape[1], max(step, -(-max(plan.widths(layer)) // step) * step))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning import export as exporting
+from moe_lab.pruning import export_write
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -126,7 +127,7 @@ def test_kernel_copy_and_buffered_copy_give_the_same_files(tmp_path: Path, monke
         raise OSError(errno.EXDEV, "other disk")
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
-    monkeypatch.setattr(exporting, "BUFFER", 1000)
+    monkeypatch.setattr(export_write, "BUFFER", 1000)
     second = export(tmp_path / "model", plan, tmp_path / "second")
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes()
@@ -234,35 +235,83 @@ def test_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
-def test_neither_torch_nor_memory_is_needed(tmp_path: Path) -> None:
-    """64 MB are written by a process that may not use more than 50 MB."""
+@pytest.mark.parametrize("shape", ["natural", "masked"])
+def test_the_step_needs_neither_torch_nor_memory(shape: str, tmp_path: Path) -> None:
+    """An export step in a process of its own, whose peak is far below the 128 MB it reads, and the 64 MB it writes."""
     count, rows = 16, 1 << 20
-    header = {"model.layers.0.mlp.gate.weight": {"dtype": "F32", "shape": [count, 8], "data_offsets": [0, 512]}}
-    for expert in range(count):
-        start = 512 + expert * rows * 8
-        header[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] = {
-            "dtype": "F32",
-            "shape": [rows, 2],
-            "data_offsets": [start, start + rows * 8],
-        }
+    header: dict[str, Any] = {}
+    tensors = [("gate.weight", [count, 8]), ("gate.e_score_correction_bias", [count])]
+    tensors += [(f"experts.{expert}.up_proj.weight", [rows, 2]) for expert in range(count)]
+    position = 0
+    for name, sides in tensors:
+        end = position + 4 * math.prod(sides)
+        header[f"model.layers.0.mlp.{name}"] = {"dtype": "F32", "shape": sides, "data_offsets": [position, end]}
+        position = end
     text = json.dumps(header).encode()
     (tmp_path / "model").mkdir()
     with (tmp_path / "model" / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + 512 + count * rows * 8)
+        file.truncate(8 + len(text) + position)
     settings = {"model_type": "olmoe", "num_experts": count, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "plan").mkdir()
+    Plan({0: tuple(range(0, count, 2))}, {0: count}).save(tmp_path / "plan" / "plan.json")
+    (tmp_path / "scratch").mkdir()
+    job = {
+        "kind": "export",
+        "name": "export/m",
+        "settings": {"shape": {"export": shape}},
+        "runtime": {"model": {"name": "m", "path": str(tmp_path / "model")}},
+        "inputs": {"plan": str(tmp_path / "plan")},
+        "scratch": str(tmp_path / "scratch"),
+        "partial": str(tmp_path / "partial"),
+    }
     code = f"""
 import sys
-from moe_lab.pruning.export import export
-from moe_lab.pruning.plan import Plan
-export({str(tmp_path / "model")!r}, Plan({{0: tuple(range(0, {count}, 2))}}, {{0: {count}}}), {str(tmp_path / "out")!r})
-assert "torch" not in sys.modules
+from moe_lab.study.job import Job
+from moe_lab.study.kinds import perform
+perform(Job(**{job!r}))
+assert not {{"torch", "transformers"}} & set(sys.modules)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 50_000  # kB
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 64_000_000
+    assert int(done.stdout) < 60_000  # kB
+    written = (tmp_path / "scratch" / "checkpoint" / "model.safetensors").stat().st_size
+    assert written > (128_000_000 if shape == "masked" else 64_000_000)
+    assert not any((tmp_path / "partial").iterdir())
+
+
+def test_an_export_that_was_killed_goes_on_from_its_whole_files(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model", shard="60KB")
+    plan, other = tiny.plan(model, 0.5), tiny.plan(model, 0.5, seed=1)
+    plan.save(tmp_path / "plan.json")
+    code = f"""
+import os
+from moe_lab.pruning import export_write
+from moe_lab.pruning.export import export
+from moe_lab.pruning.plan import Plan
+copy, files = export_write._copy, set()
+def some(source, target, start, size):
+    files.add(target.name)
+    copy(source, target, start, size if len(files) < 3 else size // 2)
+    if len(files) == 3:
+        os._exit(9)
+export_write._copy = some
+export({str(tmp_path / "model")!r}, Plan.load({str(tmp_path / "plan.json")!r}), {str(tmp_path / "out")!r},
+       partial={str(tmp_path / "partial")!r})
+"""
+    for chosen in (plan, other):  # another plan's files are no use
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+        left = sorted(file.name for file in (tmp_path / "partial").glob("*.safetensors"))
+        assert len(left) == 2 and len(list((tmp_path / "partial").glob("*.unfinished"))) == 1
+        times = [(tmp_path / "partial" / name).stat().st_mtime_ns for name in left]
+        out = export(tmp_path / "model", chosen, tmp_path / chosen.digest, partial=tmp_path / "partial")
+        fresh = export(tmp_path / "model", chosen, tmp_path / "fresh" / chosen.digest)
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == {
+            file.name: file.read_bytes() for file in fresh.iterdir()
+        }
+        assert (times == [(out / name).stat().st_mtime_ns for name in left]) == (chosen is plan)
+        assert not (tmp_path / "partial").exists() and not (tmp_path / "out").exists()
 
 
 def test_router_rows_and_experts_move_together(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def export(job: Job) -> None:
 
     settings = ModelConfig(**job.runtime["model"])
     source, plan, asked = local_folder(settings), _plan(job), job.settings["shape"]
-    checkpoint = write(source, plan, job.output("checkpoint"), shape=asked["export"])
+    partial = Path(job.partial, "checkpoint")
+    checkpoint = write(source, plan, job.output("checkpoint"), shape=asked["export"], partial=partial)
     if asked.get("verify"):
         from moe_lab.pruning.verify import verify
 

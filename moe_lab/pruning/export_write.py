@@ -1,0 +1,105 @@
+"""Write the weight files of an exported checkpoint, each beside its name first and then renamed. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import Checkpoint
+from moe_lab.pruning.export_parts import Constant, Part, Piece, Span
+
+ALIGNMENT = 64
+"""Bytes. Matrix products of mapped files can differ in the last bit if weights begin in the middle of a cache line."""
+BUFFER = 8 << 20
+"""Bytes in memory while copying, where the kernel cannot copy by itself."""
+NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+UNFINISHED = ".unfinished"
+"""What ends the name of a file that is being written."""
+
+
+def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
+    """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`.
+
+    Files that stand there under their own names are whole and stay as they are. Spans are copied by the kernel where it
+    can; of tensors that are cut one is in memory at a time. UserError when a file of `checkpoint` becomes shorter.
+    """
+    for shard, tensors in content.items():
+        if tensors and not (folder / shard).exists():
+            unfinished = folder / f"{shard}{UNFINISHED}"
+            with unfinished.open("wb") as target:
+                target.write(_header(tensors, checkpoint.metadata[shard]))
+                for part in _merged(tensors):
+                    _write(part, checkpoint.folder, target)
+                target.flush()
+                os.fsync(target.fileno())  # a name is given to nothing that a crash could take back
+            unfinished.rename(folder / shard)
+
+
+def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for piece in tensors:
+        end = position + piece.size
+        fields[piece.name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
+    """All parts of a file in order, neighbouring byte ranges as one."""
+    last: Span | None = None
+    for part in (part for piece in tensors for part in piece.parts):
+        if last and isinstance(part, Span) and (part.shard, part.start) == (last.shard, last.start + last.size):
+            last = Span(last.shard, last.start, last.size + part.size)
+            continue
+        if last:
+            yield last
+        last = part if isinstance(part, Span) else None
+        if last is None:
+            yield part
+    if last:
+        yield last
+
+
+def _write(part: Part, folder: Path, target: BinaryIO) -> None:
+    """Append one part to `target`."""
+    if isinstance(part, Span):
+        with (folder / part.shard).open("rb") as source:
+            _copy(source, target, part.start, part.size)
+    elif isinstance(part, Constant):
+        target.write(part.read())
+    else:
+        target.write(part.read(folder))
+
+
+def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
+    """Append `size` bytes from `start` to `target`: inside the kernel where it can, through a buffer elsewhere."""
+    target.flush()
+    end = start + size
+    while start < end and hasattr(os, "copy_file_range"):
+        try:
+            copied = os.copy_file_range(source.fileno(), target.fileno(), min(end - start, 1 << 30), start)
+        except OSError as error:
+            if error.errno not in NO_KERNEL_COPY:
+                raise
+            break
+        if copied == 0:
+            break
+        start += copied
+    source.seek(start)
+    target.seek(0, os.SEEK_END)
+    while start < end:
+        part = source.read(min(end - start, BUFFER))
+        if not part:
+            raise UserError(f"{source.name} became shorter while it was copied: {end - start} bytes are missing")
+        target.write(part)
+        start += len(part)
+    target.flush()
