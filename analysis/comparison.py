@@ -73,6 +73,16 @@ class Comparison:
 
     def score(self, target: Target) -> pd.Series:
         """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
+        if target not in self._scores:
+            self._scores[target] = self._score(target)
+        return self._scores[target]
+
+    @cached_property
+    def _scores(self) -> dict[Target, pd.Series]:
+        """Scores that were asked for already: they are looked up cell by cell."""
+        return {}
+
+    def _score(self, target: Target) -> pd.Series:
         if not target:
             return pd.Series(np.nan, self.cells.index)
         columns = [self.columns[name] if name in self.parts else self.benchmarks[name] for name in target]

@@ -130,7 +130,7 @@ def html(table: Table) -> str:
     """A table element with sort keys, intervals under the numbers and the best marked; the page styles it."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks, cells = best(table).to_numpy(), text(table).to_numpy()
-    fresh = _block_starts(table)
+    fresh, ends = _block_starts(table), _ends(table)
     rows = []
     for number, record in enumerate(records(table.frame)):
         classes = " ".join(
@@ -139,7 +139,9 @@ def html(table: Table) -> str:
             if holds
         )
         body = "".join(
-            _cell(table, number, str(column), record[str(column)], str(cells[number, at]), bool(marks[number, at]))
+            _cell(table, str(column), record[str(column)], str(cells[number, at]), bool(marks[number, at]))
+            + (_interval(table, str(column), *ends[str(column)][number]) if str(column) in ends else "")
+            + "</td>"
             for at, column in enumerate(table.frame)
         )
         rows.append(f'<tr class="{classes}">{body}</tr>' if classes else f"<tr>{body}</tr>")
@@ -151,25 +153,32 @@ def _head(table: Table, column: str) -> str:
     return f"<th scope=col class={kind} aria-sort=none><button type=button>{escape(column)}</button></th>"
 
 
-def _cell(table: Table, row: int, column: str, value: object, printed: str, strong: bool) -> str:
+def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
+    """A cell of the table, still open."""
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
-        return f"<td{kind}>{inner}</td>"
+        return f"<td{kind}>{inner}"
     if printed == GAP:
-        return '<td class=number data-key="">' + GAP + "</td>"
+        return '<td class=number data-key="">' + GAP
     number, form = float(str(value)), table.formats[column]
     bar = f' style="--v:{number:.3f}"' if form == SCORE and column in table.best and 0 <= number <= 1 else ""
-    return f'<td class=number data-key="{number:.9g}"{bar}>{inner}{_interval(table, row, column, form)}</td>'
+    return f'<td class=number data-key="{number:.9g}"{bar}>{inner}'
 
 
-def _interval(table: Table, row: int, column: str, form: str) -> str:
-    if table.low is None or table.high is None or column not in table.low:
+def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
+    """Column -> the ends of its intervals, row by row."""
+    if table.low is None or table.high is None:
+        return {}
+    columns = [column for column in table.low if column in table.frame]
+    low, high = (ends[columns].astype(float).to_numpy().T.tolist() for ends in (table.low, table.high))
+    return {str(column): list(zip(*pair, strict=True)) for column, *pair in zip(columns, low, high, strict=True)}
+
+
+def _interval(table: Table, column: str, low: float, high: float) -> str:
+    if math.isnan(low) or math.isnan(high):
         return ""
-    low, high = table.low[column].iloc[row], table.high[column].iloc[row]
-    if pd.isna(low) or pd.isna(high):
-        return ""
-    short = "{:.2f}" if form == SCORE else "{:.1f}"
+    short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
     return f"<small>{minus(short.format(low))} to {minus(short.format(high))}</small>"
 
 

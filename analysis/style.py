@@ -99,6 +99,8 @@ def look() -> Iterator[None]:
         "ytick.color": MUTED,
         "xtick.labelcolor": INK,
         "ytick.labelcolor": INK,
+        "xtick.bottom": False,
+        "ytick.left": False,
         "xtick.major.size": 0,
         "ytick.major.size": 0,
         "grid.color": RULE,

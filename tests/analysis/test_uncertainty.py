@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, permutation_test
 from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
+from statsmodels.stats.multitest import multipletests
 
 from analysis import uncertainty
 
@@ -56,6 +57,9 @@ def test_holm_on_a_worked_example() -> None:
     assert found[[0, 1, 3, 4]] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert np.isnan(found[2])
     assert np.isnan(uncertainty.holm(np.array([np.nan]))).all()
+    drawn = np.random.default_rng(0).uniform(0, 0.3, (20, 9)).round(2)  # with ties
+    for row in drawn:
+        assert uncertainty.holm(row) == pytest.approx(multipletests(row, method="holm")[1])
 
 
 def test_bootstrap_has_the_standard_error_of_a_stratified_mean() -> None:
