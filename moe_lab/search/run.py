@@ -81,9 +81,8 @@ def search(
         fingerprint=_fingerprint(fingerprint, scores, rows, chosen),
         progress=progress,
     )
-    plan = plans.plan(
-        outcome.best, {"allocation": dict(settings), "fitness": outcome.fitness, "search": text.name, "seed": seed}
-    )
+    found = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
+    plan = plans.plan(outcome.best, {"allocation": dict(settings), **found, "model_sha256": facts.get("sha256")})
     plan.save(out / "plan.json")
     _write_history(outcome, out / "history.parquet")
     report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)

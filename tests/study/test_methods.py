@@ -94,6 +94,26 @@ def test_a_plan_in_a_file_is_that_very_plan(store: Path) -> None:
     assert refused.returncode == 2 and "set ratio=0.25" in refused.stderr + refused.stdout
 
 
+def test_a_plan_is_for_the_model_it_was_found_with(store: Path, tmp_path: Path) -> None:
+    (searched,) = cells(store, "criterion=man", "ratio=0.25", *SHORT_SEARCH)
+    (chosen,) = cells(store, "criterion=random", "ratio=0.04", "allocation=reconstruction")
+    shipped = Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe"
+    (tmp_path / "model").mkdir()
+    for file in shipped.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-2, 2)
+        weights.write(b"\0\0")
+    for cell, ratio in ((searched, "0.25"), (chosen, "0.04")):
+        file = store / cell["plan"] / "plan.json"
+        facts = content(store, json.loads((file.parent / "step.json").read_text())["inputs"]["model"], "facts.json")
+        assert json.loads(file.read_text())["provenance"]["model_sha256"] == facts["sha256"]
+        words = ["criterion=random", f"ratio={ratio}", "allocation=list", f"allocation.path={file}"]
+        done = moe_lab(tmp_path / "store", *words, "model=local", f"model.path={tmp_path / 'model'}", "model.name=m")
+        assert done.returncode == 2 and "plan is for another model: it was made for" in done.stderr
+        assert not (tmp_path / "store").exists()
+
+
 def test_all_choices_are_tried_where_they_are_few(store: Path) -> None:
     (cell,) = cells(store, "criterion=random", "ratio=0.04", "allocation=reconstruction")
     plan = Plan.load(store / cell["plan"] / "plan.json")

@@ -154,7 +154,7 @@ def reconstruction(job: Job) -> None:
         **settings["parameters"],
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-    made = Plan(found.kept, counts, {"allocation": settings})
+    made = Plan(found.kept, counts, {"allocation": settings, "model_sha256": model.get("sha256")})
     made.check(**routers(model["layers"]))
     made.save(job.output("plan.json"))
     write_table(job.output("errors.parquet"), COLUMNS, found.errors)
