@@ -16,7 +16,7 @@ from moe_lab.config.pruning import (
     ModelConfig,
     RecoveryConfig,
 )
-from moe_lab.config.running import JobConfig, LauncherConfig, ResourcesConfig, TrackerConfig
+from moe_lab.config.running import JobConfig, LauncherConfig, ResourcesConfig, TimingConfig, TrackerConfig
 
 __all__ = [
     "GATES",
@@ -36,6 +36,7 @@ __all__ = [
     "RecoveryConfig",
     "ResourcesConfig",
     "SuiteConfig",
+    "TimingConfig",
     "TrackerConfig",
 ]
 
@@ -86,6 +87,11 @@ class Config:
     """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
     profile: bool = False
     """Also measure hidden states and routing of each pruned model layer by layer, on flops_text."""
+    timing: bool = False
+    """Also measure how fast each model reads and writes, and its memory, on the device it runs on, with prompts from
+    flops_text."""
+    timed: TimingConfig = field(default_factory=TimingConfig)
+    """The requests that are timed."""
     report: bool = True
     """Write tables, figures and the HTML report at the end."""
     dry_run: bool = False

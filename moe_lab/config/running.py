@@ -75,6 +75,24 @@ class ResourcesConfig:
 
 
 @dataclass
+class TimingConfig:
+    """What timing=true measures: requests of so many prompts at once, each so long."""
+
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
+    """Prompts of a request."""
+    prompt_lengths: list[int] = field(default_factory=lambda: [128])
+    """Tokens of each prompt."""
+    new_tokens: int = 32
+    """Tokens that are written after the first one, for each prompt."""
+    repeats: int = 7
+    """Requests that are timed; medians and quartiles are over them."""
+    warmup: int = 2
+    """Requests before; the first one tells the memory."""
+    device: str | None = None
+    """GPU or processor the numbers are of, by name, such as `NVIDIA H100 80GB HBM3`; null is that of this machine."""
+
+
+@dataclass
 class TrackerConfig:
     """Who else is told about results; the store always is."""
 

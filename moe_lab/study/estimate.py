@@ -180,6 +180,17 @@ def _evaluate(step: Step, size: Size, speed: Speed) -> float:
     return _reading(sequences * PROMPT, size, speed) + written
 
 
+def _timing(step: Step, size: Size, speed: Speed) -> float:
+    """Prompts are read and answers written, for every batch size with every length."""
+    asked = step.parts["timing"].settings
+    read = sum(
+        _reading(count * length, size, speed) for count in asked["batch_sizes"] for length in asked["prompt_lengths"]
+    )
+    settings = len(asked["batch_sizes"]) * len(asked["prompt_lengths"])
+    written = settings * asked["new_tokens"] * _token(size, speed)
+    return float((asked["warmup"] + asked["repeats"]) * (read + written))
+
+
 def items(benchmark: Mapping[str, Any]) -> int:
     """How many items of a benchmark are asked, about."""
     return min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
@@ -197,6 +208,7 @@ WORK: Mapping[str, Work] = {
     "convergence": _passes(1.1),
     "cost": _passes(1),
     "profile": _passes(1.1),
+    "timing": _timing,
     "evaluate": _evaluate,
     "generate": _evaluate,
 }
@@ -211,7 +223,7 @@ KINDS = (*WORK, *STREAMED, "grade", "model", "scores", "family", "plan")
 
 def _memory(step: Step, size: Size) -> float:
     """Weights; a second model where weights are changed; and what the tokens of a batch leave behind."""
-    changed = step.kind == "finetune" or "finetune" in step.inputs or "storage" in step.parts
+    changed = step.kind in ("finetune", "timing") or "finetune" in step.inputs or "storage" in step.parts
     weights = ROOM * size.bytes * (2 if changed else 1)
     logits = min(LOGITS, 4 * size.parameters / size.hidden)  # a vocabulary has no more words than parameters allow
     if step.kind in ("evaluate", "generate"):

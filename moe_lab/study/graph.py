@@ -36,6 +36,7 @@ class CellSteps:
     export: Step | None
     cost: Step
     profile: Step | None
+    timing: Step | None
     evaluate: Mapping[str, Step]
 
 
@@ -68,7 +69,7 @@ class Graph:
         yield from self.convergences.values()
         for cell in self.cells:
             yield cell.model
-            yield from (step for step in (cell.scores, cell.plan, cell.export, cell.profile) if step)
+            yield from (step for step in (cell.scores, cell.plan, cell.export, cell.profile, cell.timing) if step)
             yield cell.cost
             yield from cell.evaluate.values()
 
@@ -88,6 +89,7 @@ def _steps(maker: Maker, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) -> C
         export=model.export() if plan and maker.config.export else None,
         cost=model.cost(),
         profile=model.profile() if maker.config.profile else None,
+        timing=model.timing() if maker.config.timing else None,
         evaluate={benchmark.name: model.evaluate(benchmark) for benchmark in benchmarks},
     )
 

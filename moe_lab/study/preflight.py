@@ -63,6 +63,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(recoveries.check, cell.recovery))
     yield from _check_backend(config, cells, benchmarks)
     yield from _check_top_k(config, cells)
+    yield from _check_timing(config)
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:
@@ -93,12 +94,27 @@ def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[B
 def _check_top_k(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     """Another number of experts a token must be there, and is set once a model is loaded: its files do not have it."""
     for cell in (cell for cell in _each(cells, "model") if cell.model.top_k is not None):
-        top_k, shape = cell.model.top_k, files.expert_shape(cell.model)
+        top_k, shape = cell.model.top_k or 0, files.expert_shape(cell.model)
         if shape and not 1 <= top_k <= shape["n_experts"]:
             yield f"model.top_k={top_k}: {cell.model.path} has {shape['n_experts']} experts in a layer to choose from"
         asked = {"backend=server": config.backend.name == "server", f"export={config.export}": config.export}
         for what in (name for name, wanted in asked.items() if wanted):
             yield f"{what} gives a checkpoint that routes as it was trained, not by model.top_k={top_k}: expected null"
+
+
+def _check_timing(config: Config) -> Iterator[str]:
+    """What is timed runs alone, and on a device whose name is known before."""
+    if not config.timing:
+        return
+    timed = config.timed
+    numbers = {**plain(timed), "batch_sizes": min(timed.batch_sizes, default=0)}
+    numbers["prompt_lengths"] = min(timed.prompt_lengths, default=0)
+    for name in (name for name, number in numbers.items() if name != "device" and number < 1):
+        yield f"timed.{name}={getattr(timed, name)}: expected whole numbers from 1 on"
+    if config.launcher.name == "local" and config.launcher.processes != 1:
+        yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
+    if config.launcher.name == "slurm" and timed.device is None:
+        yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
 
 
 def _check_words(config: Config) -> Iterator[str]:
@@ -165,6 +181,7 @@ def _check_plain_weights(config: Config, cells: Sequence[Cell]) -> Iterator[str]
             f"criterion={criterion.name}": criterion.needs_plain_weights,
             f"recovery={cell.recovery.name}": cell.recovery.name != "none",
             f"export={config.export}": config.export is not None,
+            "timing=true": config.timing,
         }
         for what in (name for name, wanted in wants.items() if wanted):
             yield (

@@ -9,8 +9,9 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig, RecoveryConfig
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.policy import LIMITED
-from moe_lab.grid import Cell
+from moe_lab.grid import Cell, plain
 from moe_lab.recovery import settings as recoveries
+from moe_lab.study.device import here
 from moe_lab.study.identity import Part, Step
 from moe_lab.study.maker import Maker
 
@@ -108,6 +109,19 @@ class Pruned:
     def profile(self) -> Step:
         """Hidden states and routing, layer by layer; what recovery changes is not in it."""
         return self._reading("profile", self.plan.label if self.plan else self.cell.model.name, {}, self._inputs())
+
+    def timing(self) -> Step:
+        """Seconds and memory of the model as it would be deployed, on one device, which is in its identity."""
+        model, config = self.cell.model, self.maker.config
+        text = self.maker.seeded(self.cell.texts["flops"], self.cell.seed)
+
+        def make() -> Part:
+            device = config.timed.device or here(model.device)
+            return Part({**plain(config.timed), "device": device, "threads": model.threads})
+
+        parts = {"timing": self.maker.once(("timing", model), make), "text": self.maker.text_part(text)}
+        runtime = self.maker.runtime(model=model, text=text)
+        return Step("timing", self.label, {**parts, **self.storage}, self._inputs(finetune=self.finetune), runtime)
 
     def _reading(self, kind: str, label: str, parts: Mapping[str, Part], inputs: Mapping[str, Step]) -> Step:
         """A pass over the text that FLOPs are counted on."""

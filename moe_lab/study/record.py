@@ -35,8 +35,8 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
-        steps = {**cell.evaluate, "cost": cell.cost, **({"profile": cell.profile} if cell.profile else {})}
-        return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step.id in failed}
+        steps = {**cell.evaluate, "cost": cell.cost, "profile": cell.profile, "timing": cell.timing}
+        return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step and step.id in failed}
 
     cells = [
         {
@@ -49,6 +49,7 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
             "export": place(cell.export),
             "cost": place(cell.cost),
             "profile": place(cell.profile),
+            "timing": place(cell.timing),
             "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
             "errors": errors(cell),
         }

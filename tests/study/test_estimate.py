@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig, TimingConfig
 from moe_lab.grid import plain
 from moe_lab.study.estimate import KINDS, PREFIX_REUSE, STREAMED, WORK, Estimate, estimate, gpus, hours, memory
 from moe_lab.study.identity import Part, Step
@@ -36,7 +36,8 @@ def step(kind: str, about: dict[str, Any] | None = None, **runtime: Any) -> Step
     """A step of any kind; what its kind needs and is not given is the ordinary."""
     rest = {"text": plain(TEXT), "recovery": plain(RecoveryConfig()), "benchmark": plain(BENCHMARK)}
     asked = Part({"parameters": runtime.pop("parameters", {})})
-    return Step(kind, "s", {"allocation": asked}, {}, {"model": about or model(), **rest, **runtime})
+    timed = Part(plain(TimingConfig()))
+    return Step(kind, "s", {"allocation": asked, "timing": timed}, {}, {"model": about or model(), **rest, **runtime})
 
 
 def known(one: Step) -> Estimate:

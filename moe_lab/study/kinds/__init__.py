@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from moe_lab.study.job import Job
-from moe_lab.study.kinds import choosing, measuring, pruned
+from moe_lab.study.kinds import choosing, measuring, pruned, timing
 from moe_lab.study.provenance import provenance
 from moe_lab.study.store import write_json
 
@@ -37,6 +37,7 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
         pruned.grade,
         pruned.cost,
         pruned.profile,
+        timing.timing,
         pruned.export,
     )
 }

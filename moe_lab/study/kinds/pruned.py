@@ -13,15 +13,8 @@ from typing import Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.shared import facts, model_and_tokenizer, rows, write_table
+from moe_lab.study.kinds.shared import facts, model_and_tokenizer, plan_of, rows, write_table
 from moe_lab.study.store import write_json
-
-
-def _plan(job: Job) -> Any:
-    """The job's plan; None for the unpruned model."""
-    from moe_lab.pruning.plan import Plan
-
-    return Plan.load(job.input("plan", "plan.json")) if "plan" in job.inputs else None
 
 
 @lru_cache(maxsize=1)
@@ -40,7 +33,7 @@ def _subject(job: Job) -> Iterator[Any]:
     from moe_lab.pruning.mask import mask
 
     network, tokenizer = model_and_tokenizer(job)
-    plan, storage = _plan(job), job.settings.get("storage", {"bits": 16, "modules": []})
+    plan, storage = plan_of(job), job.settings.get("storage", {"bits": 16, "modules": []})
     tuned = Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
     if storage["bits"] == 4 or tuned:
         yield _recovered(network, plan, storage["bits"], tuple(storage["modules"]), tuned), tokenizer
@@ -59,7 +52,7 @@ def finetune(job: Job) -> None:
     train(
         network,
         tokenizer,
-        _plan(job),
+        plan_of(job),
         RecoveryConfig(**job.runtime["recovery"]),
         CalibrationConfig(**job.runtime["text"]),
         out=Path(job.scratch),
@@ -149,7 +142,7 @@ def cost(job: Job) -> None:
     network, tokenizer = model_and_tokenizer(job)
     before = json.loads(job.input("unpruned", "cost.json").read_text()) if "unpruned" in job.inputs else None
     storage = job.settings.get("storage", {})
-    found = count(network, _plan(job), rows(job, tokenizer, "text"), facts=facts(job), unpruned=before, **storage)
+    found = count(network, plan_of(job), rows(job, tokenizer, "text"), facts=facts(job), unpruned=before, **storage)
     write_json(job.output("cost.json"), found)
 
 
@@ -159,7 +152,7 @@ def profile(job: Job) -> None:
     from moe_lab.pruning.profile import profile as look
 
     network, tokenizer = model_and_tokenizer(job)
-    found = look(network, _plan(job), rows(job, tokenizer, "text"))
+    found = look(network, plan_of(job), rows(job, tokenizer, "text"))
     write_table(job.output("profile.parquet"), COLUMNS, found)
 
 
@@ -169,7 +162,7 @@ def export(job: Job) -> None:
     from moe_lab.pruning.export import export as write
 
     settings = ModelConfig(**job.runtime["model"])
-    source, plan, asked = local_folder(settings), _plan(job), job.settings["shape"]
+    source, plan, asked = local_folder(settings), plan_of(job), job.settings["shape"]
     partial = Path(job.partial, "checkpoint")
     checkpoint = write(source, plan, job.output("checkpoint"), shape=asked["export"], partial=partial)
     if asked.get("verify"):

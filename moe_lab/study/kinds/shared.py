@@ -41,6 +41,13 @@ def streamed_model(job: Job, role: str = "calibration") -> tuple[Any, Any, float
     return *open_streamed(ModelConfig(**job.runtime["model"])), job.runtime[role]["activation_budget"] * 2**30
 
 
+def plan_of(job: Job) -> Any:
+    """The job's plan; None for the unpruned model."""
+    from moe_lab.pruning.plan import Plan
+
+    return Plan.load(job.input("plan", "plan.json")) if "plan" in job.inputs else None
+
+
 def rows(job: Job, tokenizer: Any, role: str = "calibration") -> Any:
     """Batches (ids, valid) of the job's text, whose report is written down."""
     from moe_lab.calibration.batches import batches

@@ -1,0 +1,18 @@
+"""What models would run on in this process's workers; no torch here, which takes seconds to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from moe_lab.errors import UserError
+
+
+def here(device: str) -> str:
+    """The name of what `model.device` stands for on this machine. UserError when it is not there."""
+    words = [sys.executable, "-m", "moe_lab.models.device", device]
+    asked = subprocess.run(words, capture_output=True, text=True)
+    if asked.returncode:
+        reason = asked.stderr.strip().splitlines()[-1].partition(": ")[2]
+        raise UserError(f"timing=true: {reason}")
+    return asked.stdout.strip()

@@ -1,0 +1,111 @@
+"""What is timed is what generating does, under the conditions that were asked for, on the device that is named."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import tiny
+import torch
+
+from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, TimingConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation.timing import COLUMNS, measure
+from moe_lab.models.device import device_name
+from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
+from moe_lab.study.job import Job
+from moe_lab.study.kinds.timing import timing
+from moe_lab.study.maker import Maker
+from moe_lab.study.preflight import _check_timing
+from moe_lab.study.pruned import Pruned
+
+ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2, warmup=1)
+
+
+def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("olmoe")
+    read: list[torch.Tensor] = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **given: (read.append(given["input_ids"]), forward(**given))[1])
+    text = tiny.tokens(rows=1)[0]
+    rows = pd.DataFrame(measure(model, text, ASKED), columns=list(COLUMNS))
+    assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [2] * 4
+    assert (rows["new_tokens"] == 5).all() and (rows[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
+    requests = [read[at : at + 6] for at in range(0, len(read), 6)]
+    assert [tuple(request[0].shape) for request in requests] == [
+        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(3)
+    ]
+    assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
+    monkeypatch.undo()
+    expected = model.generate(requests[-1][0], max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert torch.equal(torch.cat(requests[-1], dim=1), expected)
+
+
+class Slow:
+    """Stands in for a model: takes seconds and bytes that are known."""
+
+    device = torch.device("cpu")
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=40))
+
+    def __call__(self, **given: Any) -> Any:
+        reads = given["input_ids"].shape[1] > 1
+        time.sleep(0.2 if reads else 0.004)
+        self.held = torch.ones(8 << 20 if reads else 1)
+        return SimpleNamespace(logits=torch.zeros(1, 1, 3), past_key_values=None)
+
+
+def test_seconds_and_bytes_are_those_of_the_model() -> None:
+    (row,) = measure(Slow(), torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4], repeats=1))
+    found = dict(zip(COLUMNS, row, strict=True))
+    assert 0.02 <= found["decode_seconds"] < 0.2 <= found["prefill_seconds"]
+    assert math.isnan(found["working_bytes"]) or found["working_bytes"] == pytest.approx(4 * (8 << 20), rel=0.1)
+    with pytest.raises(UserError, match=r"timed\.prompt_lengths=40 with timed.new_tokens=5 makes 46 tokens: the model"):
+        measure(Slow(), torch.arange(9), replace(ASKED, prompt_lengths=[40]))
+
+
+TEXT = CalibrationConfig(name="text", path="pocket:calibration/general.jsonl", tokens=512, length=128, seed=1)
+MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
+
+
+def cell() -> Cell:
+    return Cell(MODEL, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, {"flops": TEXT})
+
+
+def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:
+    here = device_name("cpu")
+    steps = {
+        name: Pruned(Maker(Config(timing=True, timed=replace(ASKED, device=name))), cell(), None).timing()
+        for name in (here, "another")
+    }
+    assert steps[here].id != steps["another"].id
+
+    def job(name: str) -> Job:
+        settings = {role: dict(part.settings) for role, part in steps[name].parts.items()}
+        return Job("timing", "t", settings, dict(steps[name].runtime), {}, str(tmp_path), str(tmp_path))
+
+    with pytest.raises(Unavailable, match=f"timing is about another, and this machine has {here}"):
+        timing(job("another"))
+    timing(job(here))
+    about = json.loads((tmp_path / "timing.json").read_text())
+    assert about["device"] == here and about["threads"] == 1 and about["weight_bytes"] > 14e6
+    assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 8
+
+
+def test_what_cannot_be_timed_is_said_before() -> None:
+    config = Config(timing=True, timed=TimingConfig(prompt_lengths=[]), launcher=LauncherConfig(name="local"))
+    assert [sentence.partition(":")[0] for sentence in _check_timing(config)] == [
+        "timed.prompt_lengths=[]",
+        "timing=true beside other work would measure that too",
+    ]
+    slurm = Config(timing=True, launcher=LauncherConfig(name="slurm"))
+    assert [sentence.split(": ")[0] for sentence in _check_timing(slurm)] == [
+        "timing=true with launcher=slurm needs timed.device"
+    ]
+    assert asdict(TimingConfig())["device"] is None and not list(_check_timing(Config()))
