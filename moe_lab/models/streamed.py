@@ -5,7 +5,6 @@ Private names of transformers 5.23 are used in two places, `_fill` and `_compute
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
+from moe_lab.models.ahead import Ahead
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.decoder import output_of, run, stand_in
 from moe_lab.models.discover import moe_layers, routed_layers
@@ -99,8 +99,11 @@ class StreamedModel:
         """Where the decoder layers are in the model, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self._names = self._by_layer()
+        self._ahead = Ahead()
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         _compute_buffers(self.model, self.model, device)
+        self._ask(REST)
+        self.prefetch(0)
         self._fill(REST, self.model)
 
     def _by_layer(self) -> dict[int, list[str]]:
@@ -120,7 +123,6 @@ class StreamedModel:
         module: nn.Module = self.layers[number]
         _compute_buffers(self.model, module, self.device)
         self._fill(number, module)
-        check_finite(self.model)
         try:
             yield module
         finally:
@@ -154,18 +156,14 @@ class StreamedModel:
             return logits
 
     def prefetch(self, number: int) -> None:
-        """Ask the system to read a layer's bytes into its cache meanwhile; numbers beyond the last are ignored."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
-        for shard in {entry.shard for entry in entries}:
-            with (self.checkpoint.folder / shard).open("rb") as file:
-                for entry in entries:
-                    if entry.shard == shard:
-                        os.posix_fadvise(file.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
+        """Begin to read a layer's bytes from the disk; numbers beyond the last, or below the first, are ignored."""
+        if 0 <= number < len(self.layers):
+            self._ask(number)
 
     def _fill(self, number: int, module: nn.Module) -> None:
         """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
+        self._ask(number)
+        self._ahead.wait(number)  # converted from the system's cache, which leaves the disk to the next layer
         settings = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self.dtype,
@@ -184,6 +182,12 @@ class StreamedModel:
         for name, tensor in own.items():
             if tensor.is_meta and name.startswith(beginning) != (number == REST):
                 raise UserError(f"{self.checkpoint.folder}: weights are missing that config.json asks for: {name}")
+        check_finite(self.model, within=beginning if number != REST else "")
+
+    def _ask(self, number: int) -> None:
+        entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
+        folder = self.checkpoint.folder
+        self._ahead.ask(number, [(folder / entry.shard, entry.start, entry.size) for entry in entries])
 
     def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
         """Tensors of the checkpoint that are read when they are converted."""

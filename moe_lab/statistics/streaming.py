@@ -149,8 +149,9 @@ def _layer(
     """Read batches through a layer while it has its weights; those of the layer `then` are fetched meanwhile."""
     read = _Read(streamed, number, tap, batches)
     with ExitStack() as stack:
-        stack.enter_context(streamed.layer(number))
+        streamed.prefetch(number)
         streamed.prefetch(then)
+        stack.enter_context(streamed.layer(number))
         if read.observer is not None:
             stack.enter_context(read.observer)
         yield read
