@@ -57,6 +57,19 @@ MISTAKES = {
     "a model without its folder": (["model=local"], "model.path is not set"),
     "a text without its file": (["calibration=text"], "calibration.path is not set"),
     "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
+    "a search with one layer in memory": (
+        ["calibration.engine=streamed", "allocation=evolutionary"],
+        "allocation=evolutionary compares whole models, and calibration.engine=streamed has one decoder layer",
+    ),
+    "ablations with one layer in memory": (
+        [
+            "calibration.engine=streamed",
+            "criterion=channel_activation",
+            "allocation=coverage",
+            "+allocation.parameters.prior=loss",
+        ],
+        "allocation=coverage silences one expert after the other in the whole model",
+    ),
     "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
     "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
     "programs without permission": (["suite=pocket16"], "allow_code_execution"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from moe_lab import allocation, criteria, tracking
-from moe_lab.allocation import evolution
+from moe_lab.allocation import evolution, listed
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
@@ -15,12 +16,14 @@ from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import backend, suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
+from moe_lab.paths import resolve
 from moe_lab.pruning.export_form import SHAPES
+from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import settings as recoveries
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
 from moe_lab.study import resources
-from moe_lab.study.maker import reads_text
+from moe_lab.study.maker import evidence_of, reads_text
 
 NAME = re.compile(r"\w[\w.+-]*")
 """What a study may be called."""
@@ -69,6 +72,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         if role in ANSWERED:
             yield from said(partial(sources.check_answers, text))
     yield from _check_plain_weights(config, cells)
+    yield from _check_engines(cells)
     yield from _check_allocations(cells)
 
 
@@ -142,6 +146,19 @@ def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
         yield from said(partial(allocation.check, cell.allocation))
     for cell in {(id(c.model), id(c.criterion), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
         yield from said(partial(_try_ratio, cell))
+    for cell in {(id(c.model), c.allocation.path): c for c in cells if c.allocation.path}.values():
+        yield from said(partial(_check_origin, cell))
+
+
+def _check_origin(cell: Cell) -> None:
+    """UserError when allocation.path is the plan of another model, as far as the model is on this machine; the plan
+    step looks again."""
+    path, folder = str(cell.allocation.path), Path(resolve(cell.model.path)).expanduser()
+    if not folder.is_dir() or not listed.is_plan(listed.read(path)):
+        return
+    plan = Plan.load(path)
+    if plan.provenance.get("model_sha256"):
+        plan.check_origin(files.fingerprint(folder), cell.model.path)
 
 
 def _check_by(name: str) -> None:
@@ -187,6 +204,22 @@ def _check_plain_weights(config: Config, cells: Sequence[Cell]) -> Iterator[str]
             yield (
                 f"{what} needs plain weights, but model={cell.model.name} is stored as {method}: expected a checkpoint "
                 "in bfloat16 or float32"
+            )
+
+
+def _check_engines(cells: Sequence[Cell]) -> Iterator[str]:
+    """With one decoder layer in memory sums are gathered layer by layer; what runs the rest of the model anew for every
+    candidate needs all of it."""
+    for cell in cells:
+        if cell.calibration.engine != "streamed" or not _is_known(cell):
+            continue
+        asked = allocation.get(cell.allocation.name)
+        searches = asked.step == "search"
+        if searches or "ablation" in evidence_of(cell):
+            what = "compares whole models" if searches else "silences one expert after the other in the whole model"
+            yield (
+                f"allocation={asked.name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
+                "expected calibration.engine=resident, or an allocation from sums, such as uniform"
             )
 
 
