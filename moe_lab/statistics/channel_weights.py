@@ -28,14 +28,14 @@ DOWN_OF_ALL = re.compile(r"(?:down_proj|output_linear\.weight)$")
 
 
 def weigh_channels(
-    folder: Path | str, *, fingerprint: Mapping[str, Any], trust_remote_code: bool = False
+    folder: Path | str, *, fingerprint: Mapping[str, Any], trust_remote_code: bool = False, device: str = "cpu"
 ) -> Statistics:
     """channel_down_square, channel_down_abs, channel_up_square and, where experts have one, channel_gate_square.
 
     (E, I) each, per layer: sums over the weights that belong to channel c of a projection, so a column of down_proj
     and a row of gate_proj and up_proj. `folder` is a checkpoint in safetensors; one tensor is in memory at a time,
-    sums are fp32. `trust_remote_code` is needed only for experts that are fused on disk and computed by code beside the
-    checkpoint.
+    sums are fp32 and taken on `device`, cpu or cuda[:N]. `trust_remote_code` is needed only for experts that are fused
+    on disk and computed by code beside the checkpoint.
 
     UserError for a folder without experts, quantised experts, damaged or missing shards, projections of unknown names,
     and weights that are NaN or infinite (naming layer, expert and tensor).
@@ -44,13 +44,13 @@ def weigh_channels(
     layouts = _Layouts(folder, trust_remote_code)
     last = decoder_layers(folder)
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for layer, expert, name, weights in expert_weights(open_checkpoint(folder)):
+    for layer, expert, name, weights in expert_weights(open_checkpoint(folder), device):
         if layer >= last:
             continue
         for statistic, values in _sums(layouts, layer, name, wide(weights)):
             if not bool(torch.isfinite(values).all()):
                 raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
-            sums.setdefault(layer, {}).setdefault(statistic, {})[expert] = values.double()
+            sums.setdefault(layer, {}).setdefault(statistic, {})[expert] = values.double().cpu()
     return Statistics(_stacked(sums, folder), {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
 
 

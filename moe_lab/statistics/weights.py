@@ -9,33 +9,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
+from moe_lab.models.staging import read_tensors
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16
 """Weights that are summed in fp32 at once: they fit the cache, and sums of so few lose nothing that matters."""
-PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+PENDING = 256
+"""Tensors whose sums a device is left to work on before anybody waits for it."""
 
 DECODER = r"^(?!mtp\.)(?:\w+\.)*layers\.(\d+)\.(?:\w+\.)*"
 ONE_EXPERT = re.compile(DECODER + r"experts\.(\d+)\.\w+\.weight$")
-ALL_EXPERTS = re.compile(DECODER + r"(?:experts\.(?:gate_up_proj|up_proj|down_proj)|(?:input|output)_linear\.weight)$")
+ALL_EXPERTS = re.compile(
+    DECODER + r"(?:experts\.(?:gate_up_proj|up_proj|down_proj)(?:_blocks)?|(?:input|output)_linear\.weight)$"
+)
 
 
-def weigh(folder: Path | str, *, fingerprint: Mapping[str, Any]) -> Statistics:
+def weigh(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """abs_sum (E,), square_sum (E,) and count () of every layer: sum |w|, sum w^2 and the number of an expert's
     weights.
 
     `folder` is a checkpoint in safetensors; an expert's gate, up and down weights count, biases, routers and shared
-    experts do not. Sums are fp32 within a chunk and fp64 across. UserError for a folder without experts, quantised
-    experts, damaged shards, and weights that are NaN or infinite (naming layer, expert and tensor).
+    experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a chunk and fp64 across. UserError for a
+    folder without experts, quantised experts, damaged shards, and weights that are NaN or infinite (naming layer,
+    expert and tensor).
     """
     folder = Path(folder)
     last = decoder_layers(folder)
     totals = _Totals()
-    for layer, expert, name, weights in expert_weights(open_checkpoint(folder)):
+    for layer, expert, name, weights in expert_weights(open_checkpoint(folder), device):
         if layer < last:
             totals.add(layer, expert, name, weights)
     return Statistics(totals.layers(folder), {"kind": "weights", "fingerprint": dict(fingerprint)})
@@ -47,16 +52,29 @@ def decoder_layers(folder: Path) -> int:
     return int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
 
 
-def absolute_and_square(weights: torch.Tensor) -> tuple[float, float]:
-    """sum |w| and sum w^2 of a tensor of any shape."""
+def absolute_and_square(weights: torch.Tensor) -> torch.Tensor:
+    """sum |w| and sum w^2 of a tensor of any shape: (2,) fp64, on its device."""
+    if weights.device.type != "cpu":
+        return torch.stack(rows_absolute_and_square(weights.reshape(1, -1, weights.shape[-1]))).flatten()
     flat = weights.reshape(-1)
     absolute = square = 0.0
-    buffer = torch.empty(min(CHUNK, flat.numel()), dtype=torch.float32, device=flat.device)
+    buffer = torch.empty(min(CHUNK, flat.numel()), dtype=torch.float32)
     for chunk in flat.split(CHUNK):
         part = buffer[: chunk.numel()].copy_(chunk).abs_()
         absolute += part.sum().item()
         square += part.square_().sum().item()  # as fast as a dot product, which rounds to 4e-6 at this length
-    return absolute, square
+    return torch.tensor([absolute, square], dtype=torch.float64)
+
+
+def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns).
+
+    Each weight is read twice and nothing of that size is written: norms of rows in fp32, their sums in fp64. Nothing
+    waits for the device.
+    """
+    dtype = torch.promote_types(experts.dtype, torch.float32)
+    absolute, length = (vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2))
+    return absolute.sum(-1), length.square().sum(-1)
 
 
 class _Totals:
@@ -64,16 +82,27 @@ class _Totals:
 
     def __init__(self) -> None:
         self.sums: dict[tuple[int, int], list[float]] = {}
+        self.pending: list[tuple[int, int, str, int, torch.Tensor]] = []
+        """What a device may still be summing: layer, expert, name, number of weights, sums."""
 
     def add(self, layer: int, expert: int, name: str, weights: torch.Tensor) -> None:
-        absolute, square = absolute_and_square(weights)
-        if not math.isfinite(square):
-            raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
-        total = self.sums.setdefault((layer, expert), [0.0, 0.0, 0.0])
-        for at, value in enumerate((absolute, square, weights.numel())):
-            total[at] += value
+        self.pending.append((layer, expert, name, weights.numel(), absolute_and_square(weights)))
+        if len(self.pending) >= PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for all that is pending, in one go."""
+        found = torch.stack([sums for *_, sums in self.pending]).tolist() if self.pending else []
+        for (layer, expert, name, count, _), (absolute, square) in zip(self.pending, found, strict=True):
+            if not math.isfinite(square):
+                raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
+            total = self.sums.setdefault((layer, expert), [0.0, 0.0, 0.0])
+            for at, value in enumerate((absolute, square, count)):
+                total[at] += value
+        self.pending.clear()
 
     def layers(self, folder: Path) -> Layers:
+        self._settle()
         if not self.sums:
             raise UserError(
                 f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint"
@@ -91,25 +120,20 @@ class _Totals:
         return layers
 
 
-def expert_weights(checkpoint: Checkpoint) -> Iterator[tuple[int, int, str, torch.Tensor]]:
-    """(layer, expert, name, weights) of every weight of a routed expert, one tensor in memory at a time.
+def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[int, int, str, torch.Tensor]]:
+    """(layer, expert, name, weights) of every weight of a routed expert, on `device`, one tensor in memory at a time.
 
     UserError for shards that cannot be read and for quantised weights.
     """
     for shard in checkpoint.shards:
-        try:
-            with safe_open(checkpoint.folder / shard, framework="pt") as file:
-                for name in (name for name, entry in checkpoint.tensors.items() if entry.shard == shard):
-                    if one := ONE_EXPERT.match(name):
-                        yield int(one[1]), int(one[2]), name, _plain(name, file.get_tensor(name))
-                    elif (fused := ALL_EXPERTS.match(name)) and len(checkpoint.tensors[name].shape) == 3:
-                        for expert, weights in enumerate(_plain(name, file.get_tensor(name))):
-                            yield int(fused[1]), expert, name, weights
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"shard {checkpoint.folder / shard} cannot be read: {error}") from error
+        names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard and _is_weight(name, entry)]
+        for name, weights in zip(names, read_tensors(checkpoint, shard, names, device), strict=True):
+            if one := ONE_EXPERT.match(name):
+                yield int(one[1]), int(one[2]), name, weights
+            elif fused := ALL_EXPERTS.match(name):
+                for expert, part in enumerate(weights):
+                    yield int(fused[1]), expert, name, part
 
 
-def _plain(name: str, weights: torch.Tensor) -> torch.Tensor:
-    if weights.dtype not in PLAIN:
-        raise UserError(f"{name} is stored as {weights.dtype}, expected plain weights: load and save it dequantised")
-    return weights
+def _is_weight(name: str, entry: Entry) -> bool:
+    return bool(ONE_EXPERT.match(name)) or (bool(ALL_EXPERTS.match(name)) and len(entry.shape) >= 3)

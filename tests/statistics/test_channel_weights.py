@@ -58,7 +58,7 @@ def test_a_broken_weight_is_named(folder: Path) -> None:
 
 def test_quantised_weights_are_refused(folder: Path) -> None:
     rewrite(folder, **{DOWN: torch.ones(32, 24).to(torch.float8_e4m3fn)})
-    with pytest.raises(UserError, match=r"down_proj\.weight is stored as torch\.float8_e4m3fn, expected plain"):
+    with pytest.raises(UserError, match=r"down_proj\.weight is stored as F8_E4M3, expected plain"):
         weigh_channels(folder, fingerprint={})
 
 

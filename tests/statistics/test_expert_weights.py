@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics.weights import CHUNK, absolute_and_square, weigh
+from moe_lab.statistics.channel_weights import weigh_channels
+from moe_lab.statistics.weights import CHUNK, absolute_and_square, rows_absolute_and_square, weigh
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -33,9 +34,27 @@ def test_sums_are_those_of_the_weights_in_memory(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_long_tensors_lose_nothing(dtype: torch.dtype) -> None:
     weights = torch.randn(5, CHUNK // 2 + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
-    absolute, square = absolute_and_square(weights)
-    assert absolute == pytest.approx(float(weights.double().abs().sum()), rel=1e-6)
-    assert square == pytest.approx(float(weights.double().square().sum()), rel=1e-6)
+    expected = [float(weights.double().abs().sum()), float(weights.double().square().sum())]
+    assert absolute_and_square(weights).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
+    weights = torch.randn(5, 70, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for sums, power in zip(rows_absolute_and_square(weights), (1, 2), strict=True):
+        assert naive.relative(sums, weights.double().abs().pow(power).sum((1, 2))) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
+def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    naive.model(name).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    for read in (weigh, weigh_channels):
+        expected, found = (read(tmp_path, fingerprint={}, device=device).layers for device in ("cpu", "cuda"))
+        assert expected.keys() == found.keys()
+        for layer, named in expected.items():
+            assert named.keys() == found[layer].keys()
+            assert all(naive.relative(found[layer][statistic], sums) < 1e-6 for statistic, sums in named.items())
 
 
 @pytest.fixture
@@ -65,7 +84,7 @@ def test_a_broken_weight_is_named(folder: Path) -> None:
 
 def test_quantised_weights_are_refused(folder: Path) -> None:
     rewrite(folder, **{DOWN: torch.ones(32, 24).to(torch.float8_e4m3fn)})
-    with pytest.raises(UserError, match=r"down_proj\.weight is stored as torch\.float8_e4m3fn, expected plain"):
+    with pytest.raises(UserError, match=r"down_proj\.weight is stored as F8_E4M3, expected plain"):
         weigh(folder, fingerprint={})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.study.job import Job
+from moe_lab.study.kinds import tables
 from moe_lab.study.kinds.shared import (
     STATISTICS,
     facts,
@@ -34,7 +35,7 @@ def model(job: Job) -> None:
 
 
 def statistics(job: Job) -> None:
-    """One forward pass over the calibration set: all sums, and how many tokens each expert saw."""
+    """One forward pass over the calibration set: all sums, how many tokens each expert saw, and what figures show."""
     from moe_lab.statistics.forward import ForwardTap
     from moe_lab.statistics.streaming import stream
     from moe_lab.statistics.sums import coverage
@@ -45,6 +46,8 @@ def statistics(job: Job) -> None:
         sums = _gathered(job, job.runtime["calibration"]["snapshots"])
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
+    write_table(job.output("experts.parquet"), tables.EXPERTS, tables.experts(sums.layers))
+    write_table(job.output("layers.parquet"), tables.LOSSES, tables.losses(sums.layers))
 
 
 def _gathered(job: Job, parts: int) -> Any:
@@ -155,21 +158,32 @@ def ablation(job: Job) -> None:
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
-    ablate(network, text, fingerprint=job.settings, out=Path(job.partial)).save(job.output(STATISTICS))
+    sums = ablate(network, text, fingerprint=job.settings, out=Path(job.partial))
+    sums.save(job.output(STATISTICS))
+    write_table(job.output("ablation.parquet"), tables.ABLATIONS, tables.ablations(sums.layers))
 
 
 def weights(job: Job) -> None:
     """Sums over the weights of each expert, read from the checkpoint without building the model."""
-    from moe_lab.models.files import local_folder
     from moe_lab.statistics.weights import weigh
 
-    weigh(local_folder(ModelConfig(**job.runtime["model"])), fingerprint=job.settings).save(job.output(STATISTICS))
+    folder, device = _checkpoint(job)
+    weigh(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
 
 
 def channel_weights(job: Job) -> None:
     """Sums over the weights of each channel, read like those of each expert."""
-    from moe_lab.models.files import local_folder
     from moe_lab.statistics.channel_weights import weigh_channels
 
-    folder = local_folder(ModelConfig(**job.runtime["model"]))
-    weigh_channels(folder, fingerprint=job.settings).save(job.output(STATISTICS))
+    folder, device = _checkpoint(job)
+    weigh_channels(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
+
+
+def _checkpoint(job: Job) -> tuple[Path, str]:
+    """The folder of the job's model, and the one device that is to sum over its weights."""
+    from moe_lab.models.files import local_folder
+    from moe_lab.models.load import DEVICE_MAPS, place
+
+    settings = ModelConfig(**job.runtime["model"])
+    device = place(settings)
+    return local_folder(settings), "cuda" if device in DEVICE_MAPS else device

@@ -1,0 +1,114 @@
+"""What scoring by weights alone costs: `python -m benchmarks.weights [--layers 2] [--folder FOLDER]`.
+
+- Streamed: a checkpoint of Qwen3-30B-A3B's configuration, cut to so many layers (1.16 GiB each), of random weights,
+  is scored from its files, which the system has forgotten, in pairs with plain reading of them (bar: at least 0.8 of
+  the bytes per second), on the CPU and, where there is one, by a CUDA device.
+- Resident: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in bfloat16 in a CUDA device's memory (bars: 20 and
+  60 ms).
+
+Exit code 1 when a bar fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.random_checkpoint import forget, seconds_of_reading, write_checkpoint
+from moe_lab.models.checkpoint import open_checkpoint
+from moe_lab.statistics.weights import rows_absolute_and_square, weigh
+
+SHARE = 0.8
+RESIDENT = {
+    "OLMoE-1B-7B": (16, (64, 2 * 1024, 2048), (64, 2048, 1024), 20.0),
+    "Qwen3-30B-A3B": (48, (128, 2 * 768, 2048), (128, 2048, 768), 60.0),
+}
+"""Model -> MoE layers, shapes of gate_up_proj and down_proj of a layer, milliseconds the sums may take."""
+GIB = 2**30
+
+
+def main() -> int:
+    """Measure, print, compare with the bars."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2, help="layers of the checkpoint that is streamed")
+    parser.add_argument("--folder", type=Path, help="where it is, or is written and left; else it is temporary")
+    parser.add_argument("--pairs", type=int, default=3)
+    arguments = parser.parse_args()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary) / "model"
+        if not folder.exists():
+            write_checkpoint(folder, arguments.layers)
+        for device in devices:
+            failed |= _streamed(folder, device, arguments.pairs)
+    if not torch.cuda.is_available():
+        print("no CUDA device: neither streaming to one nor weights resident on one are measured")
+        return int(failed)
+    print(torch.cuda.get_device_name())
+    for name, (layers, gate_up, down, bar) in RESIDENT.items():
+        failed |= _resident(name, layers, (gate_up, down), bar)
+    return int(failed)
+
+
+def _streamed(folder: Path, device: str, pairs: int) -> bool:
+    """Print the speed of scoring as a share of that of reading, in pairs; True when the bar fails."""
+    if device != "cpu":  # what the first use of a device costs
+        rows_absolute_and_square(torch.ones(1, 1, 8, device=device))
+    sizes = {name: entry.size for name, entry in open_checkpoint(folder).tensors.items()}
+    scored = sum(size for name, size in sizes.items() if ".experts." in name)
+    seconds_of_reading(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
+    found = []
+    for _ in range(pairs):
+        speed = sum(sizes.values()) / seconds_of_reading(folder)
+        forget(folder)
+        wall, processor = time.monotonic(), time.process_time()
+        weigh(folder, fingerprint={}, device=device)
+        found.append((scored / (time.monotonic() - wall) / speed, scored / (time.process_time() - processor) / GIB))
+    share, rate = (statistics.median(values) for values in zip(*found, strict=True))
+    good = share >= SHARE
+    print(
+        f"streamed, {device}, {scored / GIB:.1f} GiB of experts: {share:.2f} of the speed of reading, {rate:.1f} GiB "
+        f"in a second of processor time; bar >= {SHARE}: {'ok' if good else 'FAILED'}",
+        flush=True,
+    )
+    return not good
+
+
+def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: float) -> bool:
+    """Print the milliseconds that the sums of all experts take; True when they are too many."""
+    needed = 2 * layers * sum(torch.Size(shape).numel() for shape in shapes)
+    free = torch.cuda.mem_get_info()[0]
+    if needed + GIB > free:
+        print(f"resident, {name}: its experts take {needed / GIB:.0f} GiB, {free / GIB:.0f} are free: not measured")
+        return False
+    weights = [
+        torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(layers) for shape in shapes
+    ]
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        sums = [torch.stack(rows_absolute_and_square(tensor)) for tensor in weights]
+        found = torch.stack(sums).cpu()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    assert bool(found.isfinite().all())
+    median: float = statistics.median(times[2:])
+    print(
+        f"resident, {name}, {needed / GIB:.1f} GiB: {median:.1f} ms, {2 * needed / 1e9 / median:.2f} TB/s; "
+        f"bar <= {bar:.0f} ms: {'ok' if median <= bar else 'FAILED'}",
+        flush=True,
+    )
+    return median > bar
+
+
+if __name__ == "__main__":
+    sys.exit(main())
