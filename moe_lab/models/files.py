@@ -19,6 +19,8 @@ UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
+SHORTEST_COMMIT = 7
+"""Digits of a commit that tell it from others."""
 HASHED_WHOLE = 1 << 30
 """Bytes of weights up to which a fingerprint reads all of them."""
 SAMPLES, SAMPLE = 64, 1 << 20
@@ -28,12 +30,13 @@ SAMPLES, SAMPLE = 64, 1 << 20
 def check(settings: ModelConfig) -> None:
     """Everything about a model that can be found wrong without torch and without network; raises UserError.
 
-    A folder must hold config.json, whole safetensors files that agree with their index (or pickles, if they are
-    allowed), a family that is not known to be unsupported, and layers of one shape unless its own code may be run. A
-    hub id is only looked at as a name.
+    A folder must be of model.revision, if that is set, hold config.json, whole safetensors files that agree with their
+    index (or pickles, if they are allowed), a family that is not known to be unsupported, and layers of one shape
+    unless its own code may be run. A hub id is only looked at as a name.
     """
     path = resolve(settings.path)
     if Path(path).expanduser().is_dir():
+        _check_revision(Path(path).expanduser(), settings)
         _check_folder(Path(path).expanduser(), settings)
     elif not HUB_ID.fullmatch(path):
         raise UserError(
@@ -134,6 +137,31 @@ def fingerprint(path: str | Path) -> str:
             inner.update(part)
         digest.update(f"{file.name} {file.stat().st_size} {inner.hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def _check_revision(folder: Path, settings: ModelConfig) -> None:
+    """UserError unless no revision is asked for, or the folder is one of the hub's cache that is known to be of it.
+
+    There a folder is called by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit that a
+    branch or tag was at when it was downloaded. A commit may be given by its first seven digits or more.
+    """
+    asked = settings.revision
+    if asked is None:
+        return
+    commit, cache = folder.resolve().name, folder.resolve().parent.parent
+    if folder.resolve().parent.name != "snapshots":
+        raise UserError(
+            f"model.revision={asked} cannot be checked, because model.path={settings.path} is a folder that does not "
+            "say of what revision it is: expected model.revision=null, or a hub id as model.path"
+        )
+    named = cache / "refs" / asked
+    if named.is_file():
+        asked = named.read_text(encoding="utf-8").strip()
+    if not (commit.startswith(asked) and len(asked) >= SHORTEST_COMMIT):
+        raise UserError(
+            f"model.revision={settings.revision} is not that of model.path={settings.path}, which is of commit "
+            f"{commit}: expected that, or null"
+        )
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:

@@ -164,6 +164,24 @@ def test_a_wrong_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
+    """A folder says of what revision it is where the hub's cache has it, and nowhere else."""
+    check(settings(folder, revision=None))
+    refused(
+        lambda: check(settings(folder, revision="main")), r"model\.revision=main cannot be checked, .*revision=null"
+    )
+    commit = "0123456789abcdef" * 2 + "01234567"
+    cache = tmp_path / "models--some--model"
+    (cache / "refs" / "pr").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    (cache / "refs" / "pr" / "1").write_text(commit[::-1])
+    snapshot = shutil.copytree(folder, cache / "snapshots" / commit)
+    for right in (commit, commit[:7], "main", None):
+        check(settings(snapshot, revision=right))
+    for wrong in ("v1", "pr/1", commit[:6], commit[::-1], "0123457"):
+        refused(lambda wrong=wrong: check(settings(snapshot, revision=wrong)), f"is of commit {commit}: expected that")  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("changes", "devices", "says"),
     [
