@@ -1,7 +1,4 @@
-"""What a pass over a text leaves of every expert, as tidy frames: routing, sizes of outputs, attributions, ablations.
-
-The sums are read as the steps left them (statistics.safetensors), and only those named here.
-"""
+"""What a pass over a text leaves of every expert, as tidy frames: routing, sizes, attributions and ablations."""
 
 from __future__ import annotations
 
@@ -12,12 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import steps
+from analysis import digests, steps
 from analysis.frames import records
 from analysis.load import Study
-from moe_lab.errors import UserError
 
-FILE = "statistics.safetensors"
 KEYS = ["model", "calibration", "layer", "expert"]
 MEASURES = {
     "tokens": "tokens routed to the expert",
@@ -30,9 +25,8 @@ MEASURES = {
 """Measure of an expert -> what it is."""
 MAGNITUDES = {"size": "root mean square of channels", "largest": "largest channel"}
 """Measures of an expert's channels, the inputs of its down projection, over its tokens."""
-_SUMS = ("tokens", "sums_model", "ala_first", "ala_second", "channel_square", "channel_max")
-_BESIDES = {"ablation": "ablation"}
-"""Kind of step behind a plan -> the array of its file."""
+ABLATION = "ablation"
+"""Kind of step behind a plan that says what the loss gains without an expert."""
 
 
 def experts(study: Study) -> pd.DataFrame:
@@ -47,11 +41,10 @@ def experts(study: Study) -> pd.DataFrame:
     size         sqrt(sum_t,c phi^2 / (N I)), NaN for N = 0; `largest`: max_t,c |phi|
     """
     frames = [
-        pd.DataFrame({**_of_experts(sums, report), "ablation": without.get(layer, {}).get("ablation", np.nan)}).assign(
-            model=model, calibration=calibration, layer=layer, expert=np.arange(len(sums["tokens"]))
-        )
-        for model, calibration, layers, without, report in _passes(study)
-        for layer, sums in layers.items()
+        _measures(sums, _tokens(report))
+        .merge(_ablations(study, cells), on=["layer", "expert"], how="left")
+        .assign(model=model, calibration=calibration)
+        for model, calibration, cells, sums, report in _passes(study, "experts.parquet")
     ]
     columns = [*KEYS, *MEASURES, *MAGNITUDES]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
@@ -60,27 +53,30 @@ def experts(study: Study) -> pd.DataFrame:
 def layer_losses(study: Study) -> pd.DataFrame:
     """model, calibration, layer, loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), m the routed output
     of the layer, y the residual stream after it."""
-    rows = [
-        (model, calibration, layer, float(sums["layer_loss"]) / _tokens(report))
-        for model, calibration, layers, _, report in _passes(study, ("layer_loss",))
-        for layer, sums in layers.items()
+    frames = [
+        sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
+        for model, calibration, _, sums, report in _passes(study, "layers.parquet")
     ]
-    return pd.DataFrame(rows, columns=["model", "calibration", "layer", "loss"])
+    columns = ["model", "calibration", "layer", "loss"]
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def _of_experts(sums: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    tokens = np.asarray(sums["tokens"], float)
-    seen = np.where(tokens > 0, tokens, np.nan)
-    square = np.asarray(sums["channel_square"], float)
-    return {
-        "tokens": tokens,
-        "gate": sums["sums_model"][:, 1, 0] / seen,
-        "norm": sums["sums_model"][:, 0, 1] / seen,
-        "first": sums["ala_first"] / _tokens(report),
-        "second": sums["ala_second"] / _tokens(report),
-        "size": np.sqrt(square.sum(axis=1) / (seen * square.shape[1])),
-        "largest": np.where(tokens > 0, np.max(sums["channel_max"], axis=1), np.nan),
-    }
+def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
+    """Means of experts from their sums."""
+    seen = sums["tokens"].where(sums["tokens"] > 0)
+    return pd.DataFrame(
+        {
+            "layer": sums["layer"],
+            "expert": sums["expert"],
+            "tokens": sums["tokens"],
+            "gate": sums["gate_sum"] / seen,
+            "norm": sums["norm_sum"] / seen,
+            "first": sums["ala_first"] / calibration_tokens,
+            "second": sums["ala_second"] / calibration_tokens,
+            "size": np.sqrt(sums["channel_square"] / (seen * sums["channels"])),
+            "largest": sums["channel_max"].where(seen.notna()),
+        }
+    )
 
 
 def _tokens(report: Mapping[str, Any]) -> float:
@@ -88,36 +84,22 @@ def _tokens(report: Mapping[str, Any]) -> float:
     return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
 
 
-def _passes(
-    study: Study, wanted: tuple[str, ...] = _SUMS
-) -> Iterator[tuple[str, str, dict[int, dict[str, Any]], dict[int, dict[str, Any]], Mapping[str, Any]]]:
-    """Model, calibration set, sums by layer, ablations by layer (empty without) and report of each pass there is."""
+def _passes(study: Study, file: str) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
+    """Model, calibration set, cells, table `file` and report of each pass that left one."""
     cells = study.cells[study.cells["statistics_folder"].notna()]
     for (model, calibration), found in cells.groupby(["model", "calibration"], sort=False):
-        folder = study.reader.find(found["statistics_folder"].iloc[0])
-        layers = _sums(study, folder, wanted)
-        if all(set(wanted) <= set(sums) for sums in layers.values()):
+        folder: Path | None = study.reader.find(found["statistics_folder"].iloc[0])
+        sums = digests.read(folder, file, study.reader)
+        if sums is not None:
             report = study.calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), layers, _ablations(study, found), report
+            yield str(model), str(calibration), found, sums, report
 
 
-def _ablations(study: Study, cells: pd.DataFrame) -> dict[int, dict[str, Any]]:
-    """The ablations that some plan among `cells` read."""
+def _ablations(study: Study, cells: pd.DataFrame) -> pd.DataFrame:
+    """The ablations that some plan among `cells` read: layer, expert, ablation; empty when none did."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps.behind(row["plan_folder"], study.reader).items():
-            if steps.kind(name) in _BESIDES:
-                return _sums(study, folder, tuple(_BESIDES.values()))
-    return {}
-
-
-def _sums(study: Study, folder: Path | None, wanted: tuple[str, ...]) -> dict[int, dict[str, Any]]:
-    """Arrays of a step by layer; a store that holds results only has none, a damaged file is a gap."""
-    from moe_lab.statistics_file import read
-
-    if folder is None or not (folder / FILE).is_file():
-        return {}
-    try:
-        return read(folder / FILE, only=wanted)
-    except UserError:
-        study.reader.gap(f"{FILE} is damaged", str(folder.relative_to(study.reader.root)))
-        return {}
+            found = digests.read(folder, "ablation.parquet", study.reader) if steps.kind(name) == ABLATION else None
+            if found is not None:
+                return found
+    return pd.DataFrame(columns=list(digests.ABLATIONS)).astype({"layer": int, "expert": int, "ablation": float})

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from analysis import methods, names, style
+from analysis import digests, methods, names, style
 from analysis.channel_figures import ratio_lines
 from analysis.channel_tables import plain
 from analysis.comparison import Comparison
-from analysis.frames import records
+from analysis.frames import groups, records
 from analysis.load import Study
 from analysis.style import Figure
 
-SCORES = "scores.safetensors"
 PANELS = 6
 """Sets of scores, and plans, that are drawn at most."""
-POINTS = 101
-"""Points of a curve at most."""
 COVERAGE = "coverage"
 """The allocation whose budgets follow the scores."""
 HALF = 0.5
@@ -30,46 +25,15 @@ HALF = 0.5
 _SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
 
 
-def channel_scores(study: Study, name: str) -> dict[int, np.ndarray]:
-    """Layer -> scores of its channels (E, I), negative ones as 0; empty without a file of channel scores."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    folder: Path | None = study.reader.find(name)
-    if folder is None or not (folder / SCORES).is_file():
-        return {}
-    try:
-        found = load_file(folder / SCORES)
-    except (OSError, SafetensorError):
-        study.reader.gap(f"{SCORES} is damaged", str(folder.relative_to(study.reader.root)))
-        return {}
-    return {layer: np.maximum(found[str(layer)].astype(float), 0) for layer in sorted(map(int, found))}
-
-
-def concentration(scores: np.ndarray) -> np.ndarray:
-    """Share of all `scores` (any shape, >= 0) that the highest n of them hold, for n = 0 to all; NaN for no score."""
-    ordered = np.sort(scores, axis=None)[::-1]
-    total = ordered.sum()
-    return np.concatenate([[0.0], np.cumsum(ordered) / total]) if total > 0 else np.full(ordered.size + 1, np.nan)
-
-
-def covered(scores: np.ndarray, kept: np.ndarray) -> float:
-    """Share of a layer's `scores` (E, I) that its experts hold in their `kept` (E,) highest channels."""
-    ordered = np.sort(scores, axis=1)[:, ::-1]
-    inside = np.arange(scores.shape[1]) < np.asarray(kept)[:, None]
-    total = float(ordered.sum())
-    return float((ordered * inside).sum()) / total if total > 0 else np.nan
-
-
 def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Fig. 4: how much of a layer's score its best channels hold, a panel per set of scores and a line per layer."""
     cells = plain(comparison)
     cells = cells[(cells["granularity"] == "channel") & cells["scores_folder"].notna()].drop_duplicates("scores_folder")
-    panels: list[tuple[str, dict[int, np.ndarray]]] = []
+    panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells):
-        scores = channel_scores(study, row["scores_folder"])
-        if scores and len(panels) < PANELS:
-            panels.append((f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}", scores))
+        curves = digests.read(study.reader.find(row["scores_folder"]), "concentration.parquet", study.reader)
+        if curves is not None and len(panels) < PANELS:
+            panels.append((f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}", curves))
     if not panels:
         return None
     across = min(3, len(panels))
@@ -78,8 +42,8 @@ def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> 
         grid = drawing.subplots(-(-len(panels) // across), across, squeeze=False, sharex=True, sharey=True)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-        for axes, (title, scores) in zip(grid.flat, panels, strict=False):
-            _curves(axes, scores)
+        for axes, (title, curves) in zip(grid.flat, panels, strict=False):
+            _curves(axes, curves)
             axes.set_title(title, fontsize=7.5)
         for row_axes in grid:
             row_axes[0].set_ylabel("share of the layer's score")
@@ -94,12 +58,11 @@ def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> 
     return Figure(name, f"How concentrated channel scores are: {comparison.model}", caption, drawing)
 
 
-def _curves(axes: Axes, scores: dict[int, np.ndarray]) -> None:
-    for at, (layer, values) in enumerate(scores.items()):
-        curve = concentration(values)
-        some = np.unique(np.linspace(0, len(curve) - 1, POINTS).round().astype(int))
-        shade = colormaps["viridis_r"](0.1 + 0.85 * at / max(1, len(scores) - 1))
-        axes.plot(some / (len(curve) - 1), curve[some], color=shade, linewidth=1.1, label=f"layer {layer}")
+def _curves(axes: Axes, curves: pd.DataFrame) -> None:
+    layers = list(groups(curves, ["layer"]))
+    for at, (about, curve) in enumerate(layers):
+        shade = colormaps["viridis_r"](0.1 + 0.85 * at / max(1, len(layers) - 1))
+        axes.plot(curve["channels"], curve["score"], color=shade, linewidth=1.1, label=f"layer {about['layer']}")
     axes.plot([0, 1], [0, 1], color=style.MUTED, linestyle=(0, (4, 2)), linewidth=0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
@@ -156,22 +119,17 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     cells = plain(comparison)
     by_name = cells["allocation"].map(lambda word: methods.allocation(str(word))[0])
     chosen = cells[(cells["granularity"] == "channel") & (by_name == COVERAGE)]
-    rows = []
+    found = [pd.DataFrame(columns=["cell", "label", "calibration", *digests.BUDGETS])]
     if len(chosen):
         nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF))
         chosen = chosen[chosen["ratio"] == nearest]
         labels = methods.labels(chosen)
         for cell, about in list(chosen.iterrows())[:PANELS]:
-            scores = channel_scores(study, str(about["scores_folder"]))
-            plan = study.kept[study.kept["cell"] == cell]
-            for layer, experts in plan.groupby("layer"):
-                values = scores.get(int(str(layer)))
-                if values is not None and len(values) == len(experts):
-                    share = experts.sort_values("expert")["share"].to_numpy(float)
-                    kept = (share * values.shape[1]).round().astype(int)
-                    one = (cell, labels[cell], about["calibration"], layer, covered(values, kept), share.mean())
-                    rows.append(one)
-    return pd.DataFrame(rows, columns=["cell", "label", "calibration", "layer", "coverage", "kept"])
+            plan, scores = (study.reader.find(str(about[f"{kind}_folder"])) for kind in ("plan", "scores"))
+            kept = digests.read(plan, "budgets.parquet", study.reader, arrays_in=scores)
+            if kept is not None:
+                found.append(kept.assign(cell=cell, label=labels[cell], calibration=about["calibration"]))
+    return pd.concat(found[1:] or found, ignore_index=True)
 
 
 def budget_figure(study: Study, comparison: Comparison, losses: pd.DataFrame, *, name: str) -> Figure | None:

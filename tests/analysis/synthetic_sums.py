@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from synthetic import write_json
-from synthetic_plans import EXPERTS, LAYERS, WIDTH, rng
+from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
+
+from moe_lab.study.kinds import tables
+from moe_lab.study.kinds.shared import write_table
 
 SILENT = 7
 """The expert that no token reaches."""
@@ -42,6 +45,13 @@ def scores() -> np.ndarray:
     return np.square(rng("channel scores").integers(0, 16, (LAYERS, EXPERTS, WIDTH))) / 8
 
 
+def best_channels(cell: dict[str, Any]) -> np.ndarray:
+    """As many channels of each expert as the synthetic plan keeps, those of the highest scores (layers, experts,
+    channels)."""
+    places = np.argsort(np.argsort(-scores(), axis=-1, kind="stable"), axis=-1)
+    return places < channel_masks(cell).sum(axis=-1, keepdims=True)
+
+
 def add(root: Path, study: str, ablated: str) -> None:
     """Give every cell of channels in `study` its sums and scores, and all their steps a time; plans with the allocation
     `ablated` rest on an ablation too."""
@@ -51,14 +61,22 @@ def add(root: Path, study: str, ablated: str) -> None:
             continue
         model, statistics, scored = entry["model"], entry["statistics"], entry["scores"]
         _save(root / statistics, sums())
+        write_table(root / statistics / "experts.parquet", tables.EXPERTS, tables.experts(sums()))
+        write_table(root / statistics / "layers.parquet", tables.LOSSES, tables.losses(sums()))
         _describe(root, statistics, {"model": model}, 2.5, 300)
         (root / scored).mkdir(parents=True, exist_ok=True)
-        save_file({str(at): values for at, values in enumerate(scores())}, root / scored / "scores.safetensors")
+        layers = dict(enumerate(scores()))
+        save_file({str(at): values for at, values in layers.items()}, root / scored / "scores.safetensors")
+        write_table(root / scored / "concentration.parquet", tables.CONCENTRATION, tables.concentration(layers))
+        kept = dict(enumerate(best_channels(entry["cell"])))
+        write_table(root / entry["plan"] / "budgets.parquet", tables.BUDGETS, tables.budgets(layers, kept))
         _describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200)
         inputs = {"model": model, "statistics": statistics, "scores": scored}
         if entry["cell"]["allocation"] == ablated:
             inputs["ablation"] = "ablation/made-up-0123456789ab"
-            _save(root / inputs["ablation"], ablations())
+            folder = root / inputs["ablation"]
+            _save(folder, ablations())
+            write_table(folder / "ablation.parquet", tables.ABLATIONS, tables.ablations(ablations()))
             _describe(root, inputs["ablation"], {"model": model}, 40.0, 100)
         _describe(root, entry["plan"], inputs, 0.5, 1)
 

@@ -15,11 +15,12 @@ from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums
 
-from analysis import attribution_catalogue, attribution_outputs, channel_curves, model_tables, style
+from analysis import attribution_catalogue, attribution_outputs, channel_curves, digests, model_tables, style
 from analysis.attributions import layer_losses
 from analysis.catalogue import CATALOGUE, Material
 from analysis.load import Study, load
 from analysis.style import Figure
+from moe_lab.study.kinds import tables
 
 TOKENS = 65000
 """Of the synthetic calibration sets."""
@@ -95,11 +96,15 @@ def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -
 
 def test_concentration_and_coverage_against_loops() -> None:
     values = np.array([[8.0, 1, 1, 0], [3, 3, 2, 2]])
-    assert channel_curves.concentration(values).tolist() == pytest.approx(
-        [0, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 1, 1], abs=1e-12
-    )
-    assert channel_curves.covered(values, np.array([1, 3])) == pytest.approx((8 + 3 + 3 + 2) / 20)
-    assert np.isnan(channel_curves.concentration(np.zeros((1, 2)))).all()
+    curve = tables.concentration({4: values})
+    assert [layer for layer, _, _ in curve] == [4] * 9
+    assert [share for _, share, _ in curve] == pytest.approx([at / 8 for at in range(9)])
+    assert [held for _, _, held in curve] == pytest.approx([0, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 1, 1])
+    kept = np.array([[True, False, False, False], [True, True, True, False]])
+    assert tables.budgets({4: values}, {4: kept}) == [(4, pytest.approx((8 + 3 + 3 + 2) / 20), 0.5)]
+    assert tables.budgets({4: values - 2}, {4: kept}) == [(4, 1.0, 0.5)], "negative scores count as 0"
+    assert all(np.isnan(held) for _, _, held in tables.concentration({0: np.zeros((1, 2))}))
+    assert len(tables.concentration({0: np.ones((5, 1000))})) == tables.POINTS
 
 
 def test_budgets_hold_what_plans_keep(study: Study) -> None:
@@ -152,10 +157,25 @@ def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: 
     others = ("aimer.table4", "coverage.table1", *attribution_catalogue.OUTPUTS)
     assert [CATALOGUE[name](material) for name in others] == [[]] * len(others) and not material.study.gaps
     damaged = Path(shutil.copytree(store, tmp_path / "store"))
-    for path in damaged.glob("statistics/*/statistics.safetensors"):
-        path.write_bytes(b"not a file of sums")
+    for path in damaged.glob("statistics/*/experts.parquet"):
+        path.write_bytes(b"not a table")
     study = load(damaged, "made_up")
-    assert study.experts.empty and [gap.what for gap in study.gaps] == ["statistics.safetensors is damaged"]
+    assert study.experts.empty and [gap.what for gap in study.gaps] == ["experts.parquet is damaged"]
+
+
+def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(store, tmp_path / "store"))
+    for name in digests.TABLES:
+        for path in old.glob(f"*/*/{name}"):
+            path.unlink()
+    study = load(old, "made_up")
+    assert [CATALOGUE[name](Material(study)) for name in ("coverage.fig3", "coverage.fig7", "coverage.fig12")] == [
+        []
+    ] * 3
+    assert [output.name for output in CATALOGUE["coverage.fig4"](Material(study))] == ["coverage.fig4.loss"]
+    said = {gap.what for gap in study.gaps}
+    assert {sentence.split(" ", 1)[0] for sentence in said} == set(digests.TABLES) - {"ablation.parquet"}
+    assert all(sentence.endswith("remove this folder and run again") for sentence in said)
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from analysis.__main__ import main; "
-        f"assert main(['unified.fig2', 'ranks', 'store={small}', 'out={tmp_path}']) == 0; "
-        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy imports'; "
+        f"assert main(['unified.fig2', 'ranks', 'coverage', 'store={small}', 'out={tmp_path}']) == 0; "
+        "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'heavy imports'; "
         "assert {m for m in sys.modules if m.startswith('moe_lab.')} <= {'moe_lab.errors', 'moe_lab.results'}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -65,3 +65,18 @@ def test_the_last_scores_are_those_of_the_whole_text(made: dict[str, Path]) -> N
 def test_the_pass_with_snapshots_sums_up_the_same(made: dict[str, Path]) -> None:
     files = [made[f"statistics {name}"] / "statistics.safetensors" for name in ("with", "without")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
+    folder = made["statistics with"]
+    sums = read(folder / "statistics.safetensors")
+    experts = pd.read_parquet(folder / "experts.parquet").set_index(["layer", "expert"])
+    layer, one = max(sums), sums[max(sums)]
+    assert len(experts) == sum(len(named["tokens"]) for named in sums.values())
+    for expert in (0, len(one["tokens"]) - 1):
+        row = experts.loc[(layer, expert)]
+        assert row["tokens"] == one["tokens"][expert] and row["channels"] == one["channel_square"].shape[1]
+        assert row["gate_sum"] == one["sums_model"][expert, 1, 0] and row["norm_sum"] == one["sums_model"][expert, 0, 1]
+        assert row["channel_square"] == pytest.approx(sum(one["channel_square"][expert].tolist()))
+    losses = pd.read_parquet(folder / "layers.parquet").set_index("layer")["layer_loss"]
+    assert losses.to_dict() == {layer: float(named["layer_loss"]) for layer, named in sums.items()}

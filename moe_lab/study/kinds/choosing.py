@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_lab.config import CalibrationConfig
 from moe_lab.study.job import Job
+from moe_lab.study.kinds import tables
 from moe_lab.study.kinds.shared import (
     evidence,
     expert_scores,
@@ -42,6 +43,7 @@ def scores(job: Job) -> None:
         from safetensors.numpy import save_file
 
         save_file({str(layer): values for layer, values in found.items()}, job.output(CHANNEL_SCORES))
+        write_table(job.output("concentration.parquet"), tables.CONCENTRATION, tables.concentration(found))
         return
     table = [(layer, expert, float(value)) for layer, values in found.items() for expert, value in enumerate(values)]
     write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)
@@ -60,7 +62,8 @@ def plan(job: Job) -> None:
     from moe_lab.allocation import listed
     from moe_lab.pruning.plan import Plan
 
-    made = _channel_plan(job) if job.input("scores", CHANNEL_SCORES).exists() else _expert_plan(job)
+    scored = _channel_scores(job)
+    made = _channel_plan(job, scored) if scored else _expert_plan(job)
     path = job.runtime["path"]
     if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
         made = Plan.load(path)
@@ -68,6 +71,16 @@ def plan(job: Job) -> None:
         if sha256 := facts(job).get("sha256"):  # which facts of older stores lack
             made.check_origin(sha256, "this model")
     made.save(job.output("plan.json"))
+    if scored and made.channels:
+        write_table(job.output("budgets.parquet"), tables.BUDGETS, tables.budgets(scored, made.channels))
+
+
+def _channel_scores(job: Job) -> dict[int, Any]:
+    """Layer -> scores of its channels (E, I); empty where experts were scored."""
+    from safetensors.numpy import load_file
+
+    file = job.input("scores", CHANNEL_SCORES)
+    return {int(layer): values for layer, values in load_file(file).items()} if file.exists() else {}
 
 
 def _expert_plan(job: Job) -> Any:
@@ -80,14 +93,11 @@ def _expert_plan(job: Job) -> Any:
     return make_plan(scored, remove, **routers(model["layers"]), provenance=_provenance(job))
 
 
-def _channel_plan(job: Job) -> Any:
-    from safetensors.numpy import load_file
-
+def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
     from moe_lab.allocation import budgets, zero_expert
     from moe_lab.pruning.plan import make_channel_plan
 
     model, settings = facts(job), _settings(job)
-    scored = {int(layer): values for layer, values in load_file(job.input("scores", CHANNEL_SCORES)).items()}
     keep = budgets(settings, model["layers"], scored, _evidence(job), model)
     limits = routers(model["layers"])
     return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **limits, provenance=_provenance(job))
