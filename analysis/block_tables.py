@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from analysis import names, uncertainty
-from analysis.chosen import benchmark_targets, cost, differences, group_targets, scores
+from analysis.chosen import GROUPS, MEAN, column_targets, cost, differences, scores
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.tables import SCORE, Table, setting
@@ -27,6 +27,8 @@ class Cost:
 KEPT = {"Kept": Cost("routed_kept", "{:.1%}")}
 COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
 TEXT = ("Model", "Pruned")
+AVERAGES = ("Avg", MEAN)
+"""Averages that stand behind all other scores."""
 DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
@@ -34,7 +36,7 @@ _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows that compete: cells of one model with their labels, and the one whose Avg the others are compared with."""
+    """Rows that compete: cells of one model with their labels, and the one that the others are compared with."""
 
     comparison: Comparison
     pruned: str
@@ -50,23 +52,23 @@ def block_table(
     name: str,
     title: str,
     caption: str,
-    benchmarks: Sequence[str] = (),
+    columns: Sequence[str] = GROUPS,
     costs: Mapping[str, Cost] = COSTS,
 ) -> Table:
-    """One row per cell of each block: `benchmarks` one by one, the group averages, Avg, its difference to the base with
-    a Holm-corrected p-value (where a block has a base), and the columns of `costs`.
+    """One row per cell of each block: those of `columns` (benchmarks and averages) that were run, the difference of the
+    last one to the base with a Holm-corrected p-value (where a block has a base), and the columns of `costs`.
 
     The unpruned model comes first in every block. Intervals stand beside scores and differences.
     """
-    parts = [_rows(study, block, benchmarks, costs) for block in blocks] or [(_EMPTY, _EMPTY, _EMPTY)]
+    parts = [_rows(study, block, columns, costs) for block in blocks] or [(_EMPTY, _EMPTY, _EMPTY)]
     frame, low, high = (pd.concat(found, ignore_index=True) for found in zip(*parts, strict=True))
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
-    last = [column for column in ("Avg", DIFFERENCE, P, *costs) if column in frame]
+    last = [column for column in (*AVERAGES, DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
-    ranked = {column: "max" for column in (*shown, "Avg") if column in frame}
+    ranked = {column: "max" for column in (*shown, *AVERAGES) if column in frame}
     formats = {
-        **dict.fromkeys((*shown, "Avg", DIFFERENCE), SCORE),
+        **dict.fromkeys((*shown, *AVERAGES, DIFFERENCE), SCORE),
         P: "{:.4f}",
         **{column: about.form for column, about in costs.items()},
     }
@@ -85,20 +87,20 @@ def block_table(
 
 
 def _rows(
-    study: Study, block: Block, benchmarks: Sequence[str], costs: Mapping[str, Cost]
+    study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     comparison, full = block.comparison, block.comparison.unpruned
     labels = {**({full: UNPRUNED} if full is not None else {}), **block.labels}
     pruned = list(block.labels)
-    targets = {**benchmark_targets(comparison, benchmarks), **group_targets(comparison, pruned)}
+    targets = column_targets(comparison, pruned, columns)
     text = pd.DataFrame(
         {"Model": comparison.model, "Pruned": block.pruned, "Criterion": pd.Series(labels)}, index=list(labels)
     )
     numbers = scores(comparison, list(labels), targets)
     frame, low, high = pd.concat([text, numbers.frame], axis=1), numbers.low, numbers.high
-    if block.base is not None and "Avg" in targets:
+    if block.base is not None and targets:
         against = {cell: block.base for cell in pruned if cell != block.base}
-        found = differences(comparison, targets["Avg"], against).reindex(list(labels))
+        found = differences(comparison, list(targets.values())[-1], against).reindex(list(labels))
         frame = frame.assign(**{DIFFERENCE: found["difference"], P: found["p"]})
         low, high = low.assign(**{DIFFERENCE: found["low"]}), high.assign(**{DIFFERENCE: found["high"]})
     if len(study.costs):

@@ -60,7 +60,7 @@ def _bits(study: Study, comparisons: Sequence[Comparison]) -> Made:
 def _storage(study: Study, comparisons: Sequence[Comparison]) -> Made:
     found = [(comparison, quantized.storage_points(study, comparison)) for comparison in comparisons]
     return [
-        quantized.storage_figure(comparison, points, name=of_model(comparisons, "quantized.fig8", comparison))
+        quantized.storage_figure(comparison, points, name=of_model(comparisons, "coverage.fig8", comparison))
         for comparison, points in found
         if points[["storage", "score"]].notna().all(axis=1).any()
     ]
@@ -90,8 +90,8 @@ OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "coverage.table7": _smoothing,
     "coverage.table13": _channel_scores,
     "coverage.fig": _budgets,
-    "quantized.table11": _bits,
-    "quantized.fig8": _storage,
+    "coverage.table11": _bits,
+    "coverage.fig8": _storage,
     "aimer.table2": _group_averages,
     "aimer.fig2": _profiles,
 }

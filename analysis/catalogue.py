@@ -203,7 +203,7 @@ def _averages(material: Material) -> list[Output]:
 
 def _radar(material: Material) -> list[Output]:
     made = [
-        figures.radar_figure(comparison, name=of_model(material.comparisons, "radar", comparison))
+        figures.radar_figure(comparison, name=of_model(material.comparisons, "aimer.fig3", comparison))
         for comparison in material.comparisons
     ]
     return [figure for figure in made if figure is not None]
@@ -234,7 +234,7 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "averages": _averages,
     "pareto": _pareto,
     "ranks": _ranks,
-    "radar": _radar,
+    "aimer.fig3": _radar,
     "unified.table1": _published_ranks,
     "task_specific": _task_specific,
     "unified.table2": _published_task_specific,

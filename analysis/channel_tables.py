@@ -8,6 +8,7 @@ import pandas as pd
 
 from analysis import methods, names
 from analysis.block_tables import Block, block_table
+from analysis.chosen import GROUPS, MULTIPLE_CHOICE
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
@@ -30,7 +31,7 @@ def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
     return block_table(
         study,
         blocks,
-        benchmarks=names.COLUMNS["MC Avg"],
+        columns=(*MULTIPLE_CHOICE, *GROUPS),
         name=name,
         title="Channels and whole experts",
         caption="Kept: share of the parameters of routed experts. FLOPs saved: per token, with the routing the pruned "
@@ -51,7 +52,7 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
     return block_table(
         study,
         blocks,
-        benchmarks=names.COLUMNS["MC Avg"],
+        columns=(*MULTIPLE_CHOICE, *GROUPS),
         name=name,
         title="Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
         caption="Difference: Avg minus that of CAMERA-P, paired.",

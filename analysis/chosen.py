@@ -14,6 +14,10 @@ from analysis.load import Study
 
 MULTIPLE_CHOICE = names.COLUMNS["MC Avg"]
 """The benchmarks HEAPr's tables list one by one."""
+GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
+"""The averages of `group_targets`."""
+MEAN = "Mean"
+"""In a list of columns: the mean of the benchmarks that stand in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +34,7 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
     Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns.
     """
-    found = comparison.columns.loc[list(cells)].notna().any()
-    displayed = tuple(str(name) for name in found.index[found])
+    displayed = tuple(_displayed(comparison, cells))
     groups: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
         "Code": names.CODE_COLUMNS,
@@ -45,6 +48,22 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict[str, Target]:
     """Those of `benchmarks` that were run, spelled for people."""
     return {names.benchmark(name): (name,) for name in benchmarks if name in comparison.benchmarks}
+
+
+def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequence[str]) -> dict[str, Target]:
+    """Those of `columns` that these cells were evaluated on, spelled for people: benchmarks, displayed columns, GROUPS
+    and MEAN."""
+    groups, run = group_targets(comparison, cells), comparison.benchmarks.loc[list(cells)].notna().any()
+    every = {**{str(name): (str(name),) for name in run.index[run]}, **_displayed(comparison, cells), **groups}
+    found = {names.benchmark(name): every[name] for name in columns if name in every}
+    listed = tuple(name for name in columns if name in every and name in comparison.benchmarks)
+    return {**found, MEAN: listed} if MEAN in columns and listed else found
+
+
+def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
+    """The displayed columns that these cells were evaluated on."""
+    found = comparison.columns.loc[list(cells)].notna().any()
+    return {str(name): (str(name),) for name in found.index[found]}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:

@@ -57,7 +57,7 @@ def _variance(study: Study, comparisons: Sequence[Comparison]) -> Made:
 
 
 def _entropy(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return _profiles(study, comparisons, profile_outputs.ENTROPY, "coverage.entropy")
+    return _profiles(study, comparisons, profile_outputs.ENTROPY, "coverage.fig11")
 
 
 def _profiles(study: Study, comparisons: Sequence[Comparison], measure: str, name: str) -> Made:
@@ -75,6 +75,6 @@ OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "heapr.fig3": _sizes,
     "coverage.table16": _block_sizes,
     "aimer.fig6": _variance,
-    "coverage.entropy": _entropy,
+    "coverage.fig11": _entropy,
 }
 """Name -> what makes its tables and figures; an empty list when the study has no data for them."""

@@ -41,7 +41,7 @@ TABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "coverage.table6": (("004", "6"), ("004", "reply 10")),
     "coverage.table7": (("004", "reply 7"),),
     "coverage.table13": (("004", "13"),),
-    "quantized.table11": tuple(("004", f"reply {table}") for table in ("3", "5", "8", "11", "14", "16", "quantised")),
+    "coverage.table11": tuple(("004", f"reply {table}") for table in ("3", "5", "8", "11", "14", "16", "quantised")),
 }
 """Name of a table here -> the papers' tables that print counterparts of its numbers."""
 

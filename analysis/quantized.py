@@ -40,7 +40,7 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
     return [cells for cells in found if cells["recovery"].nunique() > 1]
 
 
-def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "quantized.table11") -> Table:
+def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table11") -> Table:
     """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the same ratio."""
     blocks = []
     for comparison in comparisons:

@@ -81,7 +81,7 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "Recovery",
             "Fewer bits, fine-tuning, and what they change",
             recovery,
-            [*made["quantized.fig8"], *made["quantized.table11"]],
+            [*made["coverage.fig8"], *made["coverage.table11"]],
         ),
         Section(
             "weights",
@@ -114,7 +114,7 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "By task",
             "What calibration on the task changes",
             effect,
-            [*made["task_specific"], *made["radar"], *made["heapr.fig3"], *made["coverage.table18"]],
+            [*made["task_specific"], *made["aimer.fig3"], *made["heapr.fig3"], *made["coverage.table18"]],
             filters={"task_specific": "*Model|Pruned", "coverage.table18": "*Model|Pruned"},
         ),
         Section(
@@ -143,7 +143,7 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "inside",
             "Inside",
             "What pruning does inside the model",
-            outputs=[*made["aimer.fig6"], *made["coverage.entropy"]],
+            outputs=[*made["aimer.fig6"], *made["coverage.fig11"]],
             filters={"aimer.fig6": "*Model|Pruned|Calibration|Criterion"},
         ),
         Section(

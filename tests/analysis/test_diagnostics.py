@@ -77,9 +77,9 @@ def test_the_figure_ends_where_all_text_is_read(material: catalogue.Material) ->
 
 
 def test_profiles_stand_beside_the_unpruned_model(material: catalogue.Material) -> None:
-    made = catalogue.make(["aimer.fig6", "coverage.entropy"], material)
+    made = catalogue.make(["aimer.fig6", "coverage.fig11"], material)
     figure, table = made["aimer.fig6"]
-    [entropy] = made["coverage.entropy"]
+    [entropy] = made["coverage.fig11"]
     row = table.frame[(table.frame["Criterion"] == "MAN") & (table.frame["Layer"] == "2")].iloc[0]
     whole = table.frame[(table.frame["Criterion"] == "Unpruned") & (table.frame["Layer"] == "2")].iloc[0]
     assert row["Of the unpruned"] == pytest.approx(row["Token variance"] / whole["Token variance"])

@@ -30,7 +30,7 @@ WORDS = {
     "unified.fig2": ("Frequency =", "beyond noise", "MC Avg"),
     "averages": ("Avg (mean of the displayed columns)", "HEAPr-G", "gap", "Code, 25 % pruned"),
     "pareto": ("Parameters", "FLOPs per token", "Storage", "whole experts, 4 bits", "front", "Unpruned"),
-    "radar": ("Eval+", "MATH-500", "Unpruned", "Math, 25 % pruned"),
+    "aimer.fig3": ("Eval+", "MATH-500", "Unpruned", "Math, 25 % pruned"),
     "unified.fig3": ("share of the same experts", "General", "50 % pruned"),
     "unified.fig4": ("overlap", "b=1", "β=2", "Gate-EAN", "N/A", "chance"),
     "unified.fig5": ("pocket_olmoe, 25 % pruned", "b=0, α=2", "MSAN"),
@@ -41,7 +41,7 @@ WORDS = {
     "heapr.fig2": ("routed parameters removed (%)", "FLOPs saved per token (%)", "HEAPr-L", "Unpruned"),
     "coverage.fig": ("channels kept (%)", "coverage, smoothing log", "uniform"),
     "coverage.fig.experts": ("channels kept", "no channel", "layer 3"),
-    "quantized.fig8": ("storage (MiB)", "16 bits", "NF4"),
+    "coverage.fig8": ("storage (MiB)", "16 bits", "NF4"),
     "aimer.fig2": ("score, min-max in its layer", "pocket_olmoe, AIMER", "pocket_olmoe, Magnitude"),
     "ranks.cd": ("CD = 4.03", "General, 25 % pruned: Friedman p = 0.001"),
     "ranks.cd.benchmarks": ("CD = 3.68", "Math, 25 % pruned: Friedman p = 0.001"),
@@ -55,7 +55,7 @@ WORDS = {
     "coverage.fig12": ("target, mean 1", "sqrt", "huber", "decoder layer"),
     "coverage.fig13": ("root mean square of channels", "largest channel"),
     "coverage.fig14": ("Share of the attribution", "Share of what is kept", "decoder layer"),
-    "coverage.entropy": ("router entropy (nats)", "decoder layer", "Magnitude"),
+    "coverage.fig11": ("router entropy (nats)", "decoder layer", "Magnitude"),
 }
 """What each figure must say."""
 

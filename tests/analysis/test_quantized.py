@@ -61,7 +61,7 @@ def test_points_have_bytes_and_intervals() -> None:
 
 
 def test_the_figure_is_logarithmic_and_names_ratios() -> None:
-    drawn = storage_figure(SWEEP, storage_points(study_of(SWEEP, COSTS), SWEEP), name="quantized.fig8").drawing
+    drawn = storage_figure(SWEEP, storage_points(study_of(SWEEP, COSTS), SWEEP), name="coverage.fig8").drawing
     [axes] = drawn.axes
     assert axes.get_xscale() == "log"
     assert sorted(text.get_text() for text in axes.texts) == ["0 %", "0 %", "50 %", "50 %"]

@@ -63,7 +63,7 @@ def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
         "unified.fig5",
         "winners",
         "averages",
-        "radar",
+        "aimer.fig3",
         "coverage",
     ):
         picture = Image.open(page.parent / "figures" / f"{name}.png")
