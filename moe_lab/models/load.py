@@ -68,7 +68,7 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
     """
     config = _configuration(folder, trust_remote_code)
     try:
-        with torch.device("meta"):
+        with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
     except AmbiguousGlobalPerLayerAttributeError:
         raise UserError(

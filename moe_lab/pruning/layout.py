@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, Entry
+from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
 from moe_lab.models.families import (
     DISK_FUSED_EXPERTS,
     DISK_ROUTER_WEIGHTS,
@@ -28,6 +29,10 @@ AFTER_SOFTMAX = "moe_statics."
 """How biases begin that are added to probabilities: those are smaller if dropped experts take part in the softmax."""
 NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
 """-10000 as little-endian bytes of each type: added to a score between 0 and 1, or to a logit, nothing is below it."""
+NO_BIAS = (
+    "no bias per expert that could keep tokens from dropped ones without changing the gates of others, which a "
+    "checkpoint of the original shape needs: use export=natural"
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,15 @@ def expert_type(checkpoint: Checkpoint) -> str:
         if EXPERT.fullmatch(name) or FUSED.fullmatch(name):
             return entry.dtype
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
+
+
+def check_masked(folder: Path) -> None:
+    """UserError unless routers of a checkpoint have a vector in which a dropped expert can be barred, as far as names
+    tell."""
+    checkpoint = open_checkpoint(folder)
+    barring = tuple(f".{name}" for name in DISK_ROUTING_VECTORS if AFTER_SOFTMAX not in name)
+    if not any(name.endswith(barring) for name in checkpoint.tensors):
+        raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 
 
 def _blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:
@@ -208,11 +222,7 @@ def _check_complete(checkpoint: Checkpoint, plan: Plan, form: Form, seen: Counte
                 f"({', '.join(DISK_ROUTER_WEIGHTS)})"
             )
         if form.layers[layer].dropped and not seen[layer, "vector"]:
-            raise UserError(
-                f"export=masked: the plan drops experts of layer {layer}, but its router has no bias per expert that "
-                "could keep tokens from them without changing the gates of others, which a checkpoint of the original "
-                "shape needs: use export=natural"
-            )
+            raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
         numbered = [expert for at, expert in seen if at == layer and isinstance(expert, int)]
         if seen[layer, "fused"] and not numbered:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ from moe_lab.study.graph import Graph
 from moe_lab.study.progress import say
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.store import Store
+
+NAMED = 8
+"""Exports that are named one by one."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ def finish(study: Study, schedule: Schedule) -> int:
     errors = {name: error.document for name, error in schedule.failed.items()}
     record.write(study.store, study.config, study.graph, errors, add=study.add)
     _complain(schedule, study.store)
+    _name_exports(study, schedule)
     code = _report(study.config, study.store) if study.config.report else 0
     if schedule.failed:
         return 2 if all(error.document.get("user") for error in schedule.failed.values()) else 1
@@ -51,6 +56,26 @@ def _complain(schedule: Schedule, store: Store) -> None:
         say(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those")
     if any(not error.document.get("user") for error in schedule.failed.values()):
         say(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
+
+
+def _name_exports(study: Study, schedule: Schedule) -> None:
+    """Say where the checkpoints are that were asked for, and what comparing them has come to."""
+    steps = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
+    written = [study.store.path(step) for name, step in steps.items() if name in schedule.finished]
+    for folder in written[:NAMED]:
+        file = folder / "verified.json"
+        difference = json.loads(file.read_text())["difference"] if file.exists() else None
+        say(f"export: {(folder / 'checkpoint').absolute()}{_compared(difference)}")
+    if len(written) > NAMED:
+        say(f"and {len(written) - NAMED} more, in {(study.store.root / 'export').absolute()}")
+
+
+def _compared(difference: float | None) -> str:
+    """What `verify` has come to, if it was asked."""
+    if difference is None:
+        return ""
+    how = "equal those of" if difference == 0 else f"differ by {difference:.1e} of the largest from those of"
+    return f" (verified: its logits {how} the masked model)"
 
 
 def _report(config: Config, store: Store) -> int:

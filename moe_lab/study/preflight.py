@@ -17,6 +17,7 @@ from moe_lab.evaluation import backend, suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.paths import resolve
+from moe_lab.pruning import layout
 from moe_lab.pruning.export_form import SHAPES
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import settings as recoveries
@@ -72,6 +73,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         if role in ANSWERED:
             yield from said(partial(sources.check_answers, text))
     yield from _check_plain_weights(config, cells)
+    yield from _check_masked(config, cells)
     yield from _check_engines(cells)
     yield from _check_allocations(cells)
 
@@ -119,6 +121,16 @@ def _check_timing(config: Config) -> Iterator[str]:
         yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
     if config.launcher.name == "slurm" and timed.device is None:
         yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
+
+
+def _check_masked(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """Whole experts cannot be dropped in the shape of the original where routers have no way to say so; found here as
+    far as models are on this machine."""
+    dropping = [cell for cell in cells if _is_known(cell) and criteria.get(cell.criterion.name).granularity == "expert"]
+    for cell in _each(dropping, "model") if config.export == "masked" else ():
+        folder = Path(resolve(cell.model.path)).expanduser()
+        if (folder / "config.json").is_file():
+            yield from said(partial(layout.check_masked, folder))
 
 
 def _check_words(config: Config) -> Iterator[str]:

@@ -137,9 +137,21 @@ def test_a_fine_tuned_model_is_evaluated_like_any_other(store: Path) -> None:
     assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
 
 
-def test_an_uneven_model_is_exported_and_loads_with_its_own_code(store: Path) -> None:
-    (cell,) = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "export=natural")
-    folder = store / cell["export"] / "checkpoint"
+def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(store: Path) -> None:
+    """Ragged channels, as many experts in every layer, and different numbers of them."""
+    words = ["grid.criterion=[heapr]", "grid.allocation=[global]", "more=[{criterion: [man], allocation: [uniform]},"]
+    words[-1] += "{criterion: [man], allocation: [global]}]"
+    done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((store / "studies" / "study.json").read_text())["cells"]
+    pruned = [cell for cell in found if cell["plan"]]
+    exported = {(cell["cell"]["criterion"], cell["cell"]["allocation"]): cell["export"] for cell in pruned}
+    assert len(exported) == 3
+    for folder in exported.values():
+        assert f"export: {store / folder / 'checkpoint'} (verified: its logits" in done.stderr
+        assert content(store, folder, "verified.json")["difference"] < 1e-4
+    assert "[transformers]" not in done.stderr
+    folder = store / exported["heapr", "global"] / "checkpoint"
     code = (
         "import sys, torch; sys.modules['moe_lab'] = None\n"
         "from transformers import AutoModelForCausalLM\n"
@@ -162,6 +174,8 @@ def test_an_uneven_model_is_exported_and_loads_with_its_own_code(store: Path) ->
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
         (["export=natural", "recovery=nf4"], "expected recovery=none in a study that exports"),
         (["export=naturel"], "did you mean natural"),
+        (["export=masked"], "have no bias per expert that could keep tokens from dropped ones"),
+        (["model.revision=main"], "model.revision=main cannot be checked"),
         (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
         (["allocation=global", "allocation.by=heapr"], "by=heapr scores channels"),
         (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),
