@@ -1,7 +1,8 @@
-"""How the experts to keep change with the calibration tokens: would more data matter?
+"""How the experts and channels to keep change with the calibration tokens: would more data matter?
 
 A pass leaves scores from its first eighth, quarter, and so on; the keep-set of each is compared with that of the whole
-set, layer by layer, ties broken as plans break them.
+set, layer by layer, ties broken as plans break them. Channels are so many that the step compares them itself, for many
+ratios at once.
 """
 
 from __future__ import annotations
@@ -16,18 +17,38 @@ from matplotlib.lines import Line2D
 from analysis import names, overlap, style
 from analysis.frames import groups
 from analysis.load import Study
+from analysis.made import Made, unless_empty
 from analysis.style import Figure
 from analysis.tables import SCORE, Table, reading
 
 KEY = ["model", "calibration", "criterion"]
 SETTLED = 0.02
-"""Share of the kept experts that may still change in a set that is called settled."""
+"""Share of what is kept that may still change in a set that is called settled."""
+_REMOVED = {
+    "expert": "Uniform removal from each layer.",
+    "channel": "The best channels of each layer, of all its experts together.",
+}
 
 
-def ratios_of(study: Study) -> list[float]:
-    """The ratios at which the study removes whole experts, or those of the papers where it removes none."""
+COLUMNS = [*KEY, "ratio", "tokens", "whole", "jaccard", "lowest", "changed", "chance"]
+EXPERTS, CHANNELS = "expert", "channel"
+"""What is kept; how a study's cells call it."""
+
+
+def of_experts(study: Study) -> pd.DataFrame:
+    """`settling` of the study at its ratios."""
+    return settling(study.convergence, ratios_of(study, EXPERTS))
+
+
+def of_channels(study: Study) -> pd.DataFrame:
+    """`channel_settling` of the study at its ratios."""
+    return channel_settling(study.channel_convergence, ratios_of(study, CHANNELS))
+
+
+def ratios_of(study: Study, granularity: str) -> list[float]:
+    """The ratios at which the study removes whole experts, or channels; those of the papers where it removes none."""
     cells = study.cells
-    found = cells.loc[(cells["granularity"] == "expert") & (cells["ratio"] > 0), "ratio"]
+    found = cells.loc[(cells["granularity"] == granularity) & (cells["ratio"] > 0), "ratio"]
     return sorted(set(found)) or list(overlap.RATIOS)
 
 
@@ -68,12 +89,58 @@ def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
                         "chance": float(np.mean(expected / (2 * sizes - expected))),
                     }
                 )
-    columns = [*KEY, "ratio", "tokens", "whole", "jaccard", "lowest", "changed", "chance"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def settling_table(study: Study, found: pd.DataFrame, *, name: str = "convergence") -> Table:
-    """`settling` as a table."""
+def channel_settling(shares: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
+    """The same for channels: the best of each layer, of all its experts together, at the kept share closest to a ratio.
+
+    shares: KEY, tokens, whole, layer, channels, kept, same. With s the part of n kept channels that is the same,
+    intersection over union is s / (2 - s).
+    """
+    rows = []
+    for key, found in groups(shares, KEY) if len(shares) else ():
+        grid = np.sort(found["kept"].unique())
+        for ratio in ratios:
+            kept = grid[np.abs(grid - (1 - ratio)).argmin()]
+            chosen = found[found["kept"] == kept].sort_values("tokens", kind="stable")
+            rows += [{**key, "ratio": ratio, **_after(layers)} for _, layers in groups(chosen, ["tokens"])]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _after(layers: pd.DataFrame) -> dict[str, float]:
+    """Layers after one number of tokens, at one kept share."""
+    same, weight = layers["same"].to_numpy(float), layers["channels"].to_numpy(float)
+    tokens, whole, kept = (layers[column].iloc[0] for column in ("tokens", "whole", "kept"))
+    jaccard = same / (2 - same)
+    return {
+        "tokens": int(tokens),
+        "whole": int(whole),
+        "jaccard": float(jaccard.mean()),
+        "lowest": float(jaccard.min()),
+        "changed": 1 - float((same * weight).sum() / weight.sum()),
+        "chance": float(kept / (2 - kept)),
+    }
+
+
+def outputs(study: Study) -> Made:
+    """Figures and tables about experts, then about channels."""
+    made: Made = []
+    for what, name, found in (
+        (EXPERTS, "convergence", of_experts(study)),
+        (CHANNELS, "convergence.channels", of_channels(study)),
+    ):
+        models = list(dict.fromkeys(found["model"]))
+        made += [
+            settling_figure(found, what=what, model=model, name=f"{name}.{model}" if len(models) > 1 else name)
+            for model in models
+        ]
+        made += unless_empty(settling_table(study, found, what=what, name=name))
+    return made
+
+
+def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -> Table:
+    """`settling`, or `channel_settling`, as a table."""
     columns = [
         "Model",
         "Pruned",
@@ -101,10 +168,10 @@ def settling_table(study: Study, found: pd.DataFrame, *, name: str = "convergenc
     )
     return Table(
         name=name,
-        title="How the experts to keep settle with more calibration text",
+        title=f"How the {what}s to keep settle with more calibration text",
         caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
         "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
-        f"experts kept at the end that are not kept yet. Uniform removal from each layer. Made with {reading(study)}",
+        f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Made with {reading(study)}",
         frame=frame,
         formats={
             "Tokens": "{:,.0f}",
@@ -115,7 +182,7 @@ def settling_table(study: Study, found: pd.DataFrame, *, name: str = "convergenc
     )
 
 
-def settling_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
+def settling_figure(found: pd.DataFrame, *, what: str, model: str, name: str) -> Figure:
     """Jaccard against tokens, a panel per ratio and calibration set, a line per criterion; dotted: random sets."""
     found = found[found["model"] == model]
     sets = names.calibrations_in_order(found["calibration"])
@@ -131,16 +198,18 @@ def settling_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
                 words = (names.calibration(calibration), f"{names.ratio(ratio)} pruned")
                 axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
         for row in grid:
-            row[0].set_ylabel("same experts kept (Jaccard)")
+            row[0].set_ylabel(f"same {what}s kept (Jaccard)")
         for axes in grid[-1]:
             axes.set_xlabel("calibration tokens read")
         drawing.legend(handles=_handles(criteria), loc="outside lower center", ncols=min(6, len(criteria)), fontsize=7)
     caption = (
-        "The experts that would be kept after reading a part of the calibration set, against those kept after all of "
+        f"The {what}s that would be kept after reading a part of the calibration set, against those kept after all of "
         "it (the right end, where all lines meet at 1): intersection over union, mean over layers. A line that is "
-        "still rising at its last points says that more text would change the choice. Dotted: random sets."
+        f"still rising at its last points says that more text would change the choice. Dotted: random sets. "
+        f"{_REMOVED[what]}"
     )
-    return Figure(name, f"Would more calibration text matter: {model}", caption, drawing)
+    title = "Would more calibration text matter" + (" to channels" if what == CHANNELS else "")
+    return Figure(name, f"{title}: {model}", caption, drawing)
 
 
 def _panel(axes: Axes, found: pd.DataFrame, criteria: Sequence[str]) -> None:
@@ -175,18 +244,23 @@ def _handles(criteria: Sequence[str]) -> list[Line2D]:
     ]
 
 
-def settling_finding(found: pd.DataFrame) -> list[str]:
+def finding(study: Study) -> list[str]:
+    """Sentences about experts and about channels."""
+    return [*settled(of_experts(study), EXPERTS), *settled(of_channels(study), CHANNELS)]
+
+
+def settled(found: pd.DataFrame, what: str) -> list[str]:
     """A sentence per model and calibration set: how much the choice still moved at the end of the pass."""
     said = []
-    for key, part in groups(found, ["model", "calibration"]):
+    for key, part in groups(found, ["model", "calibration"]) if len(found) else ():
         last = part[part["tokens"] == part["tokens"].max()]
         moved = last.loc[last["changed"].idxmax()]
         read = int(moved["tokens"]) / int(moved["whole"])
         change = f"{moved['changed'] * 100:.1f} %"
-        settled = "has settled" if moved["changed"] <= SETTLED else "has not settled"
+        state = "has settled" if moved["changed"] <= SETTLED else "has not settled"
         said.append(
-            f"Calibration on {names.calibration(key['calibration'])} {settled} for {key['model']}: after "
-            f"{names.share(read)} of the text at most {change} of the experts to keep still changed "
+            f"Calibration on {names.calibration(key['calibration'])} {state} for {key['model']}: after "
+            f"{names.share(read)} of the text at most {change} of the {what}s to keep still changed "
             f"({names.criterion(str(moved['criterion']))}, {names.ratio(float(moved['ratio']))} pruned)."
         )
     return said

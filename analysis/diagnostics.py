@@ -23,15 +23,7 @@ def _rank_differences(study: Study, comparisons: Sequence[Comparison]) -> Made:
 
 
 def _convergence(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    if study.convergence.empty:
-        return []
-    found = convergence.settling(study.convergence, convergence.ratios_of(study))
-    models = list(dict.fromkeys(found["model"]))
-    drawn = [
-        convergence.settling_figure(found, model=model, name="convergence" + (f".{model}" if len(models) > 1 else ""))
-        for model in models
-    ]
-    return [*drawn, *unless_empty(convergence.settling_table(study, found))]
+    return convergence.outputs(study)
 
 
 def _calibration_sets(study: Study, comparisons: Sequence[Comparison]) -> Made:

@@ -91,6 +91,17 @@ class Study:
         return _per_calibration(self.document.get("convergences"), "convergence.parquet", _CONVERGENCE, self.reader)
 
     @cached_property
+    def channel_convergence(self) -> pd.DataFrame:
+        """model, calibration, criterion, tokens, whole (all tokens), layer, channels (how many the layer has), kept
+        (the share of them that is kept), same (the part of those kept in the end that is kept after `tokens`)."""
+        steps = self.document.get("channel_convergences") or {}  # by criterion@calibration@model
+        frames = [
+            _per_calibration({key.partition("@")[2]: step}, "convergence.parquet", _CHANNEL_CONVERGENCE, self.reader)
+            for key, step in steps.items()
+        ]
+        return _stack(frames, _CHANNEL_CONVERGENCE)
+
+    @cached_property
     def history(self) -> pd.DataFrame:
         """cell, generation, schedule, origin, fitness, ...: see `artefacts.history`."""
         return artefacts.history(self.cells, self.reader)
@@ -135,6 +146,7 @@ def load(store: Path, name: str) -> Study:
 _FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 _DAMAGE = ("layer", "expert", "score")
 _CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
+_CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:

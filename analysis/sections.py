@@ -135,9 +135,9 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "coverage",
             "Coverage",
             "Did calibration reach every expert?",
-            [*findings.coverage_finding(study), *_settling(study)],
+            [*findings.coverage_finding(study), *convergence.finding(study)],
             [*made["coverage"], *made["convergence"]],
-            filters={"convergence": "*Model|Pruned|Calibration"},
+            filters=dict.fromkeys(("convergence", "convergence.channels"), "*Model|Pruned|Calibration"),
         ),
         Section(
             "inside",
@@ -214,10 +214,6 @@ _KEPT_TEXT = (
     "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
     "pruned one overlap widely, pruning cost nothing that these benchmarks can show.",
 )
-
-
-def _settling(study: Study) -> list[str]:
-    return convergence.settling_finding(convergence.settling(study.convergence, convergence.ratios_of(study)))
 
 
 def _several_models(study: Study, outputs: Sequence[Output]) -> Sequence[Output]:

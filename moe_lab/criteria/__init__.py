@@ -6,10 +6,31 @@ Every module in this folder is a place for criteria.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from moe_lab.criteria.registry import CRITERIA, Criterion, check, get, of_experts_from, ranking, reads_text, score
+from moe_lab.criteria.registry import (
+    CRITERIA,
+    Criterion,
+    check,
+    get,
+    of_experts_from,
+    ranking,
+    reads_text,
+    score,
+    summed_over,
+)
 from moe_lab.criteria.routed import family
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["CRITERIA", "Criterion", "check", "family", "get", "of_experts_from", "ranking", "reads_text", "score"]
+__all__ = [
+    "CRITERIA",
+    "Criterion",
+    "check",
+    "family",
+    "get",
+    "of_experts_from",
+    "ranking",
+    "reads_text",
+    "score",
+    "summed_over",
+]

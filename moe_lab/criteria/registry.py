@@ -91,6 +91,13 @@ def of_experts_from(need: Need) -> list[str]:
     ]
 
 
+def summed_over(name: str) -> Need | None:
+    """The pass over a text whose sums the criterion reads, if they are those of so many tokens as were read so far:
+    then its scores can be followed while the pass goes on. None where it reads no such pass."""
+    found = [need for need in get(name).needs if need in ("statistics", "gradients")]
+    return found[0] if len(found) == 1 else None
+
+
 def _required(found: Criterion) -> list[str]:
     """Parameters of the criterion's own that have no default."""
     own = list(inspect.signature(found.function).parameters.values())[1:]

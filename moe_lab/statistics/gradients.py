@@ -20,6 +20,7 @@ from moe_lab.statistics.backward import SCALE, differentiable, forward_and_backw
 from moe_lab.statistics.forward import inside_backward
 from moe_lab.statistics.gather import Batch, read_all
 from moe_lab.statistics.observe import Tap
+from moe_lab.statistics.snapshots import Snapshots
 from moe_lab.statistics.sums import Statistics
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
@@ -35,6 +36,7 @@ def gather_gradients(
     first_row: int = 0,
     progress: Callable[[int, int], None] | None = None,
     checkpointing: bool = False,
+    snapshots: Snapshots | None = None,
 ) -> Statistics:
     """Channel sums of a forward and a backward pass of `model` over `batches`; see sums.py for the names.
 
@@ -56,6 +58,7 @@ def gather_gradients(
             first_row=first_row,
             progress=progress,
             reading=forward_and_backward,
+            snapshots=snapshots,
         )
 
 

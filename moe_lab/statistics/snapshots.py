@@ -1,7 +1,7 @@
 """Sums of a pass before it is done: how scores change with more of the calibration text.
 
-Sums are additive, so the sums after the first batches are those of a smaller calibration set. Kept is what criteria of
-whole experts read; sums over channels, which are a hundred times as large, are not.
+Sums are additive, so the sums after the first batches are those of a smaller calibration set. Sums over channels, which
+are a hundred times as large as those of whole experts, are kept in single precision: their order is all that is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Snapshots:
     def save(self, layers: Layers, about: Mapping[str, Any], done: int) -> None:
         """Keep the sums after `done` batches, one of `points`."""
         named = {
-            layer: {name: part for name, part in sums.items() if _OF_CHANNELS not in name}
+            layer: {name: part.float() if _OF_CHANNELS in name else part for name, part in sums.items()}
             for layer, sums in layers.items()
         }
         seen = sum(int(valid.sum()) for _, valid in self.batches[:done])

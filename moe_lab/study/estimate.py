@@ -206,6 +206,7 @@ WORK: Mapping[str, Work] = {
     "reconstruction": _passes(4),
     "finetune": _finetune,
     "convergence": _passes(1.1),
+    "channel_convergence": _passes(3.3),
     "cost": _passes(1),
     "profile": _passes(1.1),
     "timing": _timing,
@@ -239,7 +240,7 @@ def _memory(step: Step, size: Size) -> float:
 def _kept(step: Step, size: Size) -> float:
     """Numbers of a token that a pass keeps: of one layer, or of all of them where gradients come back."""
     layer = 20 * size.hidden + 6 * size.top_k * size.width
-    if step.kind not in ("gradients", "weight_gradients", "finetune"):
+    if step.kind not in ("gradients", "weight_gradients", "finetune") and "gradients" not in step.inputs:
         return layer
     return layer + size.hidden * size.moe_layers if _text(step)["checkpointing"] else layer * size.moe_layers
 

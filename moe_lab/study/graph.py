@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from moe_lab import criteria
 from moe_lab.config import (
     AllocationConfig,
     BenchmarkConfig,
@@ -42,12 +43,14 @@ class CellSteps:
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families`, `damages` and `convergences` feed figures, by "calibration@model"."""
+    """All steps of a study. `families`, `damages` and `convergences` feed figures, by "calibration@model";
+    `channel_convergences` too, by "criterion@calibration@model"."""
 
     cells: Sequence[CellSteps]
     families: Mapping[str, Step]
     damages: Mapping[str, Step]
     convergences: Mapping[str, Step]
+    channel_convergences: Mapping[str, Step]
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
@@ -67,6 +70,7 @@ class Graph:
         yield from self.families.values()
         yield from self.damages.values()
         yield from self.convergences.values()
+        yield from self.channel_convergences.values()
         for cell in self.cells:
             yield cell.model
             yield from (step for step in (cell.scores, cell.plan, cell.export, cell.profile, cell.timing) if step)
@@ -99,6 +103,12 @@ def normalized(cell: Cell) -> Cell:
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
+def settles_by_channels(cell: Cell) -> bool:
+    """Whether the cell's criterion scores channels by sums that a pass adds up token by token."""
+    name = cell.criterion.name
+    return criteria.get(name).granularity == "channel" and criteria.summed_over(name) is not None
+
+
 def unpruned(cell: Cell) -> Cell:
     """The cell everything is compared with."""
     texts = {"flops": cell.texts["flops"]}
@@ -115,6 +125,7 @@ def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Benc
     families: dict[str, Step] = {}
     damages: dict[str, Step] = {}
     convergences: dict[str, Step] = {}
+    channel_convergences: dict[str, Step] = {}
     for cells, benchmarks in requests:
         named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
@@ -123,9 +134,10 @@ def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Benc
             name = f"{cell.calibration.name}@{cell.model.name}"
             if cell.calibration.snapshots:
                 convergences[name] = maker.convergence(cell.model, cell.calibration, cell.gate, cell.seed)
+                if settles_by_channels(cell):
+                    channel_convergences[f"{cell.criterion.name}@{name}"] = maker.channel_convergence(cell)
             if config.overlap:
                 families[name] = maker.family(cell.model, cell.calibration, cell.gate, cell.seed)
                 damages[name] = maker.scores(replace(cell, criterion=EXACT_DAMAGE))
-    return Graph(
-        [_steps(maker, cell, list(named.values())) for cell, named in asked.items()], families, damages, convergences
-    )
+    steps = [_steps(maker, cell, list(named.values())) for cell, named in asked.items()]
+    return Graph(steps, families, damages, convergences, channel_convergences)

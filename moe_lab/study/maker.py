@@ -179,6 +179,26 @@ class Maker:
 
         return self.once(("convergence", model, calibration, gate, seed), make)
 
+    def channel_convergence(self, cell: Cell) -> Step:
+        """How the channels that the cell's criterion keeps change with more and more of the calibration set."""
+
+        def make() -> Step:
+            chosen = criteria.get(cell.criterion.name)
+            reading = self.reading(str(criteria.summed_over(chosen.name)), cell.model, cell.calibration, cell.seed)
+            asked: dict[str, Any] = {
+                "criterion": chosen.name,
+                "parameters": dict(cell.criterion.parameters),
+                "gate": cell.gate if chosen.uses_gate else None,
+                "snapshots": cell.calibration.snapshots,
+            }
+            inputs = {"model": self.model(cell.model), **{need: self.evidence(need, cell) for need in chosen.needs}}
+            label = f"{reading.label}-{chosen.name}"
+            parts = {**reading.parts, "convergence": Part(asked)}
+            return Step("channel_convergence", label, parts, inputs, reading.runtime)
+
+        key = ("channel convergence", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed)
+        return self.once(key, make)
+
     def plan(self, cell: Cell) -> Step:
         """Which experts, and which of their channels, to keep: straight from the scores, or by a search."""
         key = ("allocation", cell.allocation, cell.ratio)

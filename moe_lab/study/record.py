@@ -65,6 +65,7 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         "families": {name: place(step) for name, step in graph.families.items()},
         "damages": {name: place(step) for name, step in graph.damages.items()},
         "convergences": {name: place(step) for name, step in graph.convergences.items()},
+        "channel_convergences": {name: place(step) for name, step in graph.channel_convergences.items()},
     }
     path = _path(store, config.study)
     path.parent.mkdir(exist_ok=True)
@@ -82,7 +83,7 @@ def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         "cells": [cell for cell in old["cells"] if cell["cell"] not in named] + new["cells"],
         "families": {**old["families"], **new["families"]},
         "damages": {**old["damages"], **new["damages"]},
-        "convergences": {**old.get("convergences", {}), **new["convergences"]},
+        **{name: {**old.get(name, {}), **new[name]} for name in ("convergences", "channel_convergences")},
     }
 
 

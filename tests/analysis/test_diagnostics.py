@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +54,40 @@ def test_keep_sets_are_compared_with_the_last_one(material: catalogue.Material) 
 
 
 def test_what_was_read_is_said(material: catalogue.Material) -> None:
-    found = convergence.settling(material.study.convergence, convergence.ratios_of(material.study))
-    sentences = convergence.settling_finding(found)
+    sentences = convergence.finding(material.study)
     assert len(sentences) == 3 and "after 75 % of the text at most" in sentences[0] and "Frequency" in sentences[0]
+    found = convergence.of_experts(material.study)
     calm = found[found["criterion"] == "man"]
-    assert "has settled" in convergence.settling_finding(calm)[0]
-    assert "has not settled" in convergence.settling_finding(found.assign(changed=0.03))[0]
+    assert "has settled" in convergence.settled(calm, "expert")[0]
+    assert "has not settled" in convergence.settled(found.assign(changed=0.03), "expert")[0]
+
+
+def channel_shares() -> pd.DataFrame:
+    """Two layers of 100 and 300 channels at two kept shares; after 10 and 30 of 40 tokens."""
+    rows = [
+        ("pocket", "pocket_code", "heapr", tokens, 40, layer, channels, kept, same - 0.1 * (kept == 0.75))
+        for tokens, sames in ((10, (0.5, 0.7)), (30, (0.9, 1.0)))
+        for layer, channels, same in zip((0, 1), (100, 300), sames, strict=True)
+        for kept in (0.5, 0.75)
+    ]
+    columns = ["model", "calibration", "criterion", "tokens", "whole", "layer", "channels", "kept", "same"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def test_channels_settle_like_experts(material: catalogue.Material) -> None:
+    found = convergence.channel_settling(channel_shares(), [0.5]).set_index("tokens")
+    assert found["jaccard"].to_dict() == pytest.approx({10: (50 / 150 + 70 / 130) / 2, 30: (90 / 110 + 1) / 2})
+    assert found["lowest"].to_dict() == pytest.approx({10: 50 / 150, 30: 90 / 110})
+    assert found["changed"].to_dict() == pytest.approx({10: 1 - (50 + 210) / 400, 30: 1 - (90 + 300) / 400})
+    assert found["chance"].tolist() == pytest.approx([25 / 75] * 2) and set(found["whole"]) == {40}
+    nearest = convergence.channel_settling(channel_shares(), [0.3]).set_index("tokens")
+    assert nearest.loc[30, "lowest"] == pytest.approx(0.8 / 1.2), "75 % kept is closest to 30 % pruned"
+    study = replace(material.study)
+    study.__dict__["channel_convergence"] = channel_shares()
+    figure, table = convergence.outputs(study)[-2:]
+    assert (figure.name, table.name) == ("convergence.channels",) * 2 and len(table.frame) == 4
+    assert "same channels kept" in figure.drawing.axes[0].get_ylabel()
+    assert "of the channels to keep still changed (HEAPr" in convergence.finding(study)[-1]
 
 
 def lines(axes: Axes) -> dict[str, list[float]]:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lab import criteria
 from moe_lab.config import CalibrationConfig, ModelConfig
@@ -12,6 +17,7 @@ from moe_lab.grid import plain
 from moe_lab.statistics_file import read
 from moe_lab.study import kinds
 from moe_lab.study.job import Job
+from moe_lab.study.kinds import settling
 
 MODEL = plain(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))
 TEXT = {"name": "text", "path": "pocket:calibration/general.jsonl", "packing": "chunk", "length": 128, "tokens": 1024}
@@ -80,3 +86,55 @@ def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
         assert row["channel_square"] == pytest.approx(sum(one["channel_square"][expert].tolist()))
     losses = pd.read_parquet(folder / "layers.parquet").set_index("layer")["layer_loss"]
     assert losses.to_dict() == {layer: float(named["layer_loss"]) for layer, named in sums.items()}
+
+
+def naive_best(scores: np.ndarray, share: float) -> set[int]:
+    """The best share of a layer's channels, rounded up, of equal ones those of higher index."""
+    flat = scores.ravel().tolist()
+    order = sorted(range(len(flat)), key=lambda at: (flat[at], at), reverse=True)
+    return set(order[: math.ceil(share * len(flat))])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_shared_channels_are_those_of_two_sets(pairs: list[tuple[int, int]]) -> None:
+    one, other = (np.array([pair[side] for pair in pairs], float)[None] for side in (0, 1))
+    found = settling.shared(settling.ranks(one), settling.ranks(other))
+    for share, same in zip(settling.SHARES, found, strict=True):
+        final = naive_best(other, share)
+        assert same == len(naive_best(one, share) & final) / len(final)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "role"), [("heapr", "gradients"), ("channel_activation", "statistics"), ("camera", "statistics")]
+)
+def test_channels_are_followed_through_the_pass(tmp_path: Path, criterion: str, role: str) -> None:
+    """With the snapshots of the pass and without any: the same, and what scoring each part by itself gives."""
+    model = perform(tmp_path, "model", {})
+    weights = {"channel_weights": perform(tmp_path, "channel_weights", {})} if criterion == "camera" else {}
+    asked = {"criterion": criterion, "parameters": {}, "gate": None, "snapshots": 4}
+    frames, passes = [], []
+    for snapshots in (4, 0):
+        passes.append(perform(tmp_path, role, {"snapshots": snapshots}))
+        found = perform(
+            tmp_path, "channel_convergence", {"convergence": asked}, model=model, **{role: passes[-1]}, **weights
+        )
+        frames.append(pd.read_parquet(found / "convergence.parquet"))
+    pd.testing.assert_frame_equal(frames[0], frames[1])
+    assert frames[0]["tokens"].nunique() == 3 and set(frames[0]["criterion"]) == {criterion}
+
+    facts = json.loads((model / "facts.json").read_text())["layers"]
+    shape = {"experts": {}, "widths": {}}
+    for layer, about in facts.items():
+        shape["experts"][int(layer)], shape["widths"][int(layer)] = about["n_experts"], about["width"]
+
+    def scored(file: Path) -> np.ndarray:
+        sums = read(file)
+        for folder in weights.values():
+            sums = {layer: {**named, **read(folder / "statistics.safetensors")[layer]} for layer, named in sums.items()}
+        return criteria.score(criterion, sums, **shape)[1]
+
+    first, last = scored(passes[0] / "snapshot-1-of-4.safetensors"), scored(passes[0] / "statistics.safetensors")
+    row = frames[0].query("layer == 1 and kept == 0.5").sort_values("tokens").iloc[0]
+    final = naive_best(last, 0.5)
+    assert row["same"] == len(naive_best(first, 0.5) & final) / len(final) and 0.5 < row["same"] < 1
+    assert row["channels"] == last.size

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from moe_lab.study.job import Job
-from moe_lab.study.kinds import choosing, measuring, pruned, timing
+from moe_lab.study.kinds import choosing, measuring, pruned, settling, timing
 from moe_lab.study.provenance import provenance
 from moe_lab.study.store import write_json
 
@@ -19,7 +19,8 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
     for function in (
         measuring.model,
         measuring.statistics,
-        measuring.convergence,
+        settling.convergence,
+        settling.channel_convergence,
         measuring.gradients,
         measuring.weight_gradients,
         measuring.damage,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from moe_lab.study.job import Job
 from moe_lab.study.kinds import tables
 from moe_lab.study.kinds.shared import (
     STATISTICS,
-    facts,
     is_streamed,
     model_and_tokenizer,
     rows,
@@ -43,22 +41,35 @@ def statistics(job: Job) -> None:
     if is_streamed(job):
         sums = _streamed(job, stream, ForwardTap, "forward")
     else:
-        sums = _gathered(job, job.runtime["calibration"]["snapshots"])
+        sums = forward_sums(job, job.runtime["calibration"]["snapshots"])
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
     write_table(job.output("experts.parquet"), tables.EXPERTS, tables.experts(sums.layers))
     write_table(job.output("layers.parquet"), tables.LOSSES, tables.losses(sums.layers))
 
 
-def _gathered(job: Job, parts: int) -> Any:
-    """The sums of a pass that has the whole model in memory, which leaves so many snapshots."""
+def forward_sums(job: Job, parts: int) -> Any:
+    """The sums of a forward pass that has the whole model in memory, which leaves so many snapshots."""
     from moe_lab.statistics.gather import gather
+
+    return _resident(job, gather, parts)
+
+
+def gradient_sums(job: Job, parts: int) -> Any:
+    """The same of a forward and a backward pass."""
+    from moe_lab.statistics.gradients import gather_gradients
+
+    return _resident(job, gather_gradients, parts, checkpointing=job.runtime["calibration"]["checkpointing"])
+
+
+def _resident(job: Job, read: Callable[..., Any], parts: int, **settings: bool) -> Any:
     from moe_lab.statistics.snapshots import Snapshots
 
     network, tokenizer = model_and_tokenizer(job)
     text = rows(job, tokenizer)
     snapshots = Snapshots(Path(job.partial), text, parts)
-    sums = gather(network, text, out=Path(job.partial), fingerprint=job.settings, groups=GROUP, snapshots=snapshots)
+    common = {"out": Path(job.partial), "fingerprint": job.settings, "groups": GROUP, "snapshots": snapshots}
+    sums = read(network, text, **common, **settings)
     snapshots.publish(Path(job.scratch))
     return sums
 
@@ -70,59 +81,16 @@ def _streamed(job: Job, read: Callable[..., Any], tap: type, kind: str) -> Any:
     return read(model, tap, text, kind=kind, out=Path(job.partial), fingerprint=job.settings, budget=budget)
 
 
-def convergence(job: Job) -> None:
-    """Scores by every criterion that reads these sums alone, from more and more of the calibration set.
-
-    From the snapshots that the pass left; from a pass of its own where it was made without.
-    """
-    from moe_lab import criteria
-    from moe_lab.statistics.snapshots import taken
-    from moe_lab.statistics_file import read
-
-    settings = job.settings["convergence"]
-    parts = taken(Path(job.inputs["statistics"]), settings["snapshots"]) or _snapshots(job, settings["snapshots"])
-    whole = json.loads(job.input("statistics", "calibration.json").read_text())["valid_tokens"]
-    parts = [*parts, (sum(whole.values()), read(job.input("statistics", STATISTICS)))]
-    experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
-    found = [
-        (name, tokens, layer, expert, float(value))
-        for name in criteria.of_experts_from("statistics")
-        for tokens, sums in parts
-        for layer, values in criteria.score(name, sums, experts=experts, gate=settings["gate"]).items()
-        for expert, value in enumerate(values)
-    ]
-    write_table(job.output("convergence.parquet"), ("criterion", "tokens", "layer", "expert", "score"), found)
-
-
-def _snapshots(job: Job, parts: int) -> Any:
-    """The snapshots of a pass that is made for them alone."""
-    from moe_lab.statistics.snapshots import taken
-
-    _gathered(job, parts)
-    return taken(Path(job.scratch), parts)
-
-
 def gradients(job: Job) -> None:
     """One forward and one backward pass: sums over the channels and the gradients of the loss at them."""
     from moe_lab.statistics.gradients import GradientTap
     from moe_lab.statistics.streaming import stream_back
 
-    sums = _streamed(job, stream_back, GradientTap, "gradients") if is_streamed(job) else _gradients(job)
+    if is_streamed(job):
+        sums = _streamed(job, stream_back, GradientTap, "gradients")
+    else:
+        sums = gradient_sums(job, job.runtime["calibration"]["snapshots"])
     sums.save(job.output(STATISTICS))
-
-
-def _gradients(job: Job) -> Any:
-    from moe_lab.statistics.gradients import gather_gradients
-
-    network, tokenizer = model_and_tokenizer(job)
-    return gather_gradients(
-        network,
-        rows(job, tokenizer),
-        out=Path(job.partial),
-        fingerprint=job.settings,
-        groups=GROUP,
-        checkpointing=job.runtime["calibration"]["checkpointing"],
-    )
 
 
 def weight_gradients(job: Job) -> None:

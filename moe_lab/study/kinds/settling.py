@@ -1,0 +1,119 @@
+"""Steps that look at sums before the pass was done: whether more of the calibration text would change what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lab.study.job import Job
+from moe_lab.study.kinds.measuring import forward_sums, gradient_sums
+from moe_lab.study.kinds.shared import STATISTICS, facts, write_table
+
+Sums = dict[int, dict[str, Any]]
+PASSES = {"statistics": forward_sums, "gradients": gradient_sums}
+"""Passes that leave snapshots -> what makes one for them alone."""
+SHARES = tuple(at / 40 for at in range(1, 40))
+"""Shares of a layer's channels that are kept: every 2.5 %."""
+CHANNELS = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
+
+
+def convergence(job: Job) -> None:
+    """Scores by every criterion of experts that reads these sums alone, from more and more of the calibration set.
+
+    From the snapshots that the pass left; from a pass of its own where it was made without.
+    """
+    from moe_lab import criteria
+
+    gate, parts = job.settings["convergence"]["gate"], _parts(job, "statistics")
+    experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
+    found = [
+        (name, tokens, layer, expert, float(value))
+        for name in criteria.of_experts_from("statistics")
+        for tokens, sums in parts
+        for layer, values in criteria.score(name, sums, experts=experts, gate=gate).items()
+        for expert, value in enumerate(values)
+    ]
+    write_table(job.output("convergence.parquet"), ("criterion", "tokens", "layer", "expert", "score"), found)
+
+
+def channel_convergence(job: Job) -> None:
+    """Which share of the channels that one criterion keeps in the end it keeps after each part of the calibration set.
+
+    CHANNELS: the criterion; valid tokens read, and those of the whole set; the layer; how many channels it has; the
+    share of them that is kept, those of highest score in the layer; and the share of those kept in the end that are
+    among them. Snapshots are those of `convergence`.
+    """
+    rows = []
+    by_layer: dict[int, list[tuple[int, NDArray[np.float64]]]] = {}
+    for tokens, scored in _channel_scores(job):
+        for layer, values in scored.items():
+            by_layer.setdefault(layer, []).append((tokens, values))
+    name = job.settings["convergence"]["criterion"]
+    for layer, parts in by_layer.items():
+        places = [(tokens, ranks(values)) for tokens, values in parts]
+        for tokens, place in places[:-1]:
+            same = shared(place, places[-1][1])
+            about = (name, tokens, places[-1][0], layer, place.size)
+            rows += [(*about, kept, one) for kept, one in zip(SHARES, same, strict=True)]
+    write_table(job.output("convergence.parquet"), CHANNELS, rows)
+
+
+def ranks(scores: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Place of every channel of a layer (E, I) by its score, 0 for the best, flat; ties fall by index, lower first, as
+    plans break them."""
+    order = np.argsort(scores, axis=None, kind="stable")[::-1]
+    places = np.empty(order.size, np.int64)
+    places[order] = np.arange(order.size)
+    return places
+
+
+def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
+    """For each of SHARES, the part of the best n = ceil(share x channels) by one ranking that is so by the other too.
+
+    A channel is among both from the later of its two places on, so one sorted list answers for all shares.
+    """
+    later = np.sort(np.maximum(one, other))
+    counts = [int(np.ceil(share * later.size)) for share in SHARES]
+    return [float(np.searchsorted(later, count) / count) for count in counts]
+
+
+def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float64]]]]:
+    """Valid tokens, and the criterion's scores after them, of each snapshot and of the whole."""
+    from moe_lab import criteria
+    from moe_lab.statistics_file import read
+
+    asked, layers = job.settings["convergence"], facts(job)["layers"]
+    [role] = [role for role in job.inputs if role in PASSES]
+    weights = [read(job.input(need, STATISTICS)) for need in job.inputs if need not in (*PASSES, "model")]
+    for tokens, sums in _parts(job, role):
+        inputs = {layer: {k: v for part in (sums, *weights) for k, v in part[layer].items()} for layer in layers}
+        yield (
+            tokens,
+            criteria.score(
+                asked["criterion"],
+                inputs,
+                experts={layer: about["n_experts"] for layer, about in layers.items()},
+                widths={layer: about["width"] for layer, about in layers.items()},
+                gate=asked["gate"],
+                parameters=asked["parameters"],
+            ),
+        )
+
+
+def _parts(job: Job, role: str) -> list[tuple[int, Sums]]:
+    """Valid tokens and sums after each part of the pass `role`, the whole last."""
+    from moe_lab.statistics.snapshots import taken
+    from moe_lab.statistics_file import read
+
+    count = job.settings["convergence"]["snapshots"]
+    found = taken(Path(job.inputs[role]), count)
+    if found is None:  # the pass was made without: one for the snapshots alone
+        PASSES[role](job, count)
+        found = taken(Path(job.scratch), count) or []
+    whole = json.loads(job.input(role, "calibration.json").read_text())["valid_tokens"]
+    return [*found, (sum(whole.values()), read(job.input(role, STATISTICS)))]
