@@ -27,6 +27,10 @@ SAMPLES, SAMPLE = 64, 1 << 20
 """Beyond, it reads the header, and so many samples of so many bytes, of each file."""
 
 
+UNPACKED = ("mxfp4",)
+"""Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
+
+
 def check(settings: ModelConfig) -> None:
     """Everything about a model that can be found wrong without torch and without network; raises UserError.
 

@@ -14,13 +14,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 from transformers.utils import logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.models import cpu_experts
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
-from moe_lab.models.files import has_pickles_only, local_folder, quantization
+from moe_lab.models.files import UNPACKED, has_pickles_only, local_folder, quantization
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.room import check_room
 from moe_lab.models.top_k import set_top_k
@@ -124,6 +125,7 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            **({"quantization_config": Mxfp4Config(dequantize=True)} if method in UNPACKED else {}),
             dtype=dtype,
             device_map=device,
             experts_implementation="eager" if device == "cpu" else "grouped_mm",
@@ -164,6 +166,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})") from None
+    if not tokenizer.encode("a", add_special_tokens=False):  # which transformers makes up where there are no files
+        raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise UserError(f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected one of them")

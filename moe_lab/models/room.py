@@ -10,7 +10,7 @@ import torch
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.models.files import has_pickles_only, quantization
+from moe_lab.models.files import UNPACKED, has_pickles_only, quantization
 
 GIB = 2**30
 
@@ -43,7 +43,8 @@ def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.
 
 def _bytes(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str) -> int:
     """Bytes of the weights once loaded: as stored, or in another precision."""
-    if not has_pickles_only(folder) and (isinstance(dtype, str) or quantization(settings)):
+    method = quantization(settings)
+    if not has_pickles_only(folder) and (isinstance(dtype, str) or method) and method not in UNPACKED:
         return sum(entry.size for entry in open_checkpoint(folder).tensors.values())
     count: int = sum(weight.numel() for weight in skeleton.parameters())
     return count * (dtype if isinstance(dtype, torch.dtype) else torch.bfloat16).itemsize

@@ -28,6 +28,7 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.weights import weigh
 
 SHARD = "model-00002-of-00007.safetensors"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -275,6 +276,32 @@ def test_eight_bits_are_scored_as_the_numbers_they_stand_for(tmp_path: Path) -> 
     expected, found = (observed(load_model(settings(tmp_path / name))[0]) for name in ("plain", "fp8"))
     for index, named in expected.items():
         assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+
+
+FOUR_BITS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def test_mxfp4_is_scored_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
+    """Pairs of four-bit numbers, the low half first, 32 of which share a power of two; experts lie transposed."""
+    tiny.save("gpt_oss", tmp_path / "plain", hidden_size=64, intermediate_size=32, dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "plain", tmp_path / "mxfp4")
+    exact = load_file(tmp_path / "plain" / "model.safetensors")
+    stored, draws = dict(exact), torch.Generator().manual_seed(0)
+    for name in [name for name in exact if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=draws, dtype=torch.uint8)
+        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), generator=draws, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+        numbers = FOUR_BITS[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales.double() - 127)[..., None]
+        exact[name] = numbers.flatten(-2).transpose(1, 2).to(torch.bfloat16).contiguous()
+    save_file(exact, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(stored, tmp_path / "mxfp4" / "model.safetensors", {"format": "pt"})
+    reconfigure(tmp_path / "mxfp4", quantization_config={"quant_method": "mxfp4"})
+    expected, found = (observed(load_model(settings(tmp_path / name))[0]) for name in ("plain", "mxfp4"))
+    for index, named in expected.items():
+        assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+    refused(lambda: weigh(tmp_path / "mxfp4", fingerprint={}), r"_proj_blocks is stored as U8, expected plain weights")
 
 
 def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
         ),
         (reconfigure(num_hidden_layers="three"), r"config\.json is damaged: .*num_hidden_layers"),
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer that can be loaded"),
+        (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "has no tokenizer that can be loaded"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_sentence(
