@@ -17,7 +17,8 @@ USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER]
 python -m analysis diff A B [store=store] [out=FOLDER]
 
 NAME   report (the page with everything; the default), all (every table and figure), or any of
-       {names}
+       {names};
+       and, with the same numbers as what stands in brackets, {also}
 store  the folder a run wrote to
 study  which study in it, several with commas between, or all; by default the newest
 out    where to write; by default STORE/reports/STUDY
@@ -71,8 +72,9 @@ def main(words: Sequence[str]) -> int:
     """Do what the command line asks; returns the exit code."""
     if {"-h", "--help", "help"} & set(words):
         from analysis.catalogue import CATALOGUE
+        from analysis.items import ALSO
 
-        print(USAGE.format(names=", ".join(CATALOGUE)))
+        print(USAGE.format(names=", ".join(CATALOGUE), also=", ".join(f"{name} ({of})" for name, of in ALSO.items())))
         return 0
     try:
         return _run(parse(words))
@@ -134,11 +136,12 @@ def _run(request: Request) -> int:
         return _diff(request)
     from analysis import catalogue
     from analysis.documents import studies
+    from analysis.items import ALSO
     from analysis.load import load
 
     for name in request.names:
-        if name not in (*catalogue.CATALOGUE, "all", "report"):
-            raise unknown("name", name, [*catalogue.CATALOGUE, "all", "report", "diff"])
+        if name not in (*catalogue.CATALOGUE, *ALSO, "all", "report"):
+            raise unknown("name", name, [*catalogue.CATALOGUE, *ALSO, "all", "report", "diff"])
     if request.compare:
         _comparable(request)
     newest = studies(request.store)[0]
@@ -161,6 +164,7 @@ def _run(request: Request) -> int:
 def _write(request: Request, material: Material, out: Path) -> bool:
     """The report, or the tables and figures asked for; whether there are results for each."""
     from analysis import catalogue, report
+    from analysis.items import ALSO
     from analysis.needs import needs
 
     if "report" in request.names:
@@ -170,7 +174,7 @@ def _write(request: Request, material: Material, out: Path) -> bool:
     made = catalogue.make(wanted, material)
     for path in catalogue.write((output for outputs in made.values() for output in outputs), out):
         print(path)
-    lacking = [name for name in request.names if made.get(name) == []]
+    lacking = [name for name in request.names if made.get(ALSO.get(name, name)) == []]
     for name in lacking:
         print(f"analysis: {name} needs {needs(name)}, which study={material.study.name} does not have", file=sys.stderr)
     return not lacking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,26 @@ PROFILE = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy"
 coordinates; entropies in nats of the router's softmax, of the chosen experts' gates and of the experts' loads; and the
 experts the router chooses from. NaN where a layer has no router."""
 
+TIMING = (
+    "batch_size",
+    "prompt_length",
+    "new_tokens",
+    "repeat",
+    "prefill_seconds",
+    "decode_seconds",
+    "working_bytes",
+)
+"""Columns of timing.parquet, a row a request: its prompts, and tokens of each; the seconds to the first new token and
+from there to the last; bytes beyond the weights at the largest moment, NaN where the system does not tell."""
+
+CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
+"""What timing.json says of all requests of a model."""
+
 SEARCHES = (
     "layers",
     "budget",
     "fitness",
+    "samples",
     "population",
     "generations",
     "best",
@@ -89,6 +106,28 @@ def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return _by_cell(frames, PROFILE)
 
 
+def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """How long requests of every model took: cell, TIMING and CONDITIONS."""
+    frames = {}
+    for cell, about in _documents(cells, "timing_folder", "timing.json", reader).items():
+        folder = reader.folder(str(cells.loc[cell, "timing_folder"]))
+        table = reader.table(folder, "timing.parquet", TIMING) if folder else None
+        if table is not None:
+            frames[cell] = table.to_pandas().assign(**{name: about.get(name) for name in CONDITIONS})
+    return _by_cell(frames, (*TIMING, *CONDITIONS))
+
+
+def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """How plans round the channels of experts: cell, block (channels) and smallest (fewest channels of an expert), of
+    plans that do."""
+    rows = []
+    for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
+        allocation = (plan.get("provenance") or {}).get("allocation") or {}
+        if align := (allocation.get("parameters") or {}).get("align"):
+            rows.append({"cell": cell, "block": align.get("block"), "smallest": align.get("min_channels")})
+    return pd.DataFrame(rows, columns=["cell", "block", "smallest"])
+
+
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Every schedule that searches made: cell and HISTORY. Schedules are arrays of experts removed, in the order of
     `layers` in `searches`; `fitness` is NaN for one that was never evaluated, higher is better."""
@@ -106,6 +145,7 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
     layers            decoder layers, tuple; `best` and `uniform` are removed experts in their order, tuples
     budget            experts removed in all
+    samples           rows of the search set
     fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
     candidates        schedules that were evaluated
     forwards          what that cost, in full forwards of the search set; without reuse it would be `candidates`
@@ -118,8 +158,15 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         folder = reader.folder(name)
         document = reader.json(folder, "search.json") if folder else None
         if document is not None:
-            rows.append({"cell": cell, **_search(document)})
+            rows.append({"cell": cell, **_search(document), "samples": _samples(folder, reader)})
     return pd.DataFrame(rows, columns=["cell", *SEARCHES])
+
+
+def _samples(folder: Path | None, reader: Reader) -> float:
+    """Rows of the text a step read; NaN where its identity is not written down."""
+    known = folder is not None and (folder / "step.json").is_file()
+    settings = (reader.json(folder, "step.json") or {}).get("settings", {}) if folder and known else {}
+    return float(settings.get("text", {}).get("rows", np.nan))
 
 
 def _search(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,8 @@ def block_table(
 
     The unpruned model comes first in every block. Intervals stand beside scores and differences.
     """
-    parts = [_rows(study, block, columns, costs) for block in blocks] or [(_EMPTY, _EMPTY, _EMPTY)]
+    run = [block for block in blocks if column_targets(block.comparison, list(block.labels), columns)]
+    parts = [_rows(study, block, columns, costs) for block in run] or [(_EMPTY, _EMPTY, _EMPTY)]
     frame, low, high = (pd.concat(found, ignore_index=True) for found in zip(*parts, strict=True))
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))

@@ -66,10 +66,6 @@ def _storage(study: Study, comparisons: Sequence[Comparison]) -> Made:
     ]
 
 
-def _group_averages(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(channel_tables.group_table(study, comparisons))
-
-
 def _profiles(study: Study, comparisons: Sequence[Comparison]) -> Made:
     scores = weight_figures.weight_scores(study)
     return [weight_figures.profile_figure(weight_figures.profiles(scores), name="aimer.fig2")] if len(scores) else []
@@ -92,7 +88,6 @@ OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "coverage.fig": _budgets,
     "coverage.table11": _bits,
     "coverage.fig8": _storage,
-    "aimer.table2": _group_averages,
     "aimer.fig2": _profiles,
 }
 """Name -> what makes its tables and figures; an empty list when the study has no cells for them."""

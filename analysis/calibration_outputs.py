@@ -20,8 +20,10 @@ from analysis.tables import Table
 
 COMPETING = ["ratio", "method", "gate", "seed"]
 """Cells that agree in these are compared over calibration sets."""
-BLOCKS = re.compile(r"coverage (aligned|min) \d+.*")
-"""Allocations that round channel budgets to blocks."""
+ALIGNED = re.compile(r"coverage aligned \d+( scores)?")
+"""Allocations that round channel budgets to blocks, and go by remainders or by scores."""
+SMALLEST = re.compile(r"coverage (aligned 128|min \d+)")
+"""Allocations that differ in the smallest expert they leave; the first one is USUAL."""
 USUAL = "coverage aligned 128"
 """The published one, which others are measured against."""
 
@@ -85,7 +87,7 @@ def _reading(comparison: Comparison) -> pd.DataFrame:
 def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Avg against the tokens read: a panel per ratio, a line per text and method. None where no text was read in two
     sizes."""
-    lines = _sizes(study, comparison)
+    lines = sizes(study, comparison)
     if not lines:
         return None
     ratios = sorted({float(line["ratio"].iloc[0]) for line in lines.values()})
@@ -108,9 +110,7 @@ def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
         for axes, ratio in zip(grid, ratios, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted({int(read) for line in lines.values() for read in line["read"]}))
-            axes.xaxis.set_major_formatter(
-                lambda value, _: f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k"
-            )
+            axes.xaxis.set_major_formatter(lambda value, _: count(value))
             axes.set(xlabel="calibration tokens read", title=f"{names.ratio(ratio)} pruned")
             axes.grid()
         grid[0].set_ylabel("Avg")
@@ -122,7 +122,12 @@ def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
     return Figure(name, f"How much calibration text is enough: {comparison.model}", caption, drawing)
 
 
-def _sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
+def count(tokens: float) -> str:
+    """A number of tokens in a word: 65k, 0.5M."""
+    return f"{tokens / 1e6:.3g}M" if tokens >= 5e5 else f"{tokens / 1e3:.3g}k"
+
+
+def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
     """(Label, ratio) -> cells of one text and method that differ in the tokens read, with `read`, the least first."""
     read, source = tokens(study, comparison.model), sources(study, comparison.model)
     cells = _reading(comparison)
@@ -136,12 +141,20 @@ def _sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.D
     return lines
 
 
-def block_size_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
-    """Channel budgets in blocks of different sizes, with other smallest experts, and other orders of what is left."""
+def block_size_table(
+    study: Study,
+    comparisons: Sequence[Comparison],
+    *,
+    name: str,
+    columns: Sequence[str],
+    title: str,
+    words: re.Pattern[str],
+) -> Table:
+    """Channel budgets in blocks: the allocations that are called by `words`, where several were run."""
     blocks = []
     for comparison in comparisons:
         cells = comparison.cells
-        found = cells[cells["allocation"].map(lambda word: bool(BLOCKS.fullmatch(str(word))))]
+        found = cells[cells["allocation"].map(lambda word: bool(words.fullmatch(str(word))))]
         for key, part in groups(found, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
             if len(part) > 1:
                 usual = part.index[part["allocation"] == USUAL]
@@ -153,8 +166,9 @@ def block_size_table(study: Study, comparisons: Sequence[Comparison], *, name: s
     return block_table(
         study,
         blocks,
+        columns=columns,
         name=name,
-        title="Channel budgets in blocks",
+        title=title,
         caption="Aligned: kept channels of an expert are a multiple of so many; min: experts below so many lose all; "
-        f"scores: blocks left over go by score. Difference: Avg minus that of {USUAL}, paired.",
+        f"scores: blocks left over go by score. Difference: {columns[-1]} minus that of {USUAL}, paired.",
     )

@@ -22,11 +22,15 @@ from analysis import (
     render,
     score_tables,
     search_figures,
+    search_settings,
     search_tables,
     style,
     tables,
+    timing_figures,
+    view_outputs,
 )
 from analysis.comparison import Comparison, compare
+from analysis.items import ALSO
 from analysis.load import Study
 from analysis.made import Output, of_model, unless_empty
 from analysis.style import Figure
@@ -156,11 +160,6 @@ def _pareto(material: Material) -> list[Output]:
     return [*drawn, pareto.pareto_table(material.study, material.comparisons)]
 
 
-def _searched(material: Material) -> list[Output]:
-    table = search_tables.allocation_table(material.study, material.comparisons)
-    return unless_empty(table)
-
-
 def _densities(material: Material, figure: Callable[..., Figure | None], name: str) -> list[Output]:
     made = [
         figure(
@@ -242,7 +241,6 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "unified.fig3": _proxy,
     "unified.fig4": _pooled_overlap,
     "unified.fig5": _overlap_per_model,
-    "evoesap.table1": _searched,
     "evoesap.fig1": _allocations,
     "evoesap.fig3": _searched_densities,
     "evoesap.search": _searches,
@@ -255,6 +253,9 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
             diagnostics.OUTPUTS,
             attribution_catalogue.OUTPUTS,
             background_outputs.OUTPUTS,
+            view_outputs.OUTPUTS,
+            search_settings.OUTPUTS,
+            timing_figures.OUTPUTS,
         )
         for name, function in outputs.items()
     },
@@ -265,11 +266,11 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
 
 
 def make(wanted: Iterable[str], material: Material) -> dict[str, list[Output]]:
-    """The named outputs. UserError for an unknown name."""
+    """The named outputs, each made once. UserError for an unknown name."""
     made: dict[str, list[Output]] = {}
-    for name in wanted:
+    for name in dict.fromkeys(ALSO.get(each, each) for each in wanted):
         if name not in CATALOGUE:
-            raise unknown("name", name, [*CATALOGUE, "all", "report"])
+            raise unknown("name", name, [*CATALOGUE, *ALSO, "all", "report"])
         made[name] = CATALOGUE[name](material)
     return made
 

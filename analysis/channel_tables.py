@@ -119,8 +119,10 @@ def channel_score_table(study: Study, comparisons: Sequence[Comparison], *, name
     )
 
 
-def group_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "aimer.table2") -> Table:
-    """AIMER's Tables 2 and 3: criteria and their group averages at each ratio; differences are to AIMER, where run."""
+def group_table(
+    study: Study, comparisons: Sequence[Comparison], *, name: str, columns: Sequence[str], title: str
+) -> Table:
+    """AIMER's Tables 2, 3 and 5 to 7: criteria at each ratio; differences are to AIMER, where run."""
     blocks = []
     for comparison in comparisons:
         for key, cells in _groups(plain(comparison), ["ratio"]):
@@ -131,9 +133,10 @@ def group_table(study: Study, comparisons: Sequence[Comparison], *, name: str = 
     return block_table(
         study,
         blocks,
+        columns=columns,
         name=name,
-        title="Scores from weights alone and from text: group averages",
-        caption="Difference: Avg minus that of AIMER, paired.",
+        title=title,
+        caption=f"Difference: {columns[-1]} minus that of AIMER, paired.",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from analysis import calibration_outputs, convergence, profile_outputs, rank_outputs
+from analysis import calibration_outputs, convergence, profile_outputs, rank_outputs, size_change
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.made import Made, of_model, unless_empty
@@ -39,10 +39,6 @@ def _sizes(study: Study, comparisons: Sequence[Comparison]) -> Made:
     return [figure for figure in drawn if figure]
 
 
-def _block_sizes(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(calibration_outputs.block_size_table(study, comparisons, name="coverage.table16"))
-
-
 def _variance(study: Study, comparisons: Sequence[Comparison]) -> Made:
     table = profile_outputs.profile_table(study, comparisons, name="aimer.fig6")
     return [*_profiles(study, comparisons, profile_outputs.VARIANCE, "aimer.fig6"), *unless_empty(table)]
@@ -65,7 +61,7 @@ OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "convergence": _convergence,
     "coverage.table18": _calibration_sets,
     "heapr.fig3": _sizes,
-    "coverage.table16": _block_sizes,
+    "aimer.fig1": size_change.changes,
     "aimer.fig6": _variance,
     "coverage.fig11": _entropy,
 }

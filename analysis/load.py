@@ -22,7 +22,7 @@ AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation
 granularity: what the criterion scores, expert or channel. allocation and recovery: the words of the study's record.
 """
 
-ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile")
+ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
 """Steps of a cell besides its evaluations; their columns end in `_folder`."""
 
 
@@ -77,6 +77,11 @@ class Study:
     def profiles(self) -> pd.DataFrame:
         """cell, layer, variance, router_entropy, ...: see `artefacts.profiles`."""
         return artefacts.profiles(self.cells, self.reader)
+
+    @cached_property
+    def timings(self) -> pd.DataFrame:
+        """cell, batch_size, prompt_length, ..., prefill_seconds, ..., device, ...: see `artefacts.timings`."""
+        return artefacts.timings(self.cells, self.reader)
 
     @cached_property
     def experts(self) -> pd.DataFrame:

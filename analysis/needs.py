@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from analysis.items import ALSO
+
 _SEARCH = "cells with allocation=evolutionary"
+_WEIGHTS = "cells with criterion=aimer"
 _SUMS = "the sums of a pass over a text in the store"
+_TIMED = "a run with timing=true"
 _BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 NEEDS: Mapping[str, str] = {
     "convergence": "a run with calibration.snapshots=8",
     "coverage.table18": "one criterion on several calibration sets",
     "heapr.fig3": "calibration sets that read different numbers of tokens of one text",
-    "coverage.table16": "several of the allocations coverage_aligned_* and coverage_min_* of sweeps",
+    "aimer.fig1": "calibration sets that read different numbers of tokens of one text",
+    "coverage.table8": "several of coverage_aligned_* of sweeps (coverage_table8)",
+    "coverage.table9": "cells with grid.top_k=[null,2,1] (coverage_table9 of sweeps)",
+    "coverage.table16": "several of coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16)",
+    "coverage.table3": "cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
+    "coverage.table4": "cells with a recovery, and reasoning benchmarks, such as gsm8k",
+    "coverage.table2": _TIMED,
+    "coverage.fig6": _TIMED,
+    "coverage.fig10": f"{_TIMED}, of several aligned allocations (coverage_table2 of sweeps)",
     "aimer.fig6": "a run with profile=true",
     "coverage.fig11": "a run with profile=true",
     "unified.fig3": "a run with overlap=true",
@@ -24,6 +36,14 @@ NEEDS: Mapping[str, str] = {
     "evoesap.fig1": _SEARCH,
     "evoesap.fig3": _SEARCH,
     "evoesap.search": _SEARCH,
+    "evoesap.table3": _SEARCH,
+    "evoesap.table4": f"{_SEARCH}, and coding benchmarks, WildBench or multiple choice",
+    "evoesap.table5": f"{_SEARCH} and several settings of the search (evoesap_table5 of sweeps)",
+    "evoesap.table6": f"{_SEARCH}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
+    "evoesap.table7": f"{_SEARCH}, calibrated on general text (evoesap_table7 of sweeps)",
+    "evoesap.table8": f"{_SEARCH}, and coding benchmarks",
+    "evoesap.table9": f"{_SEARCH}, and WildBench, gsm8k or math500",
+    "evoesap.table10": f"{_SEARCH}, and multiple-choice benchmarks",
     "heapr.fig2": "HEAPr or CAMERA at three ratios",
     "heapr.table1": "HEAPr or CAMERA with allocation=global or layerwise",
     "heapr.table2": "CAMERA and HEAPr with allocation=layerwise or global",
@@ -32,7 +52,11 @@ NEEDS: Mapping[str, str] = {
     "coverage.table13": "several channel criteria under allocation=coverage",
     "coverage.table11": "cells with a recovery",
     "coverage.fig8": "cells with recovery=nf4",
-    "aimer.table2": "cells with criterion=aimer",
+    "aimer.table2": _WEIGHTS,
+    "aimer.table5": f"{_WEIGHTS}, and WildBench, gsm8k or math500",
+    "aimer.table6": f"{_WEIGHTS}, and coding benchmarks",
+    "aimer.table7": f"{_WEIGHTS}, and multiple-choice benchmarks",
+    "aimer.fig3": "three columns",
     "aimer.fig2": "cells with criterion=magnitude or aimer",
     "unified.table4": "the facts of its models in the store",
     "unified.table6": "registered criteria",
@@ -55,4 +79,4 @@ DEFAULT = "results"
 
 def needs(name: str) -> str:
     """What the output `name` needs, in words."""
-    return NEEDS.get(name, DEFAULT)
+    return NEEDS.get(ALSO.get(name, name), DEFAULT)

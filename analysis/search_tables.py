@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
 
 from analysis import names, uncertainty
-from analysis.chosen import differences, group_targets, scores
+from analysis.chosen import column_targets, differences, scores
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
@@ -43,12 +43,27 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
     return found
 
 
-def allocation_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "evoesap.table1") -> Table:
-    """001 T1: each criterion with uniform and searched allocation: averages, and their paired differences.
+def general_pairs(comparison: Comparison) -> dict[int, int]:
+    """Those of `searched_pairs` that were calibrated on general text, whatever they were searched on."""
+    sets = comparison.cells["calibration"].map(names.domain)
+    return {cell: uniform for cell, uniform in searched_pairs(comparison).items() if sets[cell] == "general"}
+
+
+def allocation_table(
+    study: Study,
+    comparisons: Iterable[Comparison],
+    *,
+    name: str,
+    columns: Sequence[str],
+    title: str,
+    pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
+) -> Table:
+    """001 T1, T2 and T7 to T10: each criterion with uniform and searched allocation: those of `columns` that were run,
+    and their paired differences.
 
     Differences have intervals; Holm's correction covers all differences of one model.
     """
-    parts = [_rows(comparison) for comparison in comparisons]
+    parts = [_rows(comparison, pairs(comparison), columns) for comparison in comparisons]
     frames, lows, highs = ([part[at] for part in parts if part is not None] for at in range(3))
     frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*TEXT, BEYOND])
     numbers = [str(column) for column in frame if column not in (*TEXT, BEYOND)]
@@ -56,7 +71,7 @@ def allocation_table(study: Study, comparisons: Iterable[Comparison], *, name: s
     averages = [column for column in numbers if column not in gains]
     return Table(
         name=name,
-        title="Where to prune: searched allocation against uniform",
+        title=title,
         caption="Code and Math are means of their two columns, Avg is the mean of all displayed columns. Δ: searched "
         "minus uniform on the same items; beyond noise: the columns whose difference has a paired p-value below "
         f"{LEVEL} after Holm's correction over all differences of a model. {setting(study)}",
@@ -70,11 +85,12 @@ def allocation_table(study: Study, comparisons: Iterable[Comparison], *, name: s
     )
 
 
-def _rows(comparison: Comparison) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame] | None:
+def _rows(
+    comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame] | None:
     """Frame, lower and upper ends: for each criterion the uniform cell and under it the searched ones."""
-    pairs = searched_pairs(comparison)
     cells = list(dict.fromkeys(cell for searched, uniform in pairs.items() for cell in (uniform, searched)))
-    targets = group_targets(comparison, cells) if cells else {}
+    targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
     about = comparison.cells.loc[cells]

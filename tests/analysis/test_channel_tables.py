@@ -8,6 +8,7 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
 from analysis import channel_tables, methods, names, render
+from analysis.chosen import GROUPS
 from analysis.comparison import Comparison
 from analysis.tables import Table
 
@@ -127,15 +128,15 @@ def test_tables_are_empty_where_nothing_varies() -> None:
         channel_tables.allocator_table,
         channel_tables.smoothing_table,
         channel_tables.channel_score_table,
-        channel_tables.group_table,
     ):
         assert table(study, [plain]).frame.empty
+    assert channel_tables.group_table(study, [plain], name="t", columns=GROUPS, title="t").frame.empty
 
 
 def test_group_averages_are_measured_against_aimer() -> None:
     axes = [UNPRUNED, cell("reap"), cell("aimer", calibration="none"), cell("random", calibration="none")]
     comparison = made(axes, {"arc_easy": [20, 10, 12, 4], "gsm8k": [20, 6, 4, 2], "math500": [20, 2, 2, 2]})
-    found = rows(channel_tables.group_table(study_of(comparison), [comparison]))
+    found = rows(channel_tables.group_table(study_of(comparison), [comparison], name="t", columns=GROUPS, title="t"))
     assert found.loc["REAP", ["MC Avg", "Math", "Avg"]].tolist() == pytest.approx([0.5, 0.2, 0.3])
     assert found.loc["REAP", "Difference"] == pytest.approx(0.0) and "Code" not in found
     assert found["Difference"].isna().tolist() == [True, False, True, False]

@@ -46,6 +46,7 @@ WORDS = {
     "ranks.cd": ("CD = 4.03", "General, 25 % pruned: Friedman p = 0.001"),
     "ranks.cd.benchmarks": ("CD = 3.68", "Math, 25 % pruned: Friedman p = 0.001"),
     "convergence": ("same experts kept (Jaccard)", "calibration tokens read", "Frequency"),
+    "aimer.fig1": ("change (points)", "65k", "tokens read, against 8k", "Math"),
     "heapr.fig3": ("calibration tokens read", "REAP, text_65k", "8k", "65k"),
     "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P"),
     "coverage.fig2": ("mean router weight", "rise of the loss (nats a token)", "layer 3"),
@@ -58,6 +59,17 @@ WORDS = {
     "coverage.fig11": ("router entropy (nats)", "decoder layer", "Magnitude"),
 }
 """What each figure must say."""
+ELSEWHERE = {
+    "evoesap.table5",
+    "evoesap.table6",
+    "evoesap.table7",
+    "coverage.table9",
+    "coverage.table16",
+    "coverage.table2",
+    "coverage.fig6",
+    "coverage.fig10",
+}
+"""What this store has nothing for, and test_items.py and test_timing_outputs.py have."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +112,7 @@ def test_the_store_has_something_for_every_name(study: Study, made: list[Output]
     assert set(golden_store.tables(made)) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
     assert set(golden_store.figures(made)) == set(WORDS)
     names = {output.name for output in made}
-    assert [name for name in CATALOGUE if name not in names] == []
+    assert {name for name in CATALOGUE if name not in names} <= ELSEWHERE and not ELSEWHERE & names
     assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from synthetic import write_store
 
 from analysis import search_figures, style, uncertainty
 from analysis.catalogue import Material
+from analysis.chosen import GROUPS
 from analysis.load import load
 from analysis.search_tables import BEYOND, allocation_table, search_table, searched_pairs
 
+AVERAGES: dict[str, Any] = {"name": "t", "columns": GROUPS, "title": "t"}
 TASKS = ("gsm8k", "math500", "rte", "livecodebench", "humaneval", "wildbench")
 
 
@@ -41,7 +44,7 @@ def test_searched_cells_are_paired_with_the_uniform_cell_of_their_criterion(mate
 
 def test_differences_are_paired_and_corrected_together(material: Material) -> None:
     [comparison] = material.comparisons
-    table = allocation_table(material.study, material.comparisons)
+    table = allocation_table(material.study, material.comparisons, **AVERAGES)
     assert table.low is not None and table.high is not None
     assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 4
     p_values, columns = [], {"Code": ("Eval+", "LiveCode"), "Math": ("GSM8K", "MATH-500"), "MC Avg": ("MC Avg",)}
@@ -115,4 +118,6 @@ def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
     assert search_figures.allocations_figure(found, model="m", name="one") is None
     assert search_figures.criteria_figure(found, model="m", name="three") is None
     assert search_figures.history_figure(study, "pocket_olmoe", name="history") is None
-    assert search_table(study).frame.empty and allocation_table(study, Material(study).comparisons).frame.empty
+    assert (
+        search_table(study).frame.empty and allocation_table(study, Material(study).comparisons, **AVERAGES).frame.empty
+    )

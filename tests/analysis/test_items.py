@@ -1,0 +1,165 @@
+"""Every published table and figure has its name, views have their rows and columns, and nothing is made twice."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from handmade import UNPRUNED, cell, comparison_of, study_of
+
+from analysis import search_settings, search_tables, view_outputs, view_tables
+from analysis.catalogue import CATALOGUE, make
+from analysis.chosen import MEAN, column_targets
+from analysis.items import ALSO, CODING, GENERAL, VIEWS
+from analysis.needs import DEFAULT, needs
+from analysis.published_numbers import FOLDER
+from analysis.tables import Table
+
+FIGURES = {
+    "unified": [2, 3, 4, 5],
+    "evoesap": [1, 3],
+    "heapr": [2, 3],
+    "aimer": [1, 2, 3, 4, 5, 6],
+    "coverage": [2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16],
+}
+"""Figures with data, schematics left out."""
+TABLES = {"unified": 6, "evoesap": 10, "heapr": 2, "aimer": 7, "coverage": 19}
+"""Number of the last table of each paper."""
+
+
+def test_every_published_table_and_figure_has_its_name() -> None:
+    wanted = [f"{paper}.fig{number}" for paper, numbers in FIGURES.items() for number in numbers]
+    wanted += [f"{paper}.table{number}" for paper, last in TABLES.items() for number in range(1, last + 1)]
+    assert [name for name in wanted if name not in CATALOGUE and name not in ALSO] == []
+    assert set(ALSO.values()) <= set(CATALOGUE) and not set(ALSO) & set(CATALOGUE)
+
+
+def test_what_lacks_data_says_what_makes_it() -> None:
+    general = {name for name in CATALOGUE if needs(name) == DEFAULT}
+    assert general <= {"averages", "pareto", "ranks", "artefacts", "gaps", "claims", "coverage", "winners"} | {
+        name for name in CATALOGUE if name.startswith(("unified.", "coverage.fig"))
+    }
+    assert needs("coverage.table19") == needs("coverage.table9") != DEFAULT
+    assert all(view.rows in view_outputs.ROWS for view in VIEWS.values())
+
+
+def test_one_output_under_two_names_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setitem(CATALOGUE, "pareto", lambda material: asked.append(material) or [])  # type: ignore[index]
+    assert make(["coverage.fig9", "pareto", "coverage.table10"], SimpleNamespace()) == {"pareto": []}  # type: ignore
+    assert len(asked) == 1
+
+
+def right(count: int) -> list[int]:
+    return [1] * count + [0] * (10 - count)
+
+
+SEARCHED = [
+    UNPRUNED,
+    cell("reap"),
+    cell("reap", "evolutionary"),
+    cell("reap", "evolutionary spec dec"),
+    cell("reap", calibration="pocket_general"),
+    cell("reap", "evolutionary", calibration="pocket_general"),
+]
+SOLVED = {
+    "humaneval": [9, 5, 6, 7, 3, 4],
+    "livecodebench": [8, 4, 5, 6, 2, 3],
+    "wildbench": [9, 6, 6, 6, 6, 7],
+    "arc_easy": [10, 7, 8, 9, 6, 7],
+}
+BOTH = comparison_of(SEARCHED, {name: [right(count) for count in counts] for name, counts in SOLVED.items()})
+
+
+def searched() -> Any:
+    """A study of `BOTH`: two fitnesses on one calibration set."""
+    found = pd.DataFrame(
+        {
+            "cell": [2, 3, 5],
+            "fitness": ["esap", "spec_dec", "esap"],
+            "samples": [64.0, 32.0, 64.0],
+            "generations": [50, 30, 50],
+            "population": [32, 32, 32],
+            "seconds": [10.0, 180.0, 11.0],
+        }
+    )
+    study = study_of(BOTH)
+    study.searches = found
+    return study
+
+
+def column(table: Table, name: str) -> list[Any]:
+    return list(table.frame[name])
+
+
+def test_settings_of_searches_stand_beside_uniform_and_what_they_change() -> None:
+    table = search_settings.settings_table(searched(), [BOTH], name="t")
+    assert column(table, "Allocation") == ["uniform", "evolutionary", "evolutionary spec dec"]
+    assert column(table, "Fitness") == ["", "ESAP", "SPEC-DEC"]
+    np.testing.assert_equal(column(table, "Samples"), [np.nan, 64, 32])
+    np.testing.assert_equal(column(table, "Search (s)"), [np.nan, 10, 180])
+    assert column(table, "Code") == pytest.approx([0.45, 0.55, 0.65])
+    assert table.low is not None and (table.low["Code"] < table.frame["Code"]).all()
+
+
+def test_fitnesses_are_compared_where_both_were_searched_by() -> None:
+    table = search_settings.fitness_table(searched(), [BOTH], name="t")
+    assert column(table, "Fitness") == ["ESAP", "SPEC-DEC"] and column(table, "Calibration") == ["Code", "Code"]
+    assert list(table.frame)[-4:] == ["Code", "WildBench", "MC Avg", "Search (s)"]
+    one = searched()
+    one.searches = one.searches.assign(fitness="esap")
+    assert search_settings.fitness_table(one, [BOTH], name="t").frame.empty
+
+
+def test_what_is_not_built_stands_with_its_printed_numbers_and_says_so() -> None:
+    table = search_settings.competitor_table(searched(), [BOTH], name="t")
+    with (FOLDER / "evoesap.csv").open(encoding="utf-8") as lines:
+        printed = {row["benchmark"]: row["value"] for row in csv.DictReader(lines) if row["criterion"] == "DiEP"}
+    *measured, last = table.frame.to_dict("records")
+    assert [row["Source"] for row in measured] == ["measured"] * 3 and "not built" in last["Source"]
+    assert last["Code"] == float(printed["Code"]) and last["Search (s)"] == 3600 * float(printed["time_h"])
+    assert table.low is not None and len(table.low) == 4
+
+
+def test_columns_are_those_of_the_view_and_the_mean_is_of_the_benchmarks_in_it() -> None:
+    assert list(column_targets(BOTH, [1, 2], CODING)) == ["HumanEval", "Eval+", "LiveCode", "Code"]
+    found = column_targets(BOTH, [1, 2], ("humaneval", "wildbench", "piqa", MEAN))
+    assert found[MEAN] == ("humaneval", "wildbench") and list(found) == ["HumanEval", "WildBench", MEAN]
+    table = search_tables.allocation_table(study_of(BOTH), [BOTH], name="t", columns=CODING, title="t")
+    assert [name for name in table.frame if name.startswith("Δ")] == [
+        f"Δ {name}" for name in ("HumanEval", "Eval+", "LiveCode", "Code")
+    ]
+
+
+def test_searches_after_calibration_on_general_text_are_told_apart() -> None:
+    assert search_tables.searched_pairs(BOTH) == {2: 1, 3: 1, 5: 4} and search_tables.general_pairs(BOTH) == {5: 4}
+
+
+def routed(model: str, solved: Sequence[int]) -> Any:
+    cells = [UNPRUNED, cell("channel_activation", "coverage", recovery="nf4"), cell("mone")]
+    found = comparison_of(cells, {"arc_easy": [right(count) for count in solved]})
+    return type(found)(**{**vars(found), "model": model})
+
+
+def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None:
+    models = [routed("m", (9, 8, 7)), routed("m_top1", (5, 4, 3)), routed("m_top2", (8, 7, 6)), routed("n", (1, 1, 1))]
+    study = study_of(models[0])
+    study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
+    table = view_tables.top_k_table(study, models, name="t", columns=GENERAL, title="t")
+    assert column(table, "Model") == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
+    assert column(table, "Criterion")[1:3] == ["Channel activation, coverage, top-4", "MoNE, top-4"]
+    assert column(table, MEAN) == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
+    assert view_tables.top_k_table(study, models[3:], name="t", columns=GENERAL, title="t").frame.empty
+
+
+def test_recovered_models_stand_beside_pruned_ones_of_the_same_ratio() -> None:
+    cells = [UNPRUNED, cell("mone", ratio=0.25), cell("mone"), cell("mone", recovery="nf4")]
+    comparison = comparison_of(cells, {"arc_easy": [right(count) for count in (9, 8, 7, 6)]})
+    costs = [{"storage_bytes": size * 2**20, "routed_kept": 1.0} for size in (8, 6, 4, 1)]
+    table = view_tables.recovered_table(study_of(comparison, costs), [comparison], name="t", columns=GENERAL, title="t")
+    assert column(table, "Pruned") == ["50 %"] * 3 and column(table, "Storage (MiB)") == [8, 4, 1]

@@ -1,0 +1,87 @@
+"""Throughput, latency and memory of timed models: medians and quartiles of requests, on the device that is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from handmade import UNPRUNED, cell, comparison_of, study_of
+from synthetic import write_store
+
+from analysis import timing_figures, timing_tables
+from analysis.__main__ import main
+from analysis.artefacts import TIMING
+from analysis.reader import Reader
+
+MIB = 2**20
+
+
+def times(size: int, length: int, prefill: list[float], decode: list[float]) -> list[tuple[Any, ...]]:
+    pairs = enumerate(zip(prefill, decode, strict=True))
+    return [(size, length, 10, repeat, first, rest, 2.0 * MIB) for repeat, (first, rest) in pairs]
+
+
+def timed(cell_number: int, rows: list[tuple[Any, ...]], weights: int) -> pd.DataFrame:
+    about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25, "weight_bytes": weights * MIB}
+    return pd.DataFrame(rows, columns=list(TIMING)).assign(cell=cell_number, **about)
+
+
+AXES = [UNPRUNED, *(cell("channel_activation", word) for word in ("coverage aligned 128", "coverage min 64"))]
+MODEL = comparison_of(AXES, {"arc_easy": [[1, 1], [1, 0], [1, 0]]})
+ROUNDED = {1: (128, 128), 2: (128, 64)}
+
+
+def study(tmp_path: Path) -> Any:
+    """Three timed models, of which two have blocks of channels."""
+    found = study_of(MODEL)
+    small = times(2, 50, [0.1, 0.2, 0.4], [0.5, 1.0, 2.0])
+    large = times(4, 50, [0.4, 0.4, 0.4], [1.0, 1.0, 1.0])
+    found.timings = pd.concat([timed(0, [*small, *large], 8), timed(1, large, 4), timed(2, large, 3)])
+    for number, (block, smallest) in ROUNDED.items():
+        align = {"align": {"block": block, "min_channels": smallest}}
+        folder = tmp_path / f"plan/{number}"
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps({"provenance": {"allocation": {"parameters": align}}}))
+    MODEL.cells["plan_folder"] = [None, "plan/1", "plan/2"]
+    found.reader = Reader(tmp_path)
+    return found
+
+
+def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
+    table = timing_tables.speed_table(study(tmp_path), [MODEL], name="t")
+    first = table.frame.iloc[0]
+    assert first[timing_tables.PREFILL] == pytest.approx(2 * 50 / 0.2)
+    assert first[timing_tables.DECODE] == pytest.approx(2 * 10 / 1.0)
+    assert first[timing_tables.FIRST] == pytest.approx(200) and first[timing_tables.EACH] == pytest.approx(100)
+    assert first[timing_tables.WEIGHTS] == 8 and first[timing_tables.PEAK] == 10
+    assert table.low is not None and table.high is not None
+    assert table.low[timing_tables.FIRST][0] == pytest.approx(150) and table.high[timing_tables.FIRST][
+        0
+    ] == pytest.approx(300)
+    assert list(table.frame["Prompts"]) == ["2", "4", "4", "4"]
+    for words in ("3 requests each", "bfloat16 on A GPU", "4 threads", "load of the machine up to 0.2"):
+        assert words in table.caption
+
+
+def test_figures_show_the_largest_request_of_every_model(tmp_path: Path) -> None:
+    found = study(tmp_path)
+    memory = timing_figures.memory_figure(found, MODEL, name="t")
+    assert memory is not None and "4 prompts of 50 tokens" in memory.caption
+    [axes] = memory.drawing.axes
+    assert [bar.get_width() for bar in axes.patches] == [8, 4, 3, 2, 2, 2]
+    blocks = timing_figures.blocks_figure(found, MODEL, name="t")
+    assert blocks is not None
+    [axes] = blocks.drawing.axes
+    assert [text.get_text() for text in axes.texts] == ["40", "40"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["m=64", "m=128"]
+
+
+def test_a_store_without_timings_says_what_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = write_store(
+        tmp_path / "store", criteria=("man",), calibrations=("pocket_code",), tasks=("rte",), items=4, overlap=False
+    )
+    assert main(["coverage.table2", "coverage.fig6", f"store={store}"]) == 1
+    assert capsys.readouterr().err.count("needs a run with timing=true") == 2
