@@ -102,9 +102,10 @@ def local_folder(settings: ModelConfig) -> Path:
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
     """The folder of a model, or of what describes it, downloaded from the hub without the weights; None when the hub
-    cannot be reached or has no such model."""
+    cannot be reached or has no such model. UserError for a folder that cannot be known to be of model.revision."""
     path = Path(resolve(settings.path)).expanduser()
     if path.is_dir():
+        _check_revision(path, settings)
         return path
     check(settings)
     try:

@@ -21,7 +21,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.files import check, fingerprint, local_folder, quantization
+from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder, quantization
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.export import export
@@ -171,6 +171,7 @@ def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
     refused(
         lambda: check(settings(folder, revision="main")), r"model\.revision=main cannot be checked, .*revision=null"
     )
+    refused(lambda: configuration_folder(settings(folder, revision="main")), "cannot be checked")
     commit = "0123456789abcdef" * 2 + "01234567"
     cache = tmp_path / "models--some--model"
     (cache / "refs" / "pr").mkdir(parents=True)
