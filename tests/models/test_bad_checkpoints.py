@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
     for right in (commit, commit[:7], "main", None):
         check(settings(snapshot, revision=right))
     for wrong in ("v1", "pr/1", commit[:6], commit[::-1], "0123457"):
-        refused(lambda wrong=wrong: check(settings(snapshot, revision=wrong)), f"is of commit {commit}: expected that")  # type: ignore[misc]
+        refused(partial(check, settings(snapshot, revision=wrong)), f"is of commit {commit}: expected that")
 
 
 @pytest.mark.parametrize(
