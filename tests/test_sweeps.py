@@ -33,8 +33,9 @@ TABLES = {
     "evoesap": [1, 2, 5, 6, 7],
     "heapr": [1, 2],
     "aimer": [2, 3],
-    "coverage": [3, 5, 6, 7, 8, 11, 13, 16],
+    "coverage": [2, 3, 5, 6, 7, 8, 9, 11, 13, 16],
 }
+GPU = "NVIDIA H100 80GB HBM3"
 COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
 SCHEMAS = {
     "allocation": config.AllocationConfig,
@@ -65,7 +66,8 @@ def request(name: str) -> tuple[config.Config, list[grid.Cell], list[config.Benc
 @cache
 def graph(name: str) -> Graph:
     settings, cells, benchmarks = request(name)
-    return build(settings, [(cells, benchmarks)])
+    named = replace(settings, timed=replace(settings.timed, device=GPU))  # which would be looked up in another process
+    return build(named, [(cells, benchmarks)])
 
 
 def asked(name: str) -> set[tuple[Any, ...]]:
@@ -224,3 +226,13 @@ def test_coverage_tables_change_one_thing() -> None:
     smallest = [cell.allocation.parameters["align"]["min_channels"] for cell in request("coverage_table16")[1]]
     assert sorted(smallest) == [64, 128, 256, 512]
     assert len({(cell.ratio, cell.recovery.name) for cell in request("coverage_table11")[1]}) == 10
+    routed = {
+        (cell.model.expected.top_k, cell.model.top_k) for cell in request("coverage_table9")[1] if cell.model.expected
+    }
+    assert routed == {(trained, top_k) for trained in (4, 6) for top_k in (None, 2, 1)}
+
+
+def test_what_is_timed_is_timed_of_every_model_on_the_device_it_is_asked_for() -> None:
+    steps = [step for step in graph("coverage_table2").steps() if step.kind == "timing"]
+    assert len(steps) == 1 + 6 * 2
+    assert {step.parts["timing"].settings["device"] for step in steps} == {GPU}
