@@ -21,6 +21,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.ahead import Ahead
+from moe_lab.models.assembly import Memory, assemble
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.decoder import output_of, run, stand_in
 from moe_lab.models.discover import moe_layers, routed_layers
@@ -99,7 +100,7 @@ class StreamedModel:
         """Where the decoder layers are in the model, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self._names = self._by_layer()
-        self._ahead = Ahead()
+        self._ahead, self._memory = Ahead(), Memory(device)
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         _compute_buffers(self.model, self.model, device)
         self._ask(REST)
@@ -126,7 +127,9 @@ class StreamedModel:
         try:
             yield module
         finally:
+            weights = list(module.parameters())
             module.to("meta")
+            self._memory.give_back(weights)
 
     def through(self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """What layer `number`, which has its weights now, makes of `state` (B, S, H); of None, what embeddings give.
@@ -164,11 +167,13 @@ class StreamedModel:
         """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
         self._ask(number)
         self._ahead.wait(number)  # converted from the system's cache, which leaves the disk to the next layer
+        plan = dict(self.model._get_dtype_plan(self.dtype))
+        mapping = assemble(get_model_conversion_mapping(self.model), self._memory, plan)
         settings = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
-            weight_mapping=list(get_model_conversion_mapping(self.model)),  # type: ignore[arg-type]
+            dtype_plan=plan,
+            weight_mapping=mapping,
             ignore_mismatched_sizes=True,  # reported below, in one sentence
         )
         with ExitStack() as files, quiet():

@@ -1,0 +1,85 @@
+"""Stacks of experts made in memory that is used again are those that transformers makes; bytes read ahead are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from moe_lab.errors import UserError
+from moe_lab.models import ahead
+from moe_lab.models.assembly import Memory, assemble
+from moe_lab.models.streamed import StreamedModel
+
+STORED = {torch.float32: torch.float16, torch.bfloat16: torch.bfloat16}
+"""Precision of the model -> that of the checkpoint."""
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "jamba", "deepseek_v3", "lfm2_moe", "gpt_oss"])
+def test_every_layer_has_the_weights_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tiny.build(name).to(STORED[dtype]).save_pretrained(tmp_path)
+    whole = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    model = StreamedModel(tmp_path, dtype=dtype, device="cpu")
+    for number in (1, 2, 1):
+        with model.layer(number) as layer:
+            for own, weight in whole.get_submodule(f"{model.path}.{number}").named_parameters():
+                assert torch.equal(layer.get_parameter(own), weight), own
+                assert layer.get_parameter(own).dtype == weight.dtype
+
+
+def test_one_layer_after_the_other_uses_the_same_memory(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
+    places = []
+    for number in range(3):
+        with model.layer(number) as layer:
+            places.append({weight.data_ptr() for weight in layer.mlp.experts.parameters()})
+    assert places[0] == places[1] == places[2]
+    with model.layer(0) as first:
+        kept = first.mlp.experts.down_proj.clone()
+        for number in (1, 2):
+            with model.layer(number):
+                pass
+        assert torch.equal(first.mlp.experts.down_proj, kept), "what is lent is not lent again"
+
+
+def test_what_the_model_says_of_precision_is_left_to_transformers() -> None:
+    mapping = get_model_conversion_mapping(tiny.build("olmoe"))
+    plan = {"experts.down_proj": torch.float32}
+    assemble(mapping, Memory("cpu"), plan)
+    assert plan == {"experts.down_proj": torch.float32, "mlp.experts.gate_up_proj": None}
+
+
+@pytest.mark.parametrize("shape", [(24, 30), (24, 1), (12, 32)])
+def test_an_expert_of_another_shape_is_not_stretched(shape: tuple[int, ...], tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.ones(shape)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.experts\.gate_up_proj"), model.layer(1):
+        pass
+
+
+def test_bytes_are_read_once_in_long_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        ahead, "_read", lambda ranges: read.extend((path.name, start, size) for path, start, size in ranges)
+    )
+    reader = ahead.Ahead()
+    for _ in range(2):
+        reader.ask(
+            7, [(tmp_path / "b", 5, 5), (tmp_path / "a", 10, 2), (tmp_path / "b", 0, 5), (tmp_path / "a", 20, 1)]
+        )
+    reader.wait(7)
+    assert read == [("a", 10, 2), ("a", 20, 1), ("b", 0, 10)]
+    monkeypatch.undo()
+    (tmp_path / "short").write_bytes(b"x")
+    for number, name in enumerate(("short", "missing")):  # found by who needs them
+        reader.ask(number, [(tmp_path / name, 0, 100)])
+        reader.wait(number)
