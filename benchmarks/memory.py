@@ -1,0 +1,79 @@
+"""What gradient statistics take in memory: `python -m benchmarks.memory --model olmoe_7b --layers 2`.
+
+Peaks, weights included, of a forward and backward pass with all gradient statistics and of a plain one (bar: at most
+1.10 times as much), each in a process of its own: of the process on the CPU, what Python and torch take without a model
+left out; of the device on CUDA. Plain is what one would write, the loss over all logits at once; and, since the logits
+of a large vocabulary could hide everything else, the same in parts as the statistics' pass has it. Exit code 1 when a
+bar fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+from transformers import PreTrainedModel
+
+from benchmarks.machine import describe, peak
+from benchmarks.published import CONFIGURATIONS, published_model
+from benchmarks.statistics import BAR_OBSERVE, Batch, batch, observe_gradients, plain_gradients
+from moe_lab.statistics.backward import differentiable, forward_and_backward
+
+GIB = 2**30
+
+
+def main() -> int:
+    """Measure each way in a process of its own, print, compare with the bar."""
+    arguments = _arguments()
+    if arguments.way:
+        print(json.dumps(_bytes(arguments)))
+        return 0
+    print(describe(arguments.device), flush=True)
+    took = {}
+    for way in WAYS:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.memory", *sys.argv[1:], "--way", way], stdout=subprocess.PIPE, check=True
+        )
+        took[way] = json.loads(done.stdout)
+        weights, all_of_it = (took[way][name] / GIB for name in ("weights", "peak"))
+        print(f"  {way}: {all_of_it:.2f} GiB at most, weights {weights:.2f} GiB", flush=True)
+    failed = False
+    for way in ("plain", "plain_in_parts"):
+        ratio = took["statistics"]["peak"] / took[way]["peak"]
+        failed |= ratio > BAR_OBSERVE
+        says = "FAILED" if ratio > BAR_OBSERVE else "ok"
+        print(f"  statistics / {way}: {ratio:.2f}, bar <= {BAR_OBSERVE:.2f}: {says}", flush=True)
+    return int(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
+    parser.add_argument("--layers", type=int, help="all if not given")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
+    parser.add_argument("--way", choices=WAYS, help="only this one, its bytes as JSON")
+    return parser.parse_args()
+
+
+def _bytes(arguments: argparse.Namespace) -> dict[str, int]:
+    before = peak(arguments.device)
+    model = published_model(arguments.model, arguments.layers, arguments.device)
+    WAYS[arguments.way](model, batch(arguments.rows, arguments.length))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return {"peak": peak(arguments.device) - before, "weights": weights}
+
+
+def _plain_in_parts(model: PreTrainedModel, batch: Batch) -> None:
+    with differentiable(model):
+        forward_and_backward(model, *batch)
+
+
+WAYS = {"plain": plain_gradients, "plain_in_parts": _plain_in_parts, "statistics": observe_gradients}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""What it costs to have one decoder layer in memory: `python -m benchmarks.streaming --folder FOLDER --model olmoe_7b`.
+
+Writes a checkpoint of random weights in the layout of the hub into FOLDER, if it is not there, and makes calibration
+passes with all forward statistics, each in a process of its own:
+- resident: the whole model is loaded, then reads the batches;
+- streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass, its loading left
+  out, or bound by the disk: at least 0.8 of the speed at which the files can be read);
+- short: streamed in the precision that is stored, so few tokens that all of it is reading.
+Seconds are those of the clock; files are dropped from the system's cache before each pass. Exit code 1 when the bar
+fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import describe, peak
+from benchmarks.published import CONFIGURATIONS, published_model
+from benchmarks.statistics import batch
+from moe_lab.models.cpu_experts import choose
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gather import gather
+from moe_lab.statistics.streaming import stream
+
+GIB = 2**30
+BAR_SLOWER, BAR_READING = 1.5, 0.8
+SHORT = 64
+"""Tokens of the pass that measures reading."""
+
+
+def main() -> int:
+    """Run all parts, print what they took, compare with the bar."""
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    if arguments.part:
+        print(json.dumps(PARTS[arguments.part](arguments)))
+        return 0
+    print(describe(arguments.device), flush=True)
+    took = {}
+    for name in PARTS:
+        command = [sys.executable, "-m", "benchmarks.streaming", *sys.argv[1:], "--part", name]
+        took[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        print(f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took[name].items()), flush=True)
+    raw = took["read"]["seconds"]
+    slower = took["streamed"]["seconds"] / took["resident"]["seconds"]
+    share = raw / took["streamed"]["seconds"]
+    good = slower <= BAR_SLOWER or share >= BAR_READING
+    print(f"  short / reading the files: {took['short']['seconds'] / raw:.2f}")
+    print(
+        f"  streamed / resident: {slower:.2f}, {share:.2f} of the raw read speed, bar <= {BAR_SLOWER} or >= "
+        f"{BAR_READING}: {'ok' if good else 'FAILED'}"
+    )
+    return int(not good)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is or will be, and is left")
+    parser.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
+    parser.add_argument("--layers", type=int, help="all if not given")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=2, help="rows of a batch")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
+    parser.add_argument("--part", choices=PARTS, help="only this one, its figures as JSON")
+    return parser.parse_args()
+
+
+def _write(arguments: argparse.Namespace) -> dict[str, float]:
+    if not arguments.folder.exists():
+        model = published_model(arguments.model, arguments.layers, arguments.device).to(torch.bfloat16)
+        model.save_pretrained(arguments.folder, max_shard_size="5GB")
+    return {"GiB": sum(file.stat().st_size for file in _files(arguments.folder)) / GIB}
+
+
+def _read(arguments: argparse.Namespace) -> dict[str, float]:
+    """The raw read speed: all files, eight MiB at a time."""
+    _forget(arguments.folder)
+    start, size = time.monotonic(), 0
+    buffer = bytearray(8 << 20)
+    for file in _files(arguments.folder):
+        with file.open("rb", buffering=0) as opened:
+            while count := opened.readinto(buffer):
+                size += count
+    seconds = time.monotonic() - start
+    return {"seconds": seconds, "GiB/s": size / GIB / seconds}
+
+
+def _resident(arguments: argparse.Namespace) -> dict[str, float]:
+    from transformers import AutoModelForCausalLM
+
+    cpu = arguments.device == "cpu"
+    _forget(arguments.folder)
+    start = time.monotonic()
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.folder,
+        dtype=torch.float32 if cpu else torch.bfloat16,
+        device_map=arguments.device,
+        experts_implementation="eager" if cpu else "grouped_mm",
+    ).eval()
+    if cpu:
+        choose(model, moe_layers(model))
+    loading = time.monotonic() - start
+    batches = [batch(arguments.rows, arguments.length)] * arguments.batches
+    with tempfile.TemporaryDirectory() as folder:
+        found = _timed(
+            arguments.device, lambda: gather(model, batches, out=Path(folder), fingerprint={}, groups=len(batches))
+        )
+    return {**found, "loading": loading}
+
+
+def _streamed(arguments: argparse.Namespace) -> dict[str, float]:
+    precision = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    return _stream(arguments, precision, arguments.batches, arguments.rows, arguments.length)
+
+
+def _short(arguments: argparse.Namespace) -> dict[str, float]:
+    return _stream(arguments, torch.bfloat16, 1, 1, SHORT)
+
+
+def _stream(
+    arguments: argparse.Namespace, precision: torch.dtype, batches: int, rows: int, length: int
+) -> dict[str, float]:
+    given = [batch(rows, length)] * batches
+    _forget(arguments.folder)
+
+    def run() -> None:
+        model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
+        stream(model, ForwardTap, given, kind="forward", out=Path(folder), fingerprint={}, budget=GIB)
+
+    with tempfile.TemporaryDirectory() as folder:
+        return _timed(arguments.device, run)
+
+
+def _timed(device: str, run: Callable[[], object]) -> dict[str, float]:
+    start = time.monotonic()
+    run()
+    return {"seconds": time.monotonic() - start, "peak GiB": peak(device) / GIB}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _forget(folder: Path) -> None:
+    """Let the system drop the files of a folder from its cache."""
+    os.sync()
+    for file in _files(folder):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+PARTS = {"write": _write, "read": _read, "resident": _resident, "streamed": _streamed, "short": _short}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
