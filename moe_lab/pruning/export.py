@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.card import Cost, model_card
@@ -57,7 +57,8 @@ def export(
     whole. Whole experts are copied as byte ranges; where channels go, one tensor at a time is in memory. An export that
     was killed goes on from the whole files it left in `partial`, a folder on the disk of `out` that nobody else uses;
     without one it starts again. UserError when the plan does not fit, when the shape cannot express it, or when the
-    checkpoint is damaged, has an unknown tensor in a MoE block, or the disk is too full: then nothing is left behind.
+    checkpoint is damaged or has an unknown tensor in a MoE block; Unavailable when the disk is too full. Nothing is
+    left behind then.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -99,7 +100,7 @@ def _unfinished(work: Path, source: Path, what: dict[str, str], *, keep: bool) -
         if not (keep and isinstance(error, (KeyboardInterrupt, SystemExit))):
             shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in NO_ROOM:
-            raise UserError(f"export: no room left on the disk of {work.parent}, nothing was written") from None
+            raise Unavailable(f"export: no room left on the disk of {work.parent}, nothing was written") from None
         raise
 
 
@@ -153,7 +154,7 @@ def _check_room(folder: Path, work: Path, content: Mapping[str, Sequence[Piece]]
     needed += sum(file.stat().st_size for file in _others(folder))
     free = shutil.disk_usage(work).free
     if needed > free:
-        raise UserError(f"export: {needed / 1e9:.2f} GB are needed in {work.parent}, {free / 1e9:.2f} GB are free")
+        raise Unavailable(f"export: {needed / 1e9:.2f} GB are needed in {work.parent}, {free / 1e9:.2f} GB are free")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
