@@ -83,6 +83,7 @@ def _streamed(folder: Path, device: str, pairs: int) -> bool:
 
 def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: float) -> bool:
     """Print the milliseconds that the sums of all experts take; True when they are too many."""
+    torch.cuda.empty_cache()  # of the model before
     needed = 2 * layers * sum(torch.Size(shape).numel() for shape in shapes)
     free = torch.cuda.mem_get_info()[0]
     if needed + GIB > free:
