@@ -84,20 +84,19 @@ def main(words: Sequence[str]) -> int:
 
 
 def _diff(request: Request) -> int:
-    """Tables and sentences about what changed; 1 when something stands on one side only."""
-    from analysis import differences, render
+    """A page, tables, figures and sentences about what changed; 1 when something stands on one side only."""
+    from analysis import differences
 
     if request.compare:
         raise UserError("--compare sets a study beside the papers, diff two studies beside each other: ask for one")
     found = differences.diff(request.names[1:], request.store)
     out = request.out or found.folder
     try:
-        for table in found.tables:
-            for path in render.write(table, out):
-                print(path)
+        for path in differences.write(found, out):
+            print(path)
     except OSError as error:
         raise _unwritable(out, error) from None
-    print("\n".join(found.sentences))
+    print("\n".join(sentence for _, sentence in found.findings))
     return 0 if found.complete else 1
 
 

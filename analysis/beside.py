@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 from analysis import names
 from analysis.catalogue import Material
+from analysis.page import Section
 from analysis.published_numbers import TABLES
 from analysis.published_tables import published_tables
-from analysis.sections import Section
 from analysis.tables import Table
 from analysis.verdicts import AGREES, BECAUSE, DIFFERS, MISSING
 
 NAMED = 6
 """Reasons that are spelled out, the most frequent first."""
-ANCHOR = "published"
 
 
 def chapter(material: Material) -> Section:
@@ -23,12 +22,13 @@ def chapter(material: Material) -> Section:
     made = published_tables(material.study, material.comparisons, list(TABLES)).values()
     tables = [table for table in made if len(table.frame)]
     return Section(
-        ANCHOR,
+        "published",
         "Published",
         "Beside the numbers that the papers print",
         beside_the_papers(tables),
         tables,
         filters={table.name: "Model|Pruned|Calibration|Criterion|Benchmark" for table in tables},
+        folded=True,
     )
 
 

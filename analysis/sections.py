@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -13,29 +12,10 @@ from analysis import convergence, findings
 from analysis.catalogue import Material
 from analysis.load import Study
 from analysis.made import Output
+from analysis.page import Section
 from analysis.quantized import recovery_findings
 from analysis.remarks import versions
 from analysis.views import winner_views
-
-
-@dataclass(frozen=True)
-class Section:
-    """A chapter of the page."""
-
-    anchor: str
-    short: str
-    title: str
-    text: Sequence[str] = ()
-    outputs: Sequence[Output] = ()
-    views: Sequence[Mapping[str, Any]] = ()
-    facts: Sequence[tuple[str, str]] = ()
-    details: Sequence[tuple[str, str]] = ()
-    filters: Mapping[str, str] = field(default_factory=dict)
-    """Table name -> columns to filter by, the first block shown at first when it starts with a star."""
-
-    @property
-    def empty(self) -> bool:
-        return not (self.text or self.outputs or self.views or self.facts)
 
 
 def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_plans
+from matplotlib.colors import to_hex
 from scipy.stats import binomtest, norm
 from synthetic import write_store
 
 from analysis import __main__ as command
-from analysis import plan_changes
+from analysis import difference_figures, plan_changes
 from analysis.difference_tables import kept_table, score_table
 from analysis.differences import diff
 from analysis.load import load
@@ -109,7 +112,35 @@ def test_cells_without_a_counterpart_are_named(store: Path, capsys: pytest.Captu
     assert "3 cells stand on both sides." in said and "0 of 2 plans keep something else." in said
     assert "2 cells stand in A only: pocket_olmoe frequency pocket_math 0.5" in said
     assert "1 cells" not in said and "One cell stands in B only: pocket_olmoe man pocket_code 0.5" in said
-    assert (store / "out" / "diff.averages.csv").exists() and (store / "out" / "diff.settings.html").exists()
+    tables = store / "out" / "tables"
+    assert (tables / "diff.averages.csv").exists() and (tables / "diff.settings.html").exists()
+    assert "One cell stands in B only" in (store / "out" / "diff.html").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
+    """One pair of plans: its experts one by one, its average with an interval; nothing is fetched from elsewhere."""
+    out = store / "page"
+    assert command.main(["diff", "man", "seer", f"store={store}", f"out={out}"]) == 0
+    page = html.unescape((out / "diff.html").read_text(encoding="utf-8"))
+    linked = set(re.findall(r'href="figures/([^"]+)"', page))
+    assert {path.name for path in (out / "figures").iterdir()} == linked
+    assert linked == {f"diff.{name}.{kind}" for name in ("averages", "experts") for kind in ("png", "pdf")}
+    assert set(re.findall(r'<section id="(\w+)"', page)) == {"averages", "kept", "benchmarks", "settings"}
+    assert page.count("data:text/csv") == 4 and "They are compared across criterion: man in A, seer in B." in page
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//|@import""", page)
+
+
+def test_squares_of_experts_say_who_keeps_them() -> None:
+    whole = plan_changes.LayerPlan(4, {0: None, 1: None}, None)
+    other = plan_changes.LayerPlan(4, {1: None, 2: None}, None)
+    shares = [difference_figures._shares(plan) for plan in (whole, other)]
+    drawn = difference_figures._shades(*shares)
+    wanted = [difference_figures.ONLY_A, difference_figures.BOTH, difference_figures.ONLY_B]
+    assert [to_hex(shade) for shade in drawn[:3]] == wanted and drawn[3, 3] == 0
+    channels = plan_changes.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
+    assert difference_figures._shares(channels).tolist() == [0.5, 0, 0, 1]
+    [(_, by_layer)] = difference_figures._changed([("x", {0: whole, 5: whole}, {0: other, 5: whole})])
+    assert by_layer == {0: 2 / 3, 5: 0}
 
 
 def test_plans_that_differ_are_listed_layer_by_layer(store: Path, tmp_path: Path) -> None:
