@@ -113,6 +113,7 @@ LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
 """Endings of metric names where less is better."""
 
 _FAMILY = re.compile(r"s_family\((.*)\)")
+_ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
 _DOMAINS = ("code", "math", "general")
 
 
@@ -123,6 +124,12 @@ def criterion(name: str) -> str:
         return CRITERIA.get(name, name)
     values = dict(part.split("=", 1) for part in member[1].split(",") if "=" in part)
     return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
+
+
+def routed(model: str) -> tuple[str, int | None]:
+    """The model as it was trained, and the experts it gives a token instead: qwen_top2 becomes qwen, 2."""
+    named = _ROUTED.fullmatch(model)
+    return (named["trained"], int(named["top_k"])) if named else (model, None)
 
 
 def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:

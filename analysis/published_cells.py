@@ -32,9 +32,12 @@ def found(study: Study, comparisons: Sequence[Comparison], of: str) -> list[Foun
 
 def key_of(cell: Mapping[str, Any]) -> Key:
     """The row of the papers' tables that a cell corresponds to, if they have it."""
-    model, calibration = (stands_for(axis, str(cell[axis])) for axis in ("model", "calibration"))
-    ratio = round(float(cell["ratio"]), 6)
-    return model, ratio, str(cell["criterion"]), str(cell["allocation"]), str(cell["recovery"]), calibration
+    trained, top_k = names.routed(str(cell["model"]))
+    model, calibration = stands_for("model", trained), stands_for("calibration", str(cell["calibration"]))
+    ratio, allocation = round(float(cell["ratio"]), 6), str(cell["allocation"])
+    if top_k is not None:
+        allocation = f"{'' if allocation == 'none' else allocation} top-k {top_k}".strip()
+    return model, ratio, str(cell["criterion"]), allocation, str(cell["recovery"]), calibration
 
 
 def _scores(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:

@@ -34,14 +34,19 @@ TABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "unified.table2": (("000", "2"),),
     "unified.table3": (("000", "3"), ("001", "3")),
     "unified.table5": (("000", "5"),),
-    "evoesap.table1": tuple(("001", table) for table in ("1", "2", "4", "5", "6", "7", "8", "9", "10")),
+    "evoesap.table1": (("001", "1"), ("001", "2")),
+    **{f"evoesap.table{number}": (("001", f"{number}"),) for number in range(3, 11)},
     "heapr.table1": (("002", "1"), ("002", "readme")),
     "heapr.table2": (("002", "2"),),
     "aimer.table2": (("003", "text"),),
+    "coverage.table3": tuple(("004", f"reply {table}") for table in ("3", "5", "quantised")),
     "coverage.table6": (("004", "6"), ("004", "reply 10")),
     "coverage.table7": (("004", "reply 7"),),
     "coverage.table13": (("004", "13"),),
-    "coverage.table11": tuple(("004", f"reply {table}") for table in ("3", "5", "8", "11", "14", "16", "quantised")),
+    "coverage.table8": (("004", "reply 8"),),
+    "coverage.table9": (("004", "9"), ("004", "reply 9")),
+    "coverage.table11": (("004", "reply 11"), ("004", "reply 14")),
+    "coverage.table16": (("004", "reply 16"),),
 }
 """Name of a table here -> the papers' tables that print counterparts of its numbers."""
 

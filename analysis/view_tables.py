@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from analysis import methods, names
@@ -14,8 +13,6 @@ from analysis.tables import Table
 
 MEBIBYTE = 2**20
 STORED = {**KEPT, "Storage (MiB)": Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
-_ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
-"""How a model is called that gives a token another number of experts than it was trained with."""
 
 
 def recovered_table(
@@ -72,8 +69,8 @@ def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tupl
     """Models that differ in the number of experts a token alone, each family with that number, the largest first."""
     found: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
-        named = _ROUTED.fullmatch(comparison.model)
+        trained, top_k = names.routed(comparison.model)
         layers = study.models.get(comparison.model, {}).get("layers", {}).values()
-        top_k = int(named["top_k"]) if named else max((layer["top_k"] for layer in layers), default=0)
-        found.setdefault(named["trained"] if named else comparison.model, []).append((comparison, top_k))
+        own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
+        found.setdefault(trained, []).append((comparison, own))
     return [sorted(family, key=lambda pair: -pair[1]) for family in found.values() if len(family) > 1]

@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
-from analysis import search_settings, search_tables, view_outputs, view_tables
+from analysis import names, search_settings, search_tables, view_outputs, view_tables
 from analysis.catalogue import CATALOGUE, make
 from analysis.chosen import MEAN, column_targets
 from analysis.items import ALSO, CODING, GENERAL, VIEWS
 from analysis.needs import DEFAULT, needs
-from analysis.published_numbers import FOLDER
+from analysis.published_cells import key_of
+from analysis.published_numbers import FOLDER, counterparts
 from analysis.tables import Table
 
 FIGURES = {
@@ -155,6 +156,12 @@ def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None
     assert column(table, "Criterion")[1:3] == ["Channel activation, coverage, top-4", "MoNE, top-4"]
     assert column(table, MEAN) == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
     assert view_tables.top_k_table(study, models[3:], name="t", columns=GENERAL, title="t").frame.empty
+
+
+def test_a_model_with_fewer_experts_a_token_has_the_printed_rows_of_it() -> None:
+    found = {**cell("none", "none", 0.0), "model": "qwen1_5_moe_top2", "calibration": "none", "recovery": "none"}
+    row = counterparts("coverage.table9")[key_of(found)]
+    assert {number.benchmark for number in row} >= {"piqa", "Avg"} and names.routed("m") == ("m", None)
 
 
 def test_recovered_models_stand_beside_pruned_ones_of_the_same_ratio() -> None:

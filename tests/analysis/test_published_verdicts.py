@@ -182,7 +182,7 @@ def test_gates_and_seeds_are_compared_where_the_paper_says_them() -> None:
     changes = {"calibration": "evol_codealpaca", "seed": 43, "gate": "model"}
     study, comparison = study_of(("reap", "ean"), **changes)
     study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
-    found = verdicts(study, comparison, "evoesap.table1").set_index(["Criterion", "Benchmark"])["Verdict"]
+    found = verdicts(study, comparison, "evoesap.table8").set_index(["Criterion", "Benchmark"])["Verdict"]
     seed = "seed 43, published with 42"
     assert found["EAN", "HumanEval"] == f"not comparable because {seed}"
     assert found["REAP", "HumanEval"] == (f"not comparable because gate model, published with double_softmax; {seed}")
@@ -201,7 +201,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     study.cells["plan_folder"] = "plan"
     documents = {"plan": {"provenance": {"search": "evol_search"}}}
     study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})
-    found = verdicts(study, comparison, "evoesap.table1")
+    found = verdicts(study, comparison, "evoesap.table8")
     reasons = set(found.loc[(found["Criterion"] == "REAP") & (found["Benchmark"] == "HumanEval"), "Verdict"])
     assert reasons == {
         "not comparable because search set evol_search, published with tulu_math_search; "
