@@ -37,12 +37,12 @@ def cost_table(study: Study, comparisons: Sequence[Comparison], *, name: str) ->
     cells = study.cells.loc[found["cell"]]
     peaks = steps.taken(cells["plan_folder"], study.reader).set_index("folder")["peak"]
     costs = study.costs.set_index("cell").reindex(found["cell"])
-    whole = cells["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan))
+    whole = cells["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
     values = {
         **{shown: (found[column], "{:,.0f}") for shown, column in _SETTINGS.items() if shown != SECONDS},
         "Evaluated": (found["candidates"], "{:,.0f}"),
         SECONDS: (found["seconds"], "{:,.1f}"),
-        "Peak memory (MiB)": (cells["plan_folder"].map(peaks) / MEBIBYTE, "{:,.0f}"),
+        "Peak memory (MiB)": (cells["plan_folder"].map(peaks).astype(float) / MEBIBYTE, "{:,.0f}"),
         "Loading memory before (MiB)": (2 * whole / MEBIBYTE, "{:,.2f}"),
         "After (MiB)": (costs["loading_bytes"] / MEBIBYTE, "{:,.2f}"),
     }
