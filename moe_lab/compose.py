@@ -58,21 +58,24 @@ def typed(config: DictConfig) -> Config:
     return result
 
 
-def ask(configs: Sequence[DictConfig], overrides: Sequence[str] | None = None) -> int:
+def ask(configs: Sequence[DictConfig], overrides: Sequence[Sequence[str]] | None = None) -> int:
     """Run one study over the cells of all `configs`; the exit code.
 
-    `overrides`: what the command line set for all of them; None takes those of the job that runs now.
+    `overrides`: what the command line set for each of them; None takes those of the job that runs now.
     """
     from moe_lab.study.run import run
 
-    files = group_files(_task_overrides() if overrides is None else overrides)
-    settings = [typed(config) for config in configs]
+    words = [list(HydraConfig.get().overrides.task)] * len(configs) if overrides is None else overrides
+    files = group_files([word for word in words[0] if all(word in others for others in words)])
+    settings = [grid.chosen(typed(config), _axes(own)) for config, own in zip(configs, words, strict=True)]
     requests = [(grid.cells(one, files), grid.benchmarks(one, files)) for one in settings]
     return run(settings[0], requests, add=overrides is None and HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def _task_overrides() -> Sequence[str]:
-    return list(HydraConfig.get().overrides.task)
+def _axes(overrides: Sequence[str]) -> set[str]:
+    """The axes that a command line sets to one value; a list it gives for an axis stands above that."""
+    keys = {item.key_or_group for item in OverridesParser.create().parse_overrides(list(overrides))}
+    return {axis for axis in grid.AXES if f"grid.{axis}" not in keys and {axis, f"model.{axis}"} & keys}
 
 
 _OPEN = (

@@ -117,6 +117,17 @@ def cells(config: Config, files: Files) -> list[Cell]:
     return list(dict.fromkeys(cell for grid in grids for cell in choices.cells(grid)))
 
 
+AXES = tuple(axis.name for axis in fields(GridConfig))
+
+
+def chosen(config: Config, axes: Iterable[str]) -> Config:
+    """The configuration with one value, its own, on each of `axes`, whatever its grids list there: what somebody types
+    for an axis stands above an experiment's lists."""
+    without: dict[str, Any] = {axis: [] for axis in axes}
+    grids = [replace(grid, **without) for grid in (config.grid, *config.more)]
+    return replace(config, grid=grids[0], more=grids[1:])
+
+
 def _filled(grid: GridConfig, main: GridConfig) -> GridConfig:
     """A further grid with the axes of the main one where it has none of its own."""
     return GridConfig(**{axis.name: getattr(grid, axis.name) or getattr(main, axis.name) for axis in fields(grid)})

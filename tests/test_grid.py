@@ -18,7 +18,7 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
-from moe_lab.grid import Files, benchmarks, cells
+from moe_lab.grid import Files, benchmarks, cells, chosen
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -88,6 +88,15 @@ def test_further_grids_add_cells_and_take_missing_axes_from_the_first() -> None:
         ("heapr", "global", 0.5),
         ("man", "uniform", 0.75),
     ]
+
+
+def test_a_value_of_an_axis_stands_above_every_grid() -> None:
+    settings = config(model=["pocket_olmoe"], criterion=["man", "reap"], ratio=[0.25, 0.5])
+    settings.more = [GridConfig(model=["pocket_qwen3_moe"])]
+    settings = replace(settings, model=ModelConfig(name="own", path="x"), criterion=CriterionConfig("aimer"))
+    found = cells(chosen(settings, {"model", "criterion"}), Counting().files())
+    assert [(c.model.name, c.criterion.name, c.ratio) for c in found] == [("own", "aimer", r) for r in (0.25, 0.5)]
+    assert len(cells(chosen(settings, ()), Counting().files())) == 8
 
 
 def test_other_texts_are_named_by_what_reads_them() -> None:

@@ -106,6 +106,19 @@ def test_every_experiment_is_ready_to_run(experiment: str, tmp_path: Path) -> No
     assert done.stderr.startswith(f"{experiment}: ") and "evaluate" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "count"), [(["criterion=man"], 4), (["criterion=man", "grid.criterion=[reap,man]"], 7), (["-m"], 7)]
+)
+def test_what_is_typed_for_an_axis_stands_above_the_lists_of_an_experiment(
+    words: list[str], count: int, tmp_path: Path
+) -> None:
+    """One model on three calibration sets, and the model itself."""
+    swept = ["-m", "criterion=man,reap"] if words == ["-m"] else words
+    typed = [*swept, "+experiment=task_agnostic", "model=pocket_ernie4_5_moe", "dry_run=true"]
+    done = moe_lab(*typed, store=tmp_path / "store")
+    assert done.stderr.startswith(f"task_agnostic: {count} cells"), done.stderr
+
+
 def test_a_sweep_is_a_configuration_in_a_folder_of_yours(tmp_path: Path) -> None:
     """All of them, and what they cost, are tested in one process: test_sweeps.py."""
     where = ("--config-dir", str(ROOT / "sweeps"), "--config-name", "evoesap_table7")

@@ -13,6 +13,7 @@ from typing import Any
 from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.config import ModelConfig
 from moe_lab.models.size import Size, size_of
+from moe_lab.paths import PREFIX
 from moe_lab.search.settings import FitnessSettings
 from moe_lab.study.identity import Step
 
@@ -85,7 +86,9 @@ class Estimate:
 def estimate(step: Step) -> Estimate | None:
     """What `step` takes; None when it depends on a model of which nothing is known."""
     if step.kind == "grade":
-        return Estimate(_GRADING, SMALL + GRADED * items(step.runtime["benchmark"]), SMALL, False)
+        benchmark = step.runtime["benchmark"]
+        once = GRADED_SHIPPED if str(benchmark["task"]).startswith(PREFIX) else GRADED
+        return Estimate(_GRADING, SMALL + once * items(benchmark), SMALL, False)
     if step.kind not in WORK and step.kind not in STREAMED:
         return Estimate(BASE, SMALL, SMALL, False)
     size = size_of(ModelConfig(**step.runtime["model"]))
@@ -218,6 +221,8 @@ STREAMED = ("weights", "channel_weights", "export")
 """Kinds of step that read the checkpoint once, on the CPU, and never hold more than a piece of it."""
 GRADED = 2.0
 """Seconds of one core that grading a text takes, most of them tests of a program."""
+GRADED_SHIPPED = 0.02
+"""The same for the small programs that answer shipped benchmarks."""
 KINDS = (*WORK, *STREAMED, "grade", "model", "scores", "family", "plan")
 """All kinds of step; the last ones take seconds and little memory."""
 

@@ -16,11 +16,12 @@ from moe_lab.statistics_file import header
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [
     "+experiment=task_agnostic",
+    "model=pocket_olmoe",
     "suite.benchmarks=[pocket_boolq,pocket_gsm8k]",
     "grid.criterion=[man,reap,aimer,random]",
     "grid.calibration=[pocket_code]",
 ]
-"""The main experiment, smaller: one calibration set, some criteria, two benchmarks."""
+"""The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
 PASS = ["criterion=man", "suite.benchmarks=[]", "study=pass", "calibration.tokens=16384", "calibration.batch_size=1"]
 """A calibration pass of 32 batches that saves its sums after every eighth."""
 TWO = "grid.ratio=[0.25,0.5]"
