@@ -38,9 +38,9 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
         Section(
             "cost",
             "Cost",
-            "What accuracy costs: parameters, FLOPs and storage",
-            outputs=made["pareto"],
-            filters={"pareto": "Model|Pruned|Removes"},
+            "What accuracy costs: parameters, FLOPs, storage and time",
+            outputs=[*made["pareto"], *(output for name in _SERVED for output in made[name])],
+            filters={"pareto": "Model|Pruned|Removes", "coverage.table2": "Model|Pruned"},
         ),
         Section(
             "claims",
@@ -86,6 +86,7 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
                 *made["evoesap.fig1"],
                 *made["evoesap.fig3"],
                 *made["evoesap.search"],
+                *(output for name in _SEARCHES for output in made[name]),
             ],
             filters={"evoesap.table1": "Model|Pruned|Calibration|Criterion"},
         ),
@@ -94,7 +95,7 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "By task",
             "What calibration on the task changes",
             effect,
-            [*made["task_specific"], *made["aimer.fig3"], *made["heapr.fig3"], *made["coverage.table18"]],
+            [*made["task_specific"], *made["aimer.fig3"], *(each for name in _TEXTS for each in made[name])],
             filters={"task_specific": "*Model|Pruned", "coverage.table18": "*Model|Pruned"},
         ),
         Section(
@@ -185,6 +186,9 @@ _ATTRIBUTION = (
     "coverage.fig7",
     "coverage.fig14",
 )
+_SERVED = ("coverage.table2", "coverage.fig6", "coverage.fig10", "coverage.table9")
+_SEARCHES = ("evoesap.table3", "evoesap.table4", "evoesap.table5", "evoesap.table6")
+_TEXTS = ("heapr.fig3", "aimer.fig1", "coverage.table18")
 _CRITERIA = ("unified.table6", "aimer.table1", "aimer.table4", "coverage.table1")
 _CLAIM_TEXT = (
     "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "

@@ -14,6 +14,8 @@ from synthetic import write_store
 from analysis import timing_figures, timing_tables
 from analysis.__main__ import main
 from analysis.artefacts import TIMING
+from analysis.catalogue import CATALOGUE, Material, make
+from analysis.load import load
 from analysis.reader import Reader
 
 MIB = 2**20
@@ -85,3 +87,5 @@ def test_a_store_without_timings_says_what_makes_them(tmp_path: Path, capsys: py
     )
     assert main(["coverage.table2", "coverage.fig6", f"store={store}"]) == 1
     assert capsys.readouterr().err.count("needs a run with timing=true") == 2
+    found = make(CATALOGUE, Material(load(store, "made_up")))
+    assert found["unified.table1"] and found["evoesap.table3"] == found["coverage.fig10"] == []
