@@ -52,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
     parser.add_argument("--layers", type=int, help="all if not given")
+    parser.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
@@ -61,7 +62,7 @@ def _arguments() -> argparse.Namespace:
 
 def _bytes(arguments: argparse.Namespace) -> dict[str, int]:
     before = peak(arguments.device)
-    model = published_model(arguments.model, arguments.layers, arguments.device)
+    model = published_model(arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary)
     WAYS[arguments.way](model, batch(arguments.rows, arguments.length))
     weights = sum(weight.nbytes for weight in model.parameters())
     return {"peak": peak(arguments.device) - before, "weights": weights}

@@ -51,15 +51,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def published_model(name: str, layers: int | None, device: str) -> PreTrainedModel:
+def published_model(name: str, layers: int | None, device: str, *, vocabulary: int | None = None) -> PreTrainedModel:
     """The model `name` of CONFIGURATIONS with its first `layers` layers, all if None: frozen, in eval mode.
 
-    In fp32 with eager experts on the CPU; elsewhere in bf16, made there, with the experts function of loaded models.
+    `vocabulary` cuts its words, so that a head made for many layers does not hide what few of them cost. In fp32 with
+    eager experts on the CPU; elsewhere in bf16, made there, with the experts function of loaded models.
     """
     settings = dict(CONFIGURATIONS[name])
     kind = settings.pop("model_type")
     if layers is not None:
         settings["num_hidden_layers"] = layers
+    if vocabulary is not None:
+        settings |= {"vocab_size": vocabulary, "eos_token_id": 0}
     config = AutoConfig.for_model(kind, **settings)
     if device == "cpu":
         return uneven(config, "eager", torch.float32, device)

@@ -63,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.statistics", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=CONFIGURATIONS, help="a published configuration instead of the small one")
     parser.add_argument("--layers", type=int, help="of the published model all if not given, of the small one 4")
+    parser.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which ratios")
@@ -80,7 +81,7 @@ def _arguments() -> argparse.Namespace:
 
 def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
     if arguments.model:
-        yield published_model(arguments.model, arguments.layers, arguments.device)
+        yield published_model(arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary)
         return
     arguments.layers = arguments.layers or 4
     for n_experts in arguments.experts:
