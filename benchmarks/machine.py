@@ -37,7 +37,7 @@ def seconds(device: str, run: Callable[[], object]) -> float:
 
 
 def peak(device: str) -> int:
-    """Bytes that were in use at most: of this process so far, or on the CUDA device since `forget_peak`."""
+    """Bytes that were in use at most: of this process so far, or on the CUDA device."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.cuda.max_memory_allocated(device)

@@ -6,6 +6,8 @@ passes with all forward statistics, each in a process of its own:
 - streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass, its loading left
   out, or bound by the disk: at least 0.8 of the speed at which the files can be read);
 - short: streamed in the precision that is stored, so few tokens that all of it is reading.
+On CUDA the streamed pass may take as much memory as one layer, its hidden states, what the resident pass takes beside
+its weights, and 1 GiB for all else (a bar too).
 Files are dropped from the system's cache before each pass. On the CPU, passes are compared by the CPU seconds they
 take, which other work on the machine disturbs less; reading, and everything on CUDA, by the clock. Exit code 1 when the
 bar fails.
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +38,7 @@ from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gather import gather
 from moe_lab.statistics.streaming import stream
 
+Made = TypeVar("Made")
 GIB = 2**30
 BAR_SLOWER, BAR_READING = 1.5, 0.8
 SHORT = 64
@@ -83,7 +87,8 @@ def _arguments() -> argparse.Namespace:
 
 def _write(arguments: argparse.Namespace) -> dict[str, float]:
     if not arguments.folder.exists():
-        model = published_model(arguments.model, arguments.layers, arguments.device).to(torch.bfloat16)
+        model: Any = published_model(arguments.model, arguments.layers, arguments.device)
+        model = model.to(torch.bfloat16)
         model.save_pretrained(arguments.folder, max_shard_size="5GB")
     return {"GiB": sum(file.stat().st_size for file in _files(arguments.folder)) / GIB}
 
@@ -118,10 +123,11 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
     with tempfile.TemporaryDirectory() as folder:
-        found = _timed(
+        _, found = _timed(
             arguments.device, lambda: gather(model, batches, out=Path(folder), fingerprint={}, groups=len(batches))
         )
-    return {**found, "loading": loading}
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return {**found, "weights GiB": weights / GIB, "loading": loading}
 
 
 def _streamed(arguments: argparse.Namespace) -> dict[str, float]:
@@ -139,19 +145,24 @@ def _stream(
     given = [batch(rows, length)] * batches
     _forget(arguments.folder)
 
-    def run() -> None:
+    def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
         stream(model, ForwardTap, given, kind="forward", out=Path(folder), fingerprint={}, budget=GIB)
+        return model
 
     with tempfile.TemporaryDirectory() as folder:
-        return _timed(arguments.device, run)
+        model, found = _timed(arguments.device, run)
+    layer = max(sum(weight.numel() for weight in layer.parameters()) for layer in model.layers)
+    states = 2 * batches * rows * length * moe_layers(model.model)[0].hidden * precision.itemsize
+    return {**found, "layer GiB": layer * precision.itemsize / GIB, "states GiB": min(GIB, states) / GIB}
 
 
-def _timed(device: str, run: Callable[[], object]) -> dict[str, float]:
+def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]]:
+    """What `run` makes, and what that takes."""
     start, worked = time.monotonic(), time.process_time()
-    run()
+    made = run()
     took, working = time.monotonic() - start, time.process_time() - worked
-    return {"seconds": took, "CPU seconds": working, "peak GiB": peak(device) / GIB}
+    return made, {"seconds": took, "CPU seconds": working, "peak GiB": peak(device) / GIB}
 
 
 def _files(folder: Path) -> list[Path]:
