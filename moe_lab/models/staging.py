@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
@@ -20,28 +22,37 @@ def read_tensors(
 ) -> Iterator[torch.Tensor]:
     """The tensors `names` of the file `shard`, in that order, on `device`; each is there until the next is asked for.
 
-    A thread reads the next one meanwhile, for other devices than the CPU into pinned memory. Two are in memory at most.
-    UserError for a file that cannot be read, and for weights that are not plain numbers.
+    On the CPU they are mapped. UserError for a file that cannot be read, and for weights that are not plain numbers.
     """
     entries = [checkpoint.tensors[name] for name in names]
-    if quantised := [
-        (name, entry.dtype) for name, entry in zip(names, entries, strict=True) if entry.dtype not in PLAIN
-    ]:
-        name, dtype = quantised[0]
-        raise UserError(f"{name} is stored as {dtype}, expected plain weights: load and save it dequantised")
+    for name, entry in zip(names, entries, strict=True):
+        if entry.dtype not in PLAIN:
+            raise UserError(f"{name} is stored as {entry.dtype}, expected plain weights: load and save it dequantised")
     path = checkpoint.folder / shard
-    buffers = (_Buffer(torch.device(device)), _Buffer(torch.device(device)))
     try:
-        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
-            ahead = thread.submit(buffers[0].fill, file, entries[0]) if entries else None
-            for number, _ in enumerate(entries):
-                assert ahead is not None
-                ahead.result()
-                if number + 1 < len(entries):  # into the buffer of the one before, which nobody needs any more
-                    ahead = thread.submit(buffers[(number + 1) % 2].fill, file, entries[number + 1])
-                yield buffers[number % 2].tensor()
-    except OSError as error:
+        if torch.device(device).type == "cpu":
+            with safe_open(path, framework="pt") as mapped:
+                yield from map(mapped.get_tensor, names)
+        else:
+            yield from through_buffers(path, entries, torch.device(device))
+    except (OSError, SafetensorError) as error:
         raise UserError(f"shard {path} cannot be read: {error}") from error
+
+
+def through_buffers(path: Path, entries: Sequence[Entry], device: torch.device) -> Iterator[torch.Tensor]:
+    """The tensors `entries` of a file on `device`; each is there until the next is asked for.
+
+    While one is copied and computed with, a thread reads the next one from the disk, into pinned memory if the device
+    is CUDA. Two are in memory at most.
+    """
+    buffers = (_Buffer(device), _Buffer(device))
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(buffers[0].fill, file, entry) for entry in entries[:1]]
+        for number in range(len(entries)):
+            ahead.pop().result()
+            for entry in entries[number + 1 : number + 2]:  # into the buffer of the one before, which is not needed
+                ahead.append(thread.submit(buffers[(number + 1) % 2].fill, file, entry))
+            yield buffers[number % 2].tensor()
 
 
 class _Buffer:
