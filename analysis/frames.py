@@ -10,10 +10,12 @@ import pandas as pd
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as dictionaries, column -> value."""
-    return [{str(column): value for column, value in row.items()} for row in frame.to_dict("records")]
+    columns = [str(column) for column in frame.columns]
+    values = [frame.iloc[:, at].tolist() for at in range(len(columns))]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Groups of rows with equal values in `columns`, in the order they first appear, with these values by name."""
-    for _, group in frame.groupby(list(columns), sort=False):
-        yield {column: group[column].iloc[0] for column in columns}, group
+    for key, group in frame.groupby(list(columns), sort=False):
+        yield dict(zip(columns, key, strict=True)), group

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from html import escape
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analysis.frames import records
@@ -60,16 +62,19 @@ def best(table: Table) -> pd.DataFrame:
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
-    competing = table.frame
-    if "Criterion" in competing:
-        competing = competing[competing["Criterion"] != UNPRUNED]
-    groups = competing.groupby(list(table.blocks), sort=False) if table.blocks else [((), competing)]
-    for _, block in groups:
-        for column, direction in table.best.items():
-            decimals = 2 if table.formats[column] == "{:.2f}" else 3
-            values = block[column].astype(float).round(decimals)
-            if len(values.dropna()) > 1:
-                marks.loc[block.index, column] = values == getattr(values, direction)()
+    competing = table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
+    blocks: list[Any] = [np.arange(len(table.frame))]
+    if table.blocks:
+        blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
+    for column, direction in table.best.items():
+        decimals = 2 if table.formats[column] == "{:.2f}" else 3
+        values = np.where(competing, table.frame[column].astype(float).round(decimals), np.nan)
+        found = np.zeros(len(values), bool)
+        for rows in blocks:
+            if np.count_nonzero(~np.isnan(values[rows])) > 1:
+                top = np.nanmin(values[rows]) if direction == "min" else np.nanmax(values[rows])
+                found[rows] = values[rows] == top
+        marks[column] = found
     return marks
 
 
@@ -99,10 +104,9 @@ def csv(table: Table) -> str:
 @lru_cache(maxsize=128)
 def markdown(table: Table) -> str:
     """A pipe table with title, caption and footnotes; the best of each block in bold."""
-    cells = text(table).astype(str).where(~best(table), "**" + text(table).astype(str) + "**")
-    align = [("---:" if column in table.formats else ":---") for column in cells]
-    lines = [list(map(str, cells.columns)), align, *cells.to_numpy().tolist()]
-    body = "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    align = [("---:" if column in table.formats else ":---") for column in table.frame]
+    lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
+    body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
     notes = "".join(f"\n{note}\n" for note in footnotes(table))
     return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
 
@@ -110,13 +114,34 @@ def markdown(table: Table) -> str:
 @lru_cache(maxsize=128)
 def latex(table: Table) -> str:
     """A booktabs table; the best of each block in bold."""
-    marks = best(table)
-    styler = text(table).style.hide(axis="index").format(_tex).format_index(_tex, axis=1)
-    styler = styler.apply(lambda _: marks.replace({True: "textbf:--rwrap;", False: ""}), axis=None)
     layout = "".join("r" if column in table.formats else "l" for column in table.frame)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
-    made = styler.to_latex(hrules=True, column_format=layout, caption=caption, label=f"tab:{table.name}", position="t")
-    return f"% needs \\usepackage{{booktabs}}\n{made}"
+    head = " & ".join(_tex(column) for column in table.frame)
+    lines = [f"{' & '.join(line)} \\\\" for line in _lines(table, r"\textbf{{{}}}", _tex)]
+    made = [
+        "% needs \\usepackage{booktabs}",
+        r"\begin{table}[t]",
+        f"\\caption{{{caption}}}",
+        f"\\label{{tab:{table.name}}}",
+        f"\\begin{{tabular}}{{{layout}}}",
+        r"\toprule",
+        f"{head} \\\\",
+        r"\midrule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(made) + "\n"
+
+
+def _lines(table: Table, strong: str, spelled: Callable[[object], str]) -> list[list[str]]:
+    """Rows of printed and `spelled` cells, the best of each block in the form `strong`."""
+    marks = best(table).to_numpy().tolist()
+    return [
+        [strong.format(spelled(cell)) if mark else spelled(cell) for cell, mark in zip(row, marked, strict=True)]
+        for row, marked in zip(text(table).to_numpy().tolist(), marks, strict=True)
+    ]
 
 
 _TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {c: f"\\{c}" for c in "&%$#_{}"}

@@ -76,20 +76,22 @@ def _settings(panel: Panel) -> dict[str, object]:
 def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None) -> dict[str, object]:
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
     scores = comparison.score((column,))
-    values = pd.Series({name: scores[cell] for name, cell in cells.items()}, dtype=float).dropna()
-    if values.empty:
+    values = {name: float(scores[cell]) for name, cell in cells.items() if not np.isnan(scores[cell])}
+    if not values:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    printed = values.round(PRINTED_DECIMALS) * (-1 if column in comparison.lower_is_better else 1)
-    winners = tuple(printed.index[printed == printed.max()])
-    rest = printed.drop(list(winners))
+    sign = -1 if column in comparison.lower_is_better else 1
+    printed = {name: sign * round(value, PRINTED_DECIMALS) for name, value in values.items()}
+    top = max(printed.values())
+    winners = tuple(name for name, value in printed.items() if value == top)
+    rest = {name: value for name, value in printed.items() if value != top}
     best = {"winners": winners, "score": values[winners[0]], "runner_up": "", "p": np.nan}
-    if rest.empty:
+    if not rest:
         return best
-    second = str(rest.idxmax())
+    second = max(rest, key=lambda name: rest[name])
     best |= {"runner_up": second, "runner_up_score": values[second], "lead": values[winners[0]] - values[second]}
     best["lead_low"], best["lead_high"] = comparison.lead((column,), cells[winners[0]], cells[second])
     if len(winners) == 1:
-        p_values = comparison.p_values((column,), cells[winners[0]], [cells[name] for name in rest.index])
+        p_values = comparison.p_values((column,), cells[winners[0]], [cells[name] for name in rest])
         best["p"] = np.nan if np.isnan(p_values).any() else float(p_values.max())
     return best
 
