@@ -89,8 +89,8 @@ def check_masked(folder: Path) -> None:
     """UserError unless routers of a checkpoint have a vector in which a dropped expert can be barred, as far as names
     tell."""
     checkpoint = open_checkpoint(folder)
-    barring = tuple(f".{name}" for name in DISK_ROUTING_VECTORS if AFTER_SOFTMAX not in name)
-    if not any(name.endswith(barring) for name in checkpoint.tensors):
+    vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
+    if not any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in checkpoint.tensors):
         raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 
 

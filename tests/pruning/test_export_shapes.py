@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
+from moe_lab.pruning.layout import check_masked
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import prune
 
@@ -98,6 +99,7 @@ def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> N
 def test_masked_experts_are_never_chosen(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = tiny.plan(model, 0.5)
+    check_masked(tmp_path / "model")
     out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
     extra = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config_of(out) else {}
     assert config_of(out) == {**config_of(tmp_path / "model"), **extra}
@@ -130,6 +132,8 @@ def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path
     with pytest.raises(UserError, match=rf"masked: the plan drops experts of layer {layer}.* no bias.* export=natural"):
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(UserError, match=r"export=masked: routers in .* no bias.* export=natural"):
+        check_masked(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "hunyuan_v1_moe", "granitemoe"])
