@@ -15,6 +15,7 @@ from analysis.load import Study
 from analysis.made import Made, unless_empty
 from analysis.published_numbers import Printed, numbers
 from analysis.search_tables import is_searched
+from analysis.step_tables import GPU_PEAK
 from analysis.tables import SCORE, Table, setting
 
 MEBIBYTE, HOUR = 2**20, 3600
@@ -35,28 +36,31 @@ def cost_table(study: Study, comparisons: Sequence[Comparison], *, name: str) ->
     """EvoESAP's Table 3: the time of each search, and what its plan leaves of the loading memory."""
     found = study.searches
     cells = study.cells.loc[found["cell"]]
-    peaks = steps.taken(cells["plan_folder"], study.reader).set_index("folder")["peak"]
+    peaks = steps.taken(cells["plan_folder"].drop_duplicates(), study.reader).set_index("folder")
     costs = study.costs.set_index("cell").reindex(found["cell"])
     whole = cells["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
     values = {
         **{shown: (found[column], "{:,.0f}") for shown, column in _SETTINGS.items() if shown != SECONDS},
         "Evaluated": (found["candidates"], "{:,.0f}"),
         SECONDS: (found["seconds"], "{:,.1f}"),
-        "Peak memory (MiB)": (cells["plan_folder"].map(peaks).astype(float) / MEBIBYTE, "{:,.0f}"),
+        "Peak memory (MiB)": (cells["plan_folder"].map(peaks["peak"]).astype(float) / MEBIBYTE, "{:,.0f}"),
+        GPU_PEAK: (cells["plan_folder"].map(peaks["gpu_peak"]).astype(float) / MEBIBYTE, "{:,.0f}"),
         "Loading memory before (MiB)": (2 * whole / MEBIBYTE, "{:,.2f}"),
         "After (MiB)": (costs["loading_bytes"] / MEBIBYTE, "{:,.2f}"),
     }
+    if values[GPU_PEAK][0].isna().all():
+        del values[GPU_PEAK]
     text = {**_words(cells), "Fitness": found["fitness"].map(_spelled)}
     every = {**text, **{shown: column for shown, (column, _) in values.items()}}
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
-        caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most; "
-        "loading memory: the model in bfloat16.",
+        caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most, "
+        "beside it that on GPUs, where some were used; loading memory: the model in bfloat16.",
         frame=pd.DataFrame({shown: list(column) for shown, column in every.items()}),
         formats={shown: form for shown, (_, form) in values.items()},
         blocks=TEXT[:1],
-        optional=("Samples", "Peak memory (MiB)"),
+        optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )
 
 

@@ -29,6 +29,7 @@ PASSES = {
 }
 """Kind of step -> the column its seconds are in."""
 TIME = "{:,.3f}"
+GPU_PEAK = "Peak GPU memory (MiB)"
 _MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
 
 
@@ -52,22 +53,26 @@ def scoring_table(study: Study, *, name: str) -> Table:
                 "Scoring time (s)": found["seconds"].sum(),
                 "Of these, the scores (s)": found.loc[found["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": found["peak"].max() / MIB,
+                GPU_PEAK: found["gpu_peak"].max() / MIB,
                 "Loading memory (MiB)": facts.get("parameters", float("nan")) * BYTES / MIB,
             }
         )
     numbers = {"Scoring time (s)": TIME, "Of these, the scores (s)": TIME, "Peak memory (MiB)": "{:,.0f}"}
-    formats = {**numbers, "Loading memory (MiB)": "{:,.2f}"}
+    on_gpu = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
+    formats = {**numbers, **on_gpu, "Loading memory (MiB)": "{:,.2f}"}
     return Table(
         name=name,
         title="What scoring takes",
         caption="Scoring time: of the passes over text or weights that the criterion reads, and of the scores. "
         "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: main memory of the "
-        "process at most, which may have done other steps before; loading memory: the model in bfloat16. "
+        "process at most, which may have done other steps before, and beside it that on GPUs, where some were used; "
+        "loading memory: the model in bfloat16. "
         f"{_MEASURED}{_machine(machines)}{reading(study)}",
         frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Reads", *formats]),
         formats=formats,
         best=dict.fromkeys(list(numbers)[:1], "min"),
         blocks=("Model",),
+        optional=tuple(on_gpu),
     )
 
 

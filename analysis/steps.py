@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from analysis.reader import Reader
 
-COLUMNS = ("folder", "kind", "seconds", "peak", "machine")
+COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
 TIMELESS = ("model",)
 """Steps that every study has and that read a configuration only."""
 
@@ -39,13 +38,14 @@ def kind(name: str) -> str:
 
 
 def taken(names: Iterable[str], reader: Reader) -> pd.DataFrame:
-    """One row per step that says what it took: folder, kind, seconds, peak memory of its process in bytes, machine."""
+    """One row per step that says what it took: folder, kind, seconds, peak memory of its process in bytes, that on
+    GPUs (NaN for none), machine."""
     rows = []
     for name in names:
         folder = reader.find(name)
         if folder is None or not (folder / "provenance.json").is_file():
             continue
         about = reader.json(folder, "provenance.json") or {}
-        measured = [about.get("seconds", np.nan), about.get("peak_memory_bytes", np.nan)]
+        measured = [about.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")]
         rows.append((name, kind(name), *measured, str(about.get("machine", ""))))
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"seconds": float, "peak": float})
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(COLUMNS[2:5], float))

@@ -28,4 +28,13 @@ def provenance(start: float) -> dict[str, Any]:
         "seconds": round(time.time() - start, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
+        "peak_gpu_memory_bytes": _gpu_peak(),
     }
+
+
+def _gpu_peak() -> int | None:
+    """Bytes that torch held at once on each GPU at most, added up; None in a process that used none."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from analysis.items import ALSO, CODING, GENERAL, VIEWS
 from analysis.needs import DEFAULT, needs
 from analysis.published_cells import key_of
 from analysis.published_numbers import FOLDER, counterparts
+from analysis.reader import Reader
 from analysis.tables import Table
 
 FIGURES = {
@@ -106,6 +109,24 @@ def test_settings_of_searches_stand_beside_uniform_and_what_they_change() -> Non
     np.testing.assert_equal(column(table, "Search (s)"), [np.nan, 10, 180])
     assert column(table, "Code") == pytest.approx([0.45, 0.55, 0.65])
     assert table.low is not None and (table.low["Code"] < table.frame["Code"]).all()
+
+
+def test_a_search_costs_what_its_step_says(tmp_path: Path) -> None:
+    study, mebibyte = searched(), 2**20
+    study.searches = study.searches[:1].assign(candidates=9)
+    study.cells["plan_folder"] = [None, None, "search/a", None, None, None]
+    study.costs = pd.DataFrame({"cell": [2], "loading_bytes": [float(6 * mebibyte)]})
+    study.models, study.reader = {"m": {"parameters": 4 * mebibyte}}, Reader(tmp_path)
+    (tmp_path / "search/a").mkdir(parents=True)
+    found = []
+    for gpu in (None, 30 * mebibyte):
+        about = {"seconds": 12.0, "peak_memory_bytes": 50 * mebibyte, "peak_gpu_memory_bytes": gpu}
+        (tmp_path / "search/a/provenance.json").write_text(json.dumps(about))
+        found.append(search_settings.cost_table(study, [BOTH], name="t").frame)
+    assert "Peak GPU memory (MiB)" not in found[0] and found[1]["Peak GPU memory (MiB)"].tolist() == [30]
+    row = found[0].iloc[0]
+    assert (row["Search (s)"], row["Evaluated"], row["Peak memory (MiB)"]) == (10, 9, 50)
+    assert (row["Loading memory before (MiB)"], row["After (MiB)"]) == (8, 6)
 
 
 def test_fitnesses_are_compared_where_both_were_searched_by() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from moe_lab.study.job import Job
 from moe_lab.study.kinds.timing import timing
 from moe_lab.study.maker import Maker
 from moe_lab.study.preflight import _check_timing
+from moe_lab.study.provenance import provenance
 from moe_lab.study.pruned import Pruned
 
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2, warmup=1)
@@ -96,6 +98,17 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
     about = json.loads((tmp_path / "timing.json").read_text())
     assert about["device"] == here and about["threads"] == 1 and about["weight_bytes"] > 14e6
     assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 8
+
+
+def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert provenance(time.time())["peak_gpu_memory_bytes"] is None or torch.cuda.is_available()
+    held = {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "max_memory_allocated": lambda number: 7 + number,
+    }
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**held)))
+    assert provenance(time.time())["peak_gpu_memory_bytes"] == 7 + 8
 
 
 def test_what_cannot_be_timed_is_said_before() -> None:
