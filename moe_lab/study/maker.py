@@ -191,7 +191,10 @@ class Maker:
                 "gate": cell.gate if chosen.uses_gate else None,
                 "snapshots": cell.calibration.snapshots,
             }
-            inputs = {"model": self.model(cell.model), **{need: self.evidence(need, cell) for need in chosen.needs}}
+            inputs: dict[str, Step] = {
+                "model": self.model(cell.model),
+                **{need: self.evidence(need, cell) for need in chosen.needs},
+            }
             label = f"{reading.label}-{chosen.name}"
             parts = {**reading.parts, "convergence": Part(asked)}
             return Step("channel_convergence", label, parts, inputs, reading.runtime)

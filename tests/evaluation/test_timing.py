@@ -20,9 +20,10 @@ from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfi
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
+from moe_lab.recovery.parts import experts_of
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.timing import timing
+from moe_lab.study.kinds.timing import _deployed, timing
 from moe_lab.study.maker import Maker
 from moe_lab.study.preflight import _check_timing
 from moe_lab.study.provenance import provenance
@@ -98,6 +99,25 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
     about = json.loads((tmp_path / "timing.json").read_text())
     assert about["device"] == here and about["threads"] == 1 and about["weight_bytes"] > 14e6
     assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 8
+
+
+def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
+    model = tiny.build("olmoe")
+    tiny.plan(model, 0.5).save(tmp_path / "plan.json")
+
+    def weights(storage: dict[str, Any], **inputs: str) -> int:
+        job = Job("timing", "t", storage, {}, inputs, str(tmp_path), str(tmp_path))
+        return sum(about_experts(_deployed(job, model)))
+
+    whole, four = sum(about_experts(model)), {"storage": {"bits": 4, "modules": ["experts"]}}
+    assert weights({}) == whole and weights({}, plan=str(tmp_path)) == whole / 2
+    assert weights(four) < whole / 6 and weights(four, plan=str(tmp_path)) < whole / 12
+
+
+def about_experts(model: Any) -> list[int]:
+    """Bytes of the experts of each layer."""
+    held = [[*one.module.parameters(), *one.module.buffers()] for one in experts_of(model)]
+    return [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in held]
 
 
 def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
