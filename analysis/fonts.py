@@ -11,8 +11,9 @@ from matplotlib import font_manager
 
 WHOLE, SMALL = "DejaVu Sans", "DejaVu Sans of these figures"
 WEIGHTS = (400, 700)
-LETTERS = ((0x20, 0x250), (0x370, 0x400), (0x2000, 0x2070), (0x2190, 0x2300), (0x25A0, 0x2600))
-"""Latin, Greek, punctuation, arrows and signs of mathematics, shapes; the rest comes from the whole font."""
+LETTERS = ((0x20, 0x7F), (0xA0, 0x180), (0x391, 0x3CA), (0x2010, 0x2040), (0x2190, 0x2194), (0x2200, 0x2270))
+"""Latin, Greek, punctuation, arrows, signs of mathematics, which figures are written in: embedding reads no more than
+that. The rest comes from the whole font."""
 
 
 @cache

