@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ from moe_lab.statistics.streaming import stream
 Made = TypeVar("Made")
 GIB = 2**30
 BAR_SLOWER, BAR_READING = 1.5, 0.8
-SHORT = 64
+SHORT = 8
 """Tokens of the pass that measures reading."""
 
 
@@ -53,22 +54,36 @@ def main() -> int:
         print(json.dumps(PARTS[arguments.part](arguments)))
         return 0
     print(describe(arguments.device), flush=True)
-    took = {}
-    for name in PARTS:
-        command = [sys.executable, "-m", "benchmarks.streaming", *sys.argv[1:], "--part", name]
-        took[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        print(f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took[name].items()), flush=True)
-    raw = took["read"]["seconds"]
+    took = {name: _apart(name) for name in PARTS}
+    pairs = [(took["read"], took["short"]), *((_apart("read"), _apart("short")) for _ in range(arguments.pairs - 1))]
+    reading = sorted(read["seconds"] / short["seconds"] for read, short in pairs)
+    spread = f"{reading[0]:.2f} to {reading[-1]:.2f} in {len(pairs)} pairs"
+    print(f"  short, share of the raw read speed: {median(reading):.2f} ({spread})")
     measure = "CPU seconds" if arguments.device == "cpu" else "seconds"
     slower = took["streamed"][measure] / took["resident"][measure]
-    share = raw / took["streamed"]["seconds"]
+    share = took["read"]["seconds"] / took["streamed"]["seconds"]
     good = slower <= BAR_SLOWER or share >= BAR_READING
-    print(f"  short / reading the files: {took['short']['seconds'] / raw:.2f}")
-    print(
-        f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, bar <= {BAR_SLOWER} or >= "
-        f"{BAR_READING}: {'ok' if good else 'FAILED'}"
-    )
-    return int(not good)
+    bars = f"bar <= {BAR_SLOWER} or >= {BAR_READING}"
+    print(f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, {bars}: {_says(good)}")
+    if arguments.device == "cpu":  # where pages of mapped files count as memory of the process
+        return int(not good)
+    room = took["streamed"]["layer GiB"] + took["streamed"]["states GiB"] + 1
+    room += took["resident"]["peak GiB"] - took["resident"]["weights GiB"]
+    fits = took["streamed"]["peak GiB"] <= room
+    print(f"  streamed, peak: {took['streamed']['peak GiB']:.2f} GiB, bar <= {room:.2f}: {_says(fits)}")
+    return int(not (good and fits))
+
+
+def _apart(name: str) -> dict[str, float]:
+    """What a part takes in a process of its own, which is printed too."""
+    command = [sys.executable, "-m", "benchmarks.streaming", *sys.argv[1:], "--part", name]
+    took: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    print(f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took.items()), flush=True)
+    return took
+
+
+def _says(good: bool) -> str:
+    return "ok" if good else "FAILED"
 
 
 def _arguments() -> argparse.Namespace:
@@ -81,6 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2, help="rows of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of reading and a short pass")
     parser.add_argument("--part", choices=PARTS, help="only this one, its figures as JSON")
     return parser.parse_args()
 
