@@ -15,4 +15,4 @@ def here(device: str) -> str:
     if asked.returncode:
         reason = asked.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(f"timing=true: {reason}")
-    return asked.stdout.strip()
+    return asked.stdout.strip().splitlines()[-1]

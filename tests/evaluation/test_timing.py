@@ -21,6 +21,7 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
 from moe_lab.recovery.parts import experts_of
+from moe_lab.study import device
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.timing import _deployed, timing
@@ -118,6 +119,22 @@ def about_experts(model: Any) -> list[int]:
     """Bytes of the experts of each layer."""
     held = [[*one.module.parameters(), *one.module.buffers()] for one in experts_of(model)]
     return [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in held]
+
+
+def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(words: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(words)
+        error = "Traceback\nmoe_lab.errors.UserError: model.device=cuda:7: this machine has none"
+        return SimpleNamespace(returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error)
+
+    monkeypatch.setattr(device.subprocess, "run", answer)
+    maker = Maker(Config(timing=True, timed=ASKED))
+    named = {Pruned(maker, cell(), None).timing().parts["timing"].settings["device"] for _ in range(3)}
+    assert named == {"A GPU"} and len(asked) == 1 and asked[0][-1] == "cpu"
+    with pytest.raises(UserError, match="timing=true: model.device=cuda:7: this machine has none"):
+        device.here("cuda:7")
 
 
 def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
