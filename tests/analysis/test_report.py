@@ -150,5 +150,5 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
 def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     """73 cells x 16 benchmarks x 80 items, every figure of it drawn as PNG, PDF and SVG."""
     store = write_store(tmp_path / "store")
-    with within(25):
+    with within(20):
         report.write(store, "made_up", tmp_path / "out")
