@@ -29,7 +29,7 @@ def convergence(job: Job) -> None:
     """
     from moe_lab import criteria
 
-    gate, parts = job.settings["convergence"]["gate"], _parts(job, "statistics")
+    gate, parts = job.settings["convergence"]["gate"], _parts(job, "statistics", "tokens")
     experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
     found = [
         (name, tokens, layer, expert, float(value))
@@ -90,7 +90,7 @@ def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float6
     asked, layers = job.settings["convergence"], facts(job)["layers"]
     [role] = [role for role in job.inputs if role in PASSES]
     weights = [read(job.input(need, STATISTICS)) for need in job.inputs if need not in (*PASSES, "model")]
-    for tokens, sums in _parts(job, role):
+    for tokens, sums in _parts(job, role, "channel_square"):
         inputs = {layer: {k: v for part in (sums, *weights) for k, v in part[layer].items()} for layer in layers}
         yield (
             tokens,
@@ -105,15 +105,18 @@ def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float6
         )
 
 
-def _parts(job: Job, role: str) -> list[tuple[int, Sums]]:
-    """Valid tokens and sums after each part of the pass `role`, the whole last."""
+def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:
+    """Valid tokens and sums after each part of the pass `role`, the whole last.
+
+    Snapshots without the sum `needed`, as an older moe_lab kept none of channels, count as none.
+    """
     from moe_lab.statistics.snapshots import taken
     from moe_lab.statistics_file import read
 
     count = job.settings["convergence"]["snapshots"]
     found = taken(Path(job.inputs[role]), count)
-    if found is None:  # the pass was made without: one for the snapshots alone
-        PASSES[role](job, count)
+    if found is None or any(needed not in named for _, sums in found for named in sums.values()):
+        PASSES[role](job, count)  # for the snapshots alone
         found = taken(Path(job.scratch), count) or []
     whole = json.loads(job.input(role, "calibration.json").read_text())["valid_tokens"]
     return [*found, (sum(whole.values()), read(job.input(role, STATISTICS)))]
