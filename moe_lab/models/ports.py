@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_lab.models.families import PORTS
+from moe_lab.models.sources import Family
 
 
 def causal_language_model(kind: str) -> str | None:
@@ -17,6 +18,14 @@ def causal_language_model(kind: str) -> str | None:
     if kind in PORTS:
         return f"{PORTS[kind].base}ForCausalLM"
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if kind in CONFIG_MAPPING else None
+
+
+def ask_family(kind: str) -> Family | None:
+    """What `read_family` gives, from the classes themselves: for code that does not say it in plain literals."""
+    if (name := causal_language_model(kind)) is None:
+        return None
+    config = CONFIG_MAPPING[kind]
+    return Family(name.removesuffix("ForCausalLM"), config.__name__, dict(config.attribute_map))
 
 
 def _register() -> None:

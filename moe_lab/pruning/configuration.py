@@ -6,13 +6,9 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.families import COUNT_FIELDS
+from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
 from moe_lab.pruning.plan import Plan
-
-WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
-"""Configuration fields that hold the channels per expert; the first one there counts."""
-RAGGED_FIELD = "expert_widths"
-"""Our own field: layer (as text) -> channels of each expert, for layers whose experts differ."""
+from moe_lab.pruning.widths import RAGGED_FIELD
 
 
 def describe(config: Any, plan: Plan, layers: list[MoELayer], ragged: set[int]) -> None:

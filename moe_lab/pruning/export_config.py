@@ -1,14 +1,12 @@
-"""config.json of an exported checkpoint: the original one, edited. No torch for checkpoints of one shape."""
+"""config.json of an exported checkpoint: the original one, edited. No torch unless all experts get one new width."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import moe_lab.models
 from moe_lab.errors import UserError
 from moe_lab.models.families import (
     ALSO_COUNTS,
@@ -18,7 +16,9 @@ from moe_lab.models.families import (
     TOP_K_FIELDS,
     UNGROUPED_METHODS,
 )
+from moe_lab.models.sources import port_of
 from moe_lab.pruning.export_form import Form
+from moe_lab.pruning.export_remote import differing
 from moe_lab.pruning.plan import Plan
 
 
@@ -32,14 +32,6 @@ class Description:
     """stock, ported, per_layer or ragged."""
     code: dict[str, str]
     """Name -> text of a code file; empty for a stock checkpoint."""
-
-
-def port_of(kind: str) -> dict[str, str]:
-    """Name -> text of the code file that a family needs which transformers cannot load; empty for all others."""
-    if kind not in PORTS:
-        return {}
-    source = Path(moe_lab.models.__file__).with_name(f"{PORTS[kind].file}.py")
-    return {f"modeling_{source.name}": source.read_text(encoding="utf-8")}
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -77,11 +69,10 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
         _set_counts(text, form.count)
         if form.same_width == form.width:
             return _alike(edited)
-    # imported where shapes differ: a stock checkpoint of whole experts needs no torch
-    from moe_lab.pruning import export_remote
-
     if form.count is not None and form.same_width is not None:
-        narrow = export_remote.narrowed(edited, form.same_width)
+        from moe_lab.pruning.export_narrowed import narrowed  # which needs torch
+
+        narrow = narrowed(edited, form.same_width)
         if narrow is not None:
             return _alike(narrow)
         if shape == "padded_stock":
@@ -90,7 +81,7 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
                 f"{edited.get('model_type')}, so no stock checkpoint can have experts of {form.same_width} channels: "
                 "use export=padded or export=masked"
             )
-    return Description(*export_remote.differing(edited, form))
+    return Description(*differing(edited, form))
 
 
 def _alike(config: dict[str, Any]) -> Description:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+RAGGED_FIELD = "expert_widths"
+"""Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights that are a multiple of so many bytes."""
 
