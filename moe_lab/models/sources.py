@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def port_of(kind: str) -> dict[str, str]:
     return {f"modeling_{PORTS[kind].file}.py": _port(kind).read_text(encoding="utf-8")} if kind in PORTS else {}
 
 
+@cache
 def read_family(kind: str) -> Family | None:
     """The family of a model type with a causal language model in the installed transformers or among our ports.
 
