@@ -1,4 +1,4 @@
-"""Write a pruned checkpoint from the files of the original one. No torch where all layers keep one shape.
+"""Write a pruned checkpoint from the files of the original one. No torch unless all experts get one new width.
 
 Dropping whole experts only ever removes entries along the axis of the experts, and those lie next to each other in a
 file: an expert's own tensors are copied or left out; of tensors that hold all experts the kept entries are copied.
