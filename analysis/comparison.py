@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from analysis import names, ranks, uncertainty
+from analysis import names, ranks, settings, uncertainty
 from analysis.load import Study
 
 Target = tuple[str, ...]
@@ -31,6 +31,13 @@ class Panel:
     seed: int
     calibration: str
     cells: dict[str, int]
+    told: str = ""
+    """Gate and seed in words, where the model's cells have several."""
+
+    @property
+    def pruned(self) -> str:
+        """What panels of one calibration set are told apart by: `50 %`, or `50 %, seed 43`."""
+        return settings.joined(names.ratio(self.ratio), self.told)
 
     @property
     def settings(self) -> tuple[float, str, int]:
@@ -259,12 +266,14 @@ def _binary(outcomes: np.ndarray) -> bool:
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
-    settings = ["ratio", "gate", "seed"]
-    for _, cells in pruned.groupby(settings, sort=True):
-        ratio, gate, seed = cells[settings].iloc[0]
+    axes = ["ratio", "gate", "seed"]
+    told = settings.settings(pruned)
+    for _, cells in pruned.groupby(axes, sort=True):
+        ratio, gate, seed = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
             competing = cells[cells["calibration"].isin([calibration, "none"])]
             by_key = dict(zip(competing["method"].astype(str), competing.index.astype(int), strict=True))
             order = names.methods_in_order(by_key)
-            yield Panel(model, ratio, gate, seed, calibration, {key: by_key[key] for key in order})
+            competitors = {key: by_key[key] for key in order}
+            yield Panel(model, ratio, gate, seed, calibration, competitors, told[cells.index[0]])

@@ -36,7 +36,7 @@ def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
         for at, (key, group) in enumerate(maps):
             axes = drawing.add_subplot(down, across, at + 1)
             _winner_axes(axes, group, width / across - _LABELS)
-            axes.set_title(f"{key['model']}, {names.ratio(key['ratio'])} pruned", pad=20)
+            axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned", pad=20)
         handles = [
             Patch(facecolor=style.RULE, label="beyond noise"),
             Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
@@ -118,9 +118,7 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
                 axes = grid[row][sets.index(panel.calibration)]
                 axes.set_visible(True)
                 _averages_axes(axes, comparison, panel, order)
-                axes.set_title(
-                    f"{names.calibration(panel.calibration)}, {names.ratio(panel.ratio)} pruned", fontsize=7.5
-                )
+                axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
                 if panel.calibration != sets[0]:
                     axes.set_yticklabels([])
         drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
@@ -252,7 +250,5 @@ def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Ma
     axes.set_ylim(0, 1)
     axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
     axes.spines["polar"].set_color(style.RULE)
-    axes.set_title(
-        f"{names.calibration(panel.calibration)}, {names.ratio(panel.ratio)} pruned", fontsize=7.5, pad=10, loc="center"
-    )
+    axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5, pad=10, loc="center")
     return best

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from analysis import names
+from analysis import names, settings
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.tables import SCORE, Table, setting
@@ -26,7 +26,7 @@ FAMILIES = {"expert": "whole experts", "channel": "channels", "none": "nothing r
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     """One row per cell of the model whose cost was counted, the unpruned model included.
 
-    Columns: cell, method, granularity, calibration, ratio, bits, avg, low, high (95 %), parameters_kept, routed_kept,
+    Columns: cell, method, granularity, calibration, ratio, pruned (in words), bits, avg, low, high (95 %), parameters_kept, routed_kept,
     flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and `front_<axis>` for each of AXES: no
     other pruned cell has at least its Avg at a lower cost, or a higher Avg at its cost. Avg is over all displayed
     columns; a cell that lacks one has NaN and is on no front.
@@ -35,6 +35,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     low, high = comparison.interval(target)
     scores = pd.DataFrame({"avg": comparison.score(target), "low": low, "high": high})
     axes = comparison.cells[["criterion", "method", "granularity", "calibration", "ratio"]]
+    axes = axes.assign(pruned=settings.pruned(comparison.cells))
     costs = study.costs.set_index("cell")[["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]]
     found = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
     full = study.costs.set_index("cell")["parameters_unpruned"].reindex(found["cell"]).to_numpy(float) * _BYTES
@@ -84,7 +85,7 @@ def pareto_table(study: Study, comparisons: Iterable[Comparison], *, name: str =
             Model=found["model"],
             Criterion=found["method"].map(names.method),
             Calibration=found["calibration"].map(names.calibration),
-            Pruned=found["ratio"].map(names.ratio),
+            Pruned=found["pruned"],
             Removes=found["granularity"].map(lambda kind: FAMILIES.get(kind, kind)),
             Front=_fronts(found),
         )[shown]

@@ -14,6 +14,7 @@ from analysis import names, style
 from analysis.comparison import Comparison, Panel
 from analysis.figures import method_lines
 from analysis.load import Study
+from analysis.settings import pruned
 from analysis.style import Figure
 from analysis.tables import Table, reading
 
@@ -81,7 +82,7 @@ def _draw(
         line.set_data(values[cell].index, values[cell])
         axes.add_line(line)
     axes.autoscale_view()
-    words = (names.calibration(panel.calibration), f"{names.ratio(panel.ratio)} pruned")
+    words = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
     axes.set_title(("\n" if narrow else ", ").join(words), fontsize=7.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(axis="y")
@@ -125,7 +126,7 @@ def _rows(study: Study, comparison: Comparison) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "Model": comparison.model,
-            "Pruned": cells["ratio"].map(names.ratio),
+            "Pruned": pruned(comparison.cells)[found["cell"]].to_numpy(),
             "Calibration": cells["calibration"].map(names.calibration),
             "Criterion": cells["method"].map(names.method),
             "Layer": found["layer"].astype(str),

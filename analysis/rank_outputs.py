@@ -85,7 +85,7 @@ def _measure(axes: Axes, test: RankTest) -> None:
 def _title(test: RankTest) -> str:
     panel = test.panel
     p = "all tie" if pd.isna(test.p) else f"Friedman p {'< 0.001' if test.p < 0.001 else f'= {test.p:.3f}'}"
-    return f"{names.calibration(panel.calibration)}, {names.ratio(panel.ratio)} pruned: {p}"
+    return f"{names.calibration(panel.calibration)}, {panel.pruned} pruned: {p}"
 
 
 def rank_test_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
@@ -118,7 +118,7 @@ def _row(model: str, test: RankTest, key: str, rank: float, p: float) -> dict[st
     best = pd.isna(p)
     return {
         "Model": model,
-        "Pruned": names.ratio(test.panel.ratio),
+        "Pruned": test.panel.pruned,
         "Calibration": names.calibration(test.panel.calibration),
         "Over": f"{test.blocks} {test.over}",
         "Criterion": names.method(key),
@@ -133,7 +133,7 @@ def _row(model: str, test: RankTest, key: str, rank: float, p: float) -> dict[st
 
 def _left_out(comparisons: Sequence[Comparison]) -> list[str]:
     found = [
-        f"{names.method(key)} ({names.calibration(test.panel.calibration)}, {names.ratio(test.panel.ratio)})"
+        f"{names.method(key)} ({names.calibration(test.panel.calibration)}, {test.panel.pruned})"
         for comparison in comparisons
         for test in rank_tests(comparison, BENCHMARKS)
         for key in test.incomplete

@@ -11,6 +11,7 @@ from analysis import names, ranks, uncertainty
 from analysis.comparison import Comparison, Panel
 from analysis.frames import records
 from analysis.load import Study
+from analysis.settings import pruned
 from analysis.tables import PERCENT, RANK, SCORE, Table, setting
 
 
@@ -66,15 +67,13 @@ def rank_block(
     frame = frame.assign(Avg=comparison.score(target))
     ends = comparison.interval(target)
     low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
-    pruned = frame.loc[list(cells.values())]
-    frame["Avg Rank"] = ranks.average_rank(pruned[list(target)], lower_is_better=comparison.lower_is_better)
+    ranked = frame.loc[list(cells.values())]
+    frame["Avg Rank"] = ranks.average_rank(ranked[list(target)], lower_is_better=comparison.lower_is_better)
     rank_low, rank_high, first = _resampled(comparison, {column: list(cells.values()) for column in target})
-    ranked = pruned.index
-    low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked), pd.Series(rank_high, ranked)
-    frame["First"] = pd.Series(first, ranked)
+    low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
+    frame["First"] = pd.Series(first, ranked.index)
     labels = [
-        (comparison.model, names.ratio(panel.ratio), names.calibration(panel.calibration), names.method(name))
-        for name in shown
+        (comparison.model, panel.pruned, names.calibration(panel.calibration), names.method(name)) for name in shown
     ]
     text = pd.DataFrame(labels, columns=_PANEL, index=frame.index)
     return pd.concat([text, frame], axis=1), low, high
@@ -123,10 +122,10 @@ def task_specific_table(
     mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run."""
     rows, low, high = [], [], []
     for comparison in comparisons:
-        for settings, domains in by_domain(comparison).items():
+        for domains in by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
-                labels = {"Model": comparison.model, "Pruned": names.ratio(settings[0])}
+                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned}
                 rows.append(block[0].assign(**labels))
                 low.append(block[1])
                 high.append(block[2])
@@ -184,12 +183,12 @@ def task_block(
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
     frame["Criterion"] = [names.method(name) for name in ([] if full is None else ["none"]) + shown]
-    pruned = frame.iloc[len(frame) - len(shown) :]
-    frame["Avg Rank"] = ranks.average_rank(pruned[list(sources)])
+    ranked = frame.iloc[len(frame) - len(shown) :]
+    frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
     competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
     rank_low, rank_high, _ = _resampled(comparison, competing if set(competing) <= set(comparison.parts) else {})
     if len(rank_low):
-        low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, pruned.index), pd.Series(rank_high, pruned.index)
+        low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
     return frame, low, high
 
 
@@ -201,7 +200,7 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
         text = pd.DataFrame(
             {
                 "Model": comparison.model,
-                "Pruned": cells["ratio"].map(names.ratio),
+                "Pruned": pruned(comparison.cells)[cells.index],
                 "Calibration": cells["calibration"].map(names.calibration),
                 "Criterion": cells["method"].map(names.method),
             }
@@ -229,11 +228,11 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
 
 
 def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells by ratio, calibration set and method, the last two in their usual order."""
+    """Cells by ratio, gate, seed, calibration set and method, the last two in their usual order."""
     sets = names.calibrations_in_order(cells["calibration"])
     methods = names.methods_in_order(cells["method"])
     places = cells.assign(calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index))
-    return cells.loc[places.sort_values(["ratio", "calibration", "method"], kind="stable").index]
+    return cells.loc[places.sort_values(["ratio", "gate", "seed", "calibration", "method"], kind="stable").index]
 
 
 def _metrics(study: Study) -> str:

@@ -12,6 +12,7 @@ from analysis.chosen import column_targets, differences, scores
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
+from analysis.settings import pruned
 from analysis.tables import SCORE, Table, setting
 from analysis.winners import LEVEL
 
@@ -97,7 +98,7 @@ def _rows(
     text = pd.DataFrame(
         {
             "Model": comparison.model,
-            "Pruned": about["ratio"].map(names.ratio),
+            "Pruned": pruned(comparison.cells)[cells],
             "Calibration": about["calibration"].map(names.calibration),
             "Criterion": about["criterion"].map(names.criterion),
             "Allocation": about["allocation"].map(names.allocated),
@@ -140,7 +141,7 @@ def search_table(study: Study, *, name: str = "evoesap.search") -> Table:
     }
     text = {
         "Model": cells["model"],
-        "Pruned": cells["ratio"].map(names.ratio),
+        "Pruned": pruned(study.cells)[found["cell"]].to_numpy(),
         "Calibration": cells["calibration"].map(names.calibration),
         "Criterion": cells["criterion"].map(names.criterion),
         "Fitness": found["fitness"].astype(object).map(lambda fitness: str(fitness).upper()),

@@ -14,6 +14,7 @@ from analysis.frames import records
 from analysis.load import Study
 from analysis.overlap import variant_name
 from analysis.remarks import versions
+from analysis.settings import pruned
 from analysis.winners import LEVEL, label
 
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
@@ -56,11 +57,11 @@ def setting(study: Study) -> str:
 
 def reading(study: Study) -> str:
     """What captions of numbers from a pass over a text state: seed, gate, calibration tokens, library versions."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
+    cells = study.cells[study.cells["criterion"] != "none"]
     tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
     parts = [
-        f"seed {_several(pruned['seed'])}",
-        f"gate {_several(pruned['gate'])}",
+        f"seed {_several(cells['seed'])}",
+        f"gate {_several(cells['gate'])}",
         f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
         ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items()),
     ]
@@ -75,7 +76,7 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
     """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
     text = {
         "Model": found["model"],
-        "Pruned": found["ratio"].map(names.ratio),
+        "Pruned": found["pruned"],
         "Calibration": found["calibration"].map(names.calibration),
         "Column": found["column"].map(names.benchmark),
         "Winner": [_winner(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
@@ -219,7 +220,7 @@ def artefact_table(study: Study, *, name: str = "artefacts") -> Table:
     evaluations = study.results.groupby("cell")["folder"].unique()
     text = {
         "Model": study.cells["model"],
-        "Pruned": study.cells["ratio"].map(names.ratio),
+        "Pruned": pruned(study.cells),
         "Calibration": study.cells["calibration"].map(names.calibration),
         "Criterion": study.cells["method"].map(names.method),
         "Plan": study.cells["plan_folder"].fillna(""),

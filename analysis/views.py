@@ -33,7 +33,7 @@ def _map(found: pd.DataFrame) -> dict[str, Any]:
     blank = {"kind": "gap", "colour": "none", "label": "not run", "score": "", "lead": "", "detail": ""}
     first = records(found)[0]
     return {
-        "title": f"{first['model']}, {names.ratio(first['ratio'])} pruned",
+        "title": f"{first['model']}, {first['pruned']} pruned",
         "sentence": findings.who_won(found)[0].split(", ", 1)[1],
         "calibrations": [names.calibration(name) for name in sets],
         "rows": [

@@ -33,7 +33,7 @@ def winner_map(
     """One row per model, ratio, calibration set and column.
 
     criteria: whose plain methods compete, by default all methods do; columns: displayed columns by default, benchmarks
-    are possible too. Returned columns: SETTINGS, calibration, column, winners (tuple of methods' keys, several when
+    are possible too. Returned columns: SETTINGS, pruned (how much, in words), calibration, column, winners (tuple of methods' keys, several when
     tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
@@ -42,7 +42,7 @@ def winner_map(
         for panel in comparison.panels
         for column in (columns or panel.columns(comparison))
     ]
-    found = pd.DataFrame(rows, columns=[*SETTINGS, "calibration", "column", *_BEST])
+    found = pd.DataFrame(rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_BEST])
     if found.empty:
         return found
     found["p_holm"] = np.nan
@@ -70,7 +70,7 @@ def wins(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _settings(panel: Panel) -> dict[str, object]:
-    return {name: getattr(panel, name) for name in (*SETTINGS, "calibration")}
+    return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
 
 
 def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None) -> dict[str, object]:
