@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from analysis import names, uncertainty
 from analysis.chosen import GROUPS, MEAN, column_targets, cost, differences, scores
 from analysis.comparison import Comparison
 from analysis.load import Study
+from analysis.settings import joined, settings
 from analysis.tables import SCORE, Table, setting
 
 
@@ -87,15 +89,28 @@ def block_table(
     )
 
 
+def _told(block: Block) -> tuple[str, dict[int, str]]:
+    """What is pruned, and the labels of the rows: gate and seed stand with the first where all rows share them, with
+    those labels that do not say them already where they do not."""
+    told = settings(block.comparison.cells)[list(block.labels)]
+    if told.nunique() == 1:
+        return joined(block.pruned, str(told.iloc[0])), dict(block.labels)
+    twice = [word for word, times in Counter(block.labels.values()).items() if times > 1]
+    return block.pruned, {
+        cell: joined(word, str(told[cell])) if word in twice else word for cell, word in block.labels.items()
+    }
+
+
 def _rows(
     study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     comparison, full = block.comparison, block.comparison.unpruned
-    labels = {**({full: UNPRUNED} if full is not None else {}), **block.labels}
+    removed, words = _told(block)
+    labels = {**({full: UNPRUNED} if full is not None else {}), **words}
     pruned = list(block.labels)
     targets = column_targets(comparison, pruned, columns)
     text = pd.DataFrame(
-        {"Model": comparison.model, "Pruned": block.pruned, "Criterion": pd.Series(labels)}, index=list(labels)
+        {"Model": comparison.model, "Pruned": removed, "Criterion": pd.Series(labels)}, index=list(labels)
     )
     numbers = scores(comparison, list(labels), targets)
     frame, low, high = pd.concat([text, numbers.frame], axis=1), numbers.low, numbers.high

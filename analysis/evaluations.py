@@ -12,6 +12,7 @@ import pyarrow as pa
 from analysis import names
 from analysis.frames import groups, records
 from analysis.reader import Reader
+from analysis.settings import settings
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
@@ -23,7 +24,9 @@ _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox")
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
     """Cells in words: their axes that matter."""
-    return {int(str(cell)): _label(row) for cell, row in zip(cells.index, records(cells), strict=True)}
+    told = settings(cells)
+    rows = zip(cells.index, records(cells), told, strict=True)
+    return {int(str(cell)): " ".join(filter(None, (_label(row), words))) for cell, row, words in rows}
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -83,8 +83,10 @@ def who_won(found: pd.DataFrame, what: str = "experts") -> list[str]:
     return [_who_won(key, group, what) for key, group in groups(found, SETTINGS)]
 
 
-def _where(ratio: float, what: str, model: str) -> str:
-    return f"With {names.ratio(ratio)} of the {what} of {model} removed"
+def _where(pruned: str, what: str, model: str) -> str:
+    share, _, told = pruned.partition(", ")
+    settings = f" ({told.replace(', ', ' and ')})" if told else ""
+    return f"With {share} of the {what} of {model} removed{settings}"
 
 
 def _competitor(keys: Iterable[str]) -> str:
@@ -94,7 +96,7 @@ def _competitor(keys: Iterable[str]) -> str:
 
 def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
     counts = wins(found)
-    where = _where(key["ratio"], what, key["model"])
+    where = _where(str(found["pruned"].iloc[0]), what, key["model"])
     total = int((found["winners"].map(len) > 0).sum())
     if counts.empty or not counts["wins"].iloc[0]:
         return f"{where}, no {_competitor(found['winners'].explode().dropna())} won a column alone."
@@ -140,7 +142,7 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
         else f", calibrated on {names.calibration(panel.calibration).lower()}"
     )
     sentence = (
-        f"{_where(panel.ratio, removed(comparison.cells), comparison.model)}, the best average is "
+        f"{_where(panel.pruned, removed(comparison.cells), comparison.model)}, the best average is "
         f"{averages.iloc[0]:.3f}, by {names.method(name)}{data}"
     )
     full = comparison.unpruned

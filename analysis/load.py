@@ -163,8 +163,9 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     cells.index.name = "cell"
     cells["method"] = _methods(cells)
     twice = cells.duplicated(list(AXES))
-    for words in labels(cells[twice]).values():
-        reader.gap("listed twice, counted once", words)
+    words = labels(cells)
+    for cell in cells.index[twice]:
+        reader.gap("listed twice, counted once", words[cell])
     return cells[~twice]
 
 

@@ -26,10 +26,10 @@ FAMILIES = {"expert": "whole experts", "channel": "channels", "none": "nothing r
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     """One row per cell of the model whose cost was counted, the unpruned model included.
 
-    Columns: cell, method, granularity, calibration, ratio, pruned (in words), bits, avg, low, high (95 %), parameters_kept, routed_kept,
-    flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and `front_<axis>` for each of AXES: no
-    other pruned cell has at least its Avg at a lower cost, or a higher Avg at its cost. Avg is over all displayed
-    columns; a cell that lacks one has NaN and is on no front.
+    Columns: cell, method, granularity, calibration, ratio, pruned (in words), bits, avg, low, high (95 %),
+    parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and
+    `front_<axis>` for each of AXES: no other pruned cell has at least its Avg at a lower cost, or a higher Avg at its
+    cost. Avg is over all displayed columns; a cell that lacks one has NaN and is on no front.
     """
     target = tuple(comparison.parts)
     low, high = comparison.interval(target)

@@ -11,7 +11,7 @@ WORDS = {"gate": "gate {}", "seed": "seed {}"}
 
 
 def settings(cells: pd.DataFrame) -> pd.Series:
-    """For each cell its gate and seed in words, those of which its model's pruned cells have several: `seed 43`, or ""."""
+    """For each cell its gate and seed in words, if its model's pruned cells have several of them: `seed 43`, or ""."""
     told = pd.Series("", cells.index, dtype=object)
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, words in WORDS.items():

@@ -33,8 +33,9 @@ def winner_map(
     """One row per model, ratio, calibration set and column.
 
     criteria: whose plain methods compete, by default all methods do; columns: displayed columns by default, benchmarks
-    are possible too. Returned columns: SETTINGS, pruned (how much, in words), calibration, column, winners (tuple of methods' keys, several when
-    tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
+    are possible too. Returned columns: SETTINGS, pruned (how much, in words), calibration, column, winners (tuple of
+    methods' keys, several when tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p,
+    p_holm, beyond_noise.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
