@@ -74,8 +74,8 @@ def _compared(difference: float | None) -> str:
     """What `verify` has come to, if it was asked."""
     if difference is None:
         return ""
-    how = "equal those of" if difference == 0 else f"differ by {difference:.1e} of the largest from those of"
-    return f" (verified: its logits {how} the masked model)"
+    how = "to the bit" if difference == 0 else f"up to {difference:.1e} of the largest number"
+    return f" (verified: its layers give what those of the masked model give, {how})"
 
 
 def _report(config: Config, store: Store) -> int:

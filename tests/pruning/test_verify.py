@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,66 @@ def test_a_wrong_export_is_named(tensor: str, tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UserError, match=r"decoder layer 1 of .*export gives something else than the masked model"):
         verify(tmp_path / "model", plan, tmp_path / "export")
+
+
+def test_weights_that_begin_anywhere_in_a_file_agree_to_the_bit(tmp_path: Path) -> None:
+    plan = tiny.plan(tiny.save("qwen3_moe", tmp_path / "model"), 0.25)
+    rewrite(tmp_path / "model", lambda tensors: None, moved_by=8)
+    export(tmp_path / "model", plan, tmp_path / "export")
+    assert verify(tmp_path / "model", plan, tmp_path / "export") == 0.0
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_large_residual_hides_no_wrong_expert(channels: bool, tmp_path: Path) -> None:
+    """One number of each hidden state is as large as in trained models; experts do not add to it."""
+    model = tiny.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
+    plan = channel_plan(model, width=16) if channels else tiny.plan(model, 0.25)
+    rewrite(tmp_path / "model", grow)
+    export(tmp_path / "model", plan, tmp_path / "export")
+    clean = verify(tmp_path / "model", plan, tmp_path / "export")
+    assert clean <= (TOLERANCE[torch.bfloat16] / 2 if channels else 0)
+    rewrite(tmp_path / "export", swap)
+    with pytest.raises(UserError, match="decoder layer 1 of"):
+        verify(tmp_path / "model", plan, tmp_path / "export")
+
+
+def test_experts_that_no_token_chooses_are_compared_too(tmp_path: Path) -> None:
+    plan = tiny.plan(tiny.save("deepseek_v3", tmp_path / "model"), 0.25)
+    last = max(plan.experts)
+    bias, name = (
+        f"model.layers.{last}.mlp.{of}" for of in ("gate.e_score_correction_bias", "experts.3.down_proj.weight")
+    )
+    rewrite(tmp_path / "model", lambda tensors: tensors[bias][plan.experts[last][3]].fill_(-1e4))
+    export(tmp_path / "model", plan, tmp_path / "export")
+    assert verify(tmp_path / "model", plan, tmp_path / "export") == 0
+    rewrite(tmp_path / "export", lambda tensors: tensors[name].neg_())
+    with pytest.raises(UserError, match=f"decoder layer {last} .* outputs of all kept experts, asked in turn"):
+        verify(tmp_path / "model", plan, tmp_path / "export")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], moved_by: int = 0) -> None:
+    """Change the tensors of a checkpoint, and where they begin."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    for pad in range(64):
+        save_file(tensors, file, {"format": "pt", "pad": "x" * pad})
+        if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == moved_by:
+            return
+
+
+def grow(tensors: dict[str, torch.Tensor]) -> None:
+    """The first number of each hidden state becomes 100, as no layer reads or writes it; the norms make up for it."""
+    tensors["model.embed_tokens.weight"][:, 0] = 100
+    for name, tensor in tensors.items():
+        if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")):
+            tensor.mul_(100 / len(tensor) ** 0.5)[0] = 0
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0
+
+
+def swap(tensors: dict[str, torch.Tensor]) -> None:
+    """Two experts of layer 1 trade places."""
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        one, other = (f"model.layers.1.mlp.experts.{expert}.{part}.weight" for expert in (1, 2))
+        tensors[one], tensors[other] = tensors[other], tensors[one]

@@ -148,7 +148,7 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
     exported = {(cell["cell"]["criterion"], cell["cell"]["allocation"]): cell["export"] for cell in pruned}
     assert len(exported) == 3
     for folder in exported.values():
-        assert f"export: {store / folder / 'checkpoint'} (verified: its logits" in done.stderr
+        assert f"export: {store / folder / 'checkpoint'} (verified: its layers give" in done.stderr
         assert content(store, folder, "verified.json")["difference"] < 1e-4
     assert "[transformers]" not in done.stderr
     folder = store / exported["heapr", "global"] / "checkpoint"
