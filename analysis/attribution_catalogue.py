@@ -10,7 +10,7 @@ from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.made import Made, of_model
 from analysis.style import Figure
-from analysis.tables import reading
+from analysis.tables import of_pass
 
 DEPTH = ("Which experts get what, and what they give", "Statistics of experts by depth, as gathered.")
 SIZES = (
@@ -95,7 +95,7 @@ def _per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None
 
 def _noted(study: Study, drawn: Iterable[Figure | None]) -> Made:
     """The figures there are, with what their numbers rest on in the captions."""
-    return [replace(figure, caption=f"{figure.caption} Made with {reading(study)}") for figure in drawn if figure]
+    return [replace(figure, caption=f"{figure.caption} Made with {of_pass(study)}") for figure in drawn if figure]
 
 
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {

@@ -20,7 +20,7 @@ from analysis.attributions import MEASURES
 from analysis.frames import groups
 from analysis.load import Study
 from analysis.style import Figure
-from analysis.tables import SCORE, Table, reading
+from analysis.tables import SCORE, Table, of_pass
 
 AGAINST = ("gate", "first", "second")
 """What the published figure, and what attribution, would prune by: drawn against the ablation."""
@@ -129,7 +129,7 @@ def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
         "over layers). Layer loss: what the routed output, relative to the residual stream, changes when one expert is "
         "silent; it is quadratic in that expert's factor, so the second order is the true value and agrees by "
         "construction. Model loss: the rise of the language model's loss, where a plan read the ablation. Made with "
-        f"{reading(study)}",
+        f"{of_pass(study)}",
         frame=pd.DataFrame(rows, columns=[*text, *columns]),
         formats=dict.fromkeys(columns, SCORE),
         best=dict.fromkeys(columns[3:], "max"),

@@ -12,6 +12,7 @@ import pandas as pd
 from analysis import digests, steps
 from analysis.frames import records
 from analysis.load import Study
+from analysis.settings import passes
 
 KEYS = ["model", "calibration", "layer", "expert"]
 MEASURES = {
@@ -86,13 +87,16 @@ def _tokens(report: Mapping[str, Any]) -> float:
 
 def _passes(study: Study, file: str) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
     """Model, calibration set, cells, table `file` and report of each pass that left one."""
-    cells = study.cells[study.cells["statistics_folder"].notna()]
-    for (model, calibration), found in cells.groupby(["model", "calibration"], sort=False):
-        folder: Path | None = study.reader.find(found["statistics_folder"].iloc[0])
+    cells = study.cells[study.cells["statistics_folder"].notna()].assign(shown=passes(study.cells)["statistics_folder"])
+    for (model, calibration, *_), found in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
+        shown = found["shown"].dropna()
+        if shown.empty:
+            continue
+        folder: Path | None = study.reader.find(shown.iloc[0])
         sums = digests.read(folder, file, study.reader)
         if sums is not None:
             report = study.calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), found, sums, report
+            yield str(model), str(calibration), found.drop(columns="shown"), sums, report
 
 
 def _ablations(study: Study, cells: pd.DataFrame) -> pd.DataFrame:

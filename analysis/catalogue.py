@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -90,12 +91,17 @@ def _full_map(material: Material) -> list[Output]:
     return _winner_outputs(material, material.winners, "winners", "Who wins where, among all criteria")
 
 
+def _of_pass(material: Material, figure: Figure) -> Figure:
+    """The figure, whose caption says with which gate, seed and texts the passes behind it were made."""
+    return replace(figure, caption=f"{figure.caption} Made with {tables.of_pass(material.study)}")
+
+
 def _proxy(material: Material) -> list[Output]:
     if material.proxy.empty:
         return []
     name = "unified.fig3"
     return [
-        expert_figures.proxy_figure(material.proxy, name=name),
+        _of_pass(material, expert_figures.proxy_figure(material.proxy, name=name)),
         tables.proxy_table(material.study, material.proxy, name=name),
     ]
 
@@ -105,13 +111,15 @@ def _pooled_overlap(material: Material) -> list[Output]:
         return []
     name = "unified.fig4"
     return [
-        expert_figures.pooled_figure(material.overlaps, name=name),
+        _of_pass(material, expert_figures.pooled_figure(material.overlaps, name=name)),
         tables.overlap_table(material.study, material.overlaps, name=name),
     ]
 
 
 def _overlap_per_model(material: Material) -> list[Output]:
-    return [] if material.overlaps.empty else [expert_figures.per_model_figure(material.overlaps, name="unified.fig5")]
+    if material.overlaps.empty:
+        return []
+    return [_of_pass(material, expert_figures.per_model_figure(material.overlaps, name="unified.fig5"))]
 
 
 def _ranks(material: Material) -> list[Output]:
@@ -212,7 +220,7 @@ def _coverage(material: Material) -> list[Output]:
     if material.study.coverage.empty:
         return []
     figure = expert_figures.coverage_figure(material.study.coverage, name="coverage")
-    return [figure, tables.coverage_table(material.study)]
+    return [_of_pass(material, figure), tables.coverage_table(material.study)]
 
 
 def _artefacts(material: Material) -> list[Output]:

@@ -19,7 +19,7 @@ from analysis.frames import groups
 from analysis.load import Study
 from analysis.made import Made, unless_empty
 from analysis.style import Figure
-from analysis.tables import SCORE, Table, reading
+from analysis.tables import SCORE, Table, of_pass
 
 KEY = ["model", "calibration", "criterion"]
 SETTLED = 0.02
@@ -171,7 +171,7 @@ def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -
         title=f"How the {what}s to keep settle with more calibration text",
         caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
         "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
-        f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Made with {reading(study)}",
+        f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Made with {of_pass(study)}",
         frame=frame,
         formats={
             "Tokens": "{:,.0f}",

@@ -15,6 +15,7 @@ from analysis.evaluations import evaluations, labels
 from analysis.frames import records
 from analysis.reader import Gap, Reader
 from analysis.remarks import remarks
+from analysis.settings import of_passes, passes, shown
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """What a cell is made of; `none` and 0 for the unpruned model.
@@ -46,7 +47,7 @@ class Study:
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens."""
+    """model, calibration, layer, expert, tokens; like the two above of one gate and seed, see `settings.passes`."""
     calibrations: Mapping[str, Mapping[str, Any]]
     """"calibration@model" -> the report of the calibration pass."""
     models: Mapping[str, Mapping[str, Any]]
@@ -93,16 +94,21 @@ class Study:
     @cached_property
     def convergence(self) -> pd.DataFrame:
         """model, calibration, criterion, tokens, layer, expert, score: scores from parts of the calibration sets."""
-        return _per_calibration(self.document.get("convergences"), "convergence.parquet", _CONVERGENCE, self.reader)
+        steps, usual = self.document.get("convergences"), shown(self.cells)
+        return _per_calibration(steps, "convergence.parquet", _CONVERGENCE, self.reader, usual)
 
     @cached_property
     def channel_convergence(self) -> pd.DataFrame:
         """model, calibration, criterion, tokens, whole (all tokens), layer, channels (how many the layer has), kept
         (the share of them that is kept), same (the part of those kept in the end that is kept after `tokens`)."""
-        steps = self.document.get("channel_convergences") or {}  # by criterion@calibration@model
+        by_criterion: dict[str, dict[str, str | None]] = {}
+        for key, step in (self.document.get("channel_convergences") or {}).items():
+            criterion, _, of = key.partition("@")
+            by_criterion.setdefault(criterion, {})[of] = step
+        columns, usual = _CHANNEL_CONVERGENCE, shown(self.cells)
         frames = [
-            _per_calibration({key.partition("@")[2]: step}, "convergence.parquet", _CHANNEL_CONVERGENCE, self.reader)
-            for key, step in steps.items()
+            _per_calibration(steps, "convergence.parquet", columns, self.reader, usual)
+            for steps in by_criterion.values()
         ]
         return _stack(frames, _CHANNEL_CONVERGENCE)
 
@@ -128,8 +134,9 @@ def load(store: Path, name: str) -> Study:
     results, samples, origins = evaluations(document, cells, reader)
     coverage, calibrations = _coverage(cells, reader)
     models = _models(cells, reader)
-    families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader)
-    damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader)
+    usual = shown(cells)
+    families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader, usual)
+    damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader, usual)
     return Study(
         name=str(document.get("study") or name),
         store=store,
@@ -204,8 +211,7 @@ def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]
 def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
-    passes = cells[cells["statistics_folder"].notna()].drop_duplicates(["model", "calibration"])
-    for row in records(passes):
+    for row in records(passes(cells)):
         folder = reader.folder(row["statistics_folder"])
         if folder is None:
             continue
@@ -219,13 +225,16 @@ def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[s
 
 
 def _per_calibration(
-    folders: Mapping[str, str | None] | None, file: str, columns: Sequence[str], reader: Reader
+    steps: Mapping[str, str | None] | None,
+    file: str,
+    columns: Sequence[str],
+    reader: Reader,
+    usual: Mapping[str, tuple[Any, Any]],
 ) -> pd.DataFrame:
-    """One frame of the same file from the steps of every "calibration@model"."""
+    """One frame of the same file from the steps of every calibration set and model, of one gate and seed."""
     frames: list[pd.DataFrame] = []
-    for key, name in (folders or {}).items():
-        calibration, _, model = key.partition("@")
-        folder = reader.step(name, f"{file.removesuffix('.parquet')} of {key}")
+    for (calibration, model), name in of_passes(steps, usual).items():
+        folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
         table = reader.table(folder, file, columns) if folder else None
         if table is not None:
             frames.append(table.to_pandas().assign(model=model, calibration=calibration))

@@ -14,7 +14,7 @@ from analysis.frames import records
 from analysis.load import Study
 from analysis.overlap import variant_name
 from analysis.remarks import versions
-from analysis.settings import pruned
+from analysis.settings import passes, pruned
 from analysis.winners import LEVEL, label
 
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
@@ -58,14 +58,32 @@ def setting(study: Study) -> str:
 def reading(study: Study) -> str:
     """What captions of numbers from a pass over a text state: seed, gate, calibration tokens, library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
+    parts = [f"seed {_several(cells['seed'])}", f"gate {_several(cells['gate'])}"]
+    return "; ".join([*parts, *_texts(study)]) + "."
+
+
+def _texts(study: Study) -> list[str]:
+    """Calibration tokens and versions of libraries, as far as they are known."""
     tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
     parts = [
-        f"seed {_several(cells['seed'])}",
-        f"gate {_several(cells['gate'])}",
         f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
         ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items()),
     ]
-    return "; ".join(part for part in parts if part) + "."
+    return [part for part in parts if part]
+
+
+def of_pass(study: Study) -> str:
+    """What captions of numbers from passes state where one gate and seed are shown of several."""
+    cells = study.cells[study.cells["criterion"] != "none"]
+    one = passes(cells) if cells["statistics_folder"].notna().any() else cells
+    parts = [_chosen("seed", one["seed"], cells["seed"]), _chosen("gate", one["gate"], cells["gate"])]
+    return "; ".join([*parts, *_texts(study)]) + "."
+
+
+def _chosen(axis: str, shown: pd.Series, run: pd.Series) -> str:
+    """`seed 42`, or `seed 42 (of 42, 43)`."""
+    found, every = _several(shown), _several(run)
+    return f"{axis} {found}" if found == every else f"{axis} {found} (of {every})"
 
 
 def _several(values: pd.Series) -> str:
@@ -156,7 +174,7 @@ def coverage_table(study: Study, *, name: str = "coverage") -> Table:
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
-        f"Rare: fewer than a tenth of the tokens an even load would give. Made with {reading(study)}",
+        f"Rare: fewer than a tenth of the tokens an even load would give. Made with {of_pass(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[2:], "{:,.0f}"),
     )
@@ -188,7 +206,7 @@ def overlap_table(study: Study, overlaps: pd.DataFrame, *, name: str = "overlap"
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Made with {reading(study)}",
+        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Made with {of_pass(study)}",
         frame=frame,
         formats=shown,
         best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
@@ -209,7 +227,7 @@ def proxy_table(study: Study, found: pd.DataFrame, *, name: str = "proxy") -> Ta
         name=name,
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
-        f"layers, the lowest layer, and what random sets would share. Made with {reading(study)}",
+        f"layers, the lowest layer, and what random sets would share. Made with {of_pass(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[3:], SCORE),
     )

@@ -43,8 +43,8 @@ class CellSteps:
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families`, `damages` and `convergences` feed figures, by "calibration@model";
-    `channel_convergences` too, by "criterion@calibration@model"."""
+    """All steps of a study. `families`, `damages` and `convergences` feed figures, by "calibration@model@gate@seed";
+    `channel_convergences` too, by "criterion@calibration@model@gate@seed"."""
 
     cells: Sequence[CellSteps]
     families: Mapping[str, Step]
@@ -131,7 +131,7 @@ def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Benc
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 asked.setdefault(candidate, {}).update(named)
-            name = f"{cell.calibration.name}@{cell.model.name}"
+            name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
             if cell.calibration.snapshots:
                 convergences[name] = maker.convergence(cell.model, cell.calibration, cell.gate, cell.seed)
                 if settles_by_channels(cell):

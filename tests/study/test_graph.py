@@ -178,3 +178,11 @@ def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.Monkey
 def test_continuous_batches_may_decide_otherwise() -> None:
     continuous = code_steps(CODE, backend=BackendConfig(continuous=True))
     assert continuous["generate"].id != code_steps(CODE)["generate"].id
+
+
+def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
+    gates = ["model", "renormalized"]
+    made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)
+    names = {f"pocket_code@pocket_olmoe@{gate}@{seed}" for gate in gates for seed in (1, 2)}
+    assert set(made.families) == set(made.damages) == names
+    assert len({step.id for step in made.families.values()}) == len(names)

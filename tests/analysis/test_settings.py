@@ -1,0 +1,82 @@
+"""Cells, panels and passes of several gates and seeds are told apart wherever they stand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from synthetic import write_store
+
+from analysis import settings
+from analysis.catalogue import Material, make
+from analysis.evaluations import labels
+from analysis.findings import who_won
+from analysis.load import Study, load
+from analysis.style import Figure
+from analysis.tables import Table
+from analysis.views import winner_views
+
+
+def twice(tmp_path: Path, axis: str, value: Any) -> Study:
+    """A study and the same cells once more with another gate or seed; of these, passes reached other tokens."""
+    few = {"items": 20, "tasks": ("gsm8k", "rte"), "ratios": (0.5,), "criteria": ("frequency", "reap")}
+    root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
+    path = root / "studies" / "made_up.json"
+    document = json.loads(path.read_text())
+    other = [copy.deepcopy(entry) for entry in document["cells"] if entry["cell"]["criterion"] != "none"]
+    for entry in other:
+        entry["cell"][axis] = value
+        entry["statistics"] = "statistics/gone-000000000000"
+    document["cells"] += other
+    for kind in ("families", "damages", "convergences"):
+        own = {f"{name}@model@42": step for name, step in document[kind].items()}
+        gate, seed = ("model", value) if axis == "seed" else (value, 42)
+        gone = {f"{name}@{gate}@{seed}": f"{kind}/gone-000000000000" for name in document[kind]}
+        document[kind] = {**gone, **own}
+    path.write_text(json.dumps(document))
+    return load(root, "made_up")
+
+
+@pytest.mark.parametrize(("axis", "value", "words"), [("seed", 43, "seed 43"), ("gate", "softmax", "gate softmax")])
+def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: Any, words: str) -> None:
+    study = twice(tmp_path, axis, value)
+    material = Material(study)
+    wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
+    made = make((*wanted, "coverage", "unified.fig3"), material)
+    tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
+    for name in set(wanted) & set(tables):
+        frame = tables[name].frame
+        key = [word for word in ("Model", "Pruned", "Calibration", "Criterion", "Column") if word in frame]
+        pruned = frame[frame["Pruned"] != "0 %"]
+        assert pruned["Pruned"].str.endswith(words).any(), name
+        assert not pruned.duplicated(key).any(), name
+    assert any(words in label for label in labels(study.cells).values())
+    assert any(f"({words})" in sentence for sentence in who_won(material.winners))
+    titles = [each["title"] for each in winner_views(material)[0]["maps"]]
+    assert len(set(titles)) == len(titles) == 2
+    # passes are shown for the first gate and seed, and say so; the other's folders are never asked for
+    assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
+    first = {"seed": "42 (of 42, 43)", "gate": "model (of model, softmax)"}[axis]
+    for output in (*made["coverage"], *made["unified.fig3"]):
+        assert f"{axis} {first}" in output.caption, output.name
+        assert isinstance(output, (Figure, Table))
+
+
+def test_one_gate_and_seed_are_not_said() -> None:
+    axes = {"model": "m", "criterion": "reap", "ratio": 0.5, "gate": "model", "seed": 42}
+    cells = pd.DataFrame([axes, {**axes, "criterion": "none", "ratio": 0.0, "gate": "none", "seed": 0}])
+    assert settings.pruned(cells).tolist() == ["50 %", "0 %"]
+    two = pd.DataFrame([axes, {**axes, "gate": "softmax", "seed": 1}, {**axes, "model": "n", "seed": 7}])
+    assert settings.pruned(two).tolist() == ["50 %, gate model, seed 42", "50 %, gate softmax, seed 1", "50 %"]
+
+
+def test_records_of_before_are_read_and_of_several_the_shown_one_is_taken() -> None:
+    usual = {"m": ("model", 42)}
+    old, other, own = {"code@m": "old"}, {"code@m@model@41": "other"}, {"code@m@model@42": "own"}
+    for steps, taken in ((old, "old"), ({**old, **other}, "other"), ({**old, **other, **own}, "own"), (own, "own")):
+        assert settings.of_passes(steps, usual) == {("code", "m"): taken}
+    assert settings.of_passes(None, usual) == {}
