@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +19,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit the safetensors format sets."""
+OF_EXPERT = re.compile(r"(?P<layer>.*\bexperts\.)\d+(?P<part>\..*\bweight)")
+"""A weight that belongs to one numbered expert. Not whatever a quantisation stores beside it."""
 BITS = {
     "BOOL": 8,
     "C64": 64,
@@ -62,8 +66,8 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards; UserError when one is missing, cut or damaged, or when they contradict the
-    index."""
+    """Read the headers of all shards; UserError when one is missing, cut or damaged, when they contradict the index, or
+    when an expert is of another shape than the others of its layer."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -74,6 +78,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         tensors.update(entries)
     if index is not None:
         _check_index(folder, index, tensors)
+    _check_experts(folder, tensors)
     return Checkpoint(folder, shards, metadata, tensors)
 
 
@@ -162,6 +167,22 @@ def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, E
             raise UserError(f"{folder}: {INDEX} expects tensor {name} in {shard}, but it is in {tensors[name].shard}")
     if extra := sorted(set(tensors) - set(index)):
         raise UserError(f"{folder}: {tensors[extra[0]].shard} holds tensor {extra[0]}, which {INDEX} does not list")
+
+
+def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
+    """UserError naming the first weight of an expert whose shape few of the layer's experts share."""
+    alike: dict[tuple[str, str], dict[str, Entry]] = {}
+    for name, entry in tensors.items():
+        if match := OF_EXPERT.fullmatch(name):
+            alike.setdefault((match["layer"], match["part"]), {})[name] = entry
+    for group in alike.values():
+        usual = Counter(entry.shape for entry in group.values()).most_common(1)[0][0]
+        for name, entry in group.items():
+            if entry.shape != usual:
+                raise UserError(
+                    f"{folder / entry.shard} is damaged: {name} has shape {entry.shape}, expected {usual}, which other "
+                    "experts of its layer have"
+                )
 
 
 def _entry(shard: str, base: int, fields: Mapping[str, Any]) -> Entry:

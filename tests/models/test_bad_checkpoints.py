@@ -102,6 +102,19 @@ def test_damage_is_found_before_anything_is_written(
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
+def test_an_expert_of_another_shape_is_named_by_whatever_reads_it(folder: Path, plan: Plan) -> None:
+    shard = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
+    tensors = load_file(folder / shard)
+    tensors[EXPERT] = tensors[EXPERT][:-8].clone()
+    save_file(tensors, folder / shard, {"format": "pt"})
+    message = rf"{shard} is damaged: {EXPERT} has shape \(16, 32\), expected \(24, 32\), which other experts"
+    refused(lambda: load_model(settings(folder)), message)
+    refused(lambda: StreamedModel(folder, dtype=torch.float32, device="cpu"), message)
+    refused(lambda: export(folder, plan, folder.parent / "out"), message)
+    refused(lambda: weigh(folder, fingerprint={}), message)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
 def test_missing_bytes_are_counted(folder: Path) -> None:
     size = sum(tensor.nbytes for tensor in load_file(folder / SHARD).values())
     total = json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
