@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +32,10 @@ class Numbers:
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
     """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
 
-    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns.
+    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns in which more is
+    better.
     """
-    displayed = tuple(_displayed(comparison, cells))
+    displayed = comparison.averaged(_displayed(comparison, cells))
     groups: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
         "Code": names.CODE_COLUMNS,
@@ -43,6 +44,16 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
     }
     targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
     return {**targets, "Avg": displayed} if displayed else targets
+
+
+def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
+    """A sentence about the displayed columns that Avg leaves out; none where it is the mean of all."""
+    left = {
+        names.benchmark(column)
+        for comparison in comparisons
+        for column in set(comparison.parts) - set(comparison.averaged(comparison.parts))
+    }
+    return [f"Avg is without {names.listing(sorted(left))}: there, less is better."] if left else []
 
 
 def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict[str, Target]:
@@ -56,7 +67,7 @@ def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequen
     groups, run = group_targets(comparison, cells), comparison.benchmarks.loc[list(cells)].notna().any()
     every = {**{str(name): (str(name),) for name in run.index[run]}, **_displayed(comparison, cells), **groups}
     found = {names.benchmark(name): every[name] for name in columns if name in every}
-    listed = tuple(name for name in columns if name in every and name in comparison.benchmarks)
+    listed = comparison.averaged(name for name in columns if name in every and name in comparison.benchmarks)
     return {**found, MEAN: listed} if MEAN in columns and listed else found
 
 
@@ -78,11 +89,10 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
-    """Cell -> its score minus that of the cell it is measured against, paired over items.
+    """Cell -> its score minus that of the cell it is measured against, paired over the items all cells share.
 
     Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where outcomes lack.
     """
-    score = comparison.score(target)
     p_values: dict[int, float] = {}
     for other in dict.fromkeys(against.values()):  # all cells that are measured against it in one go
         cells = [cell for cell, base in against.items() if base == other]
@@ -90,14 +100,15 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
     rows = []
     for cell, other in against.items():
         low, high = comparison.lead(target, cell, other)
-        rows.append((score[cell] - score[other], low, high, float(p_values[cell])))
+        rows.append((comparison.difference(target, cell, other), low, high, float(p_values[cell])))
     return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
 
 
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> dict[str, float]:
-    """The mean over pairs (cell, other) of their difference in score, groups weighing alike, paired over items.
+    """The mean over pairs (cell, other) of their difference in score, groups weighing alike, paired over the items all
+    cells share.
 
     Returns pairs (how many), difference, low, high (95 %, the same drawn items for all cells), p. A pair of which a
     result is missing is left out and not counted; NaN where none is left, or outcomes lack.
@@ -113,9 +124,10 @@ def pooled_difference(
         for cell, other in pairs:
             weights[comparison.rows([cell, other])] += np.array([1, -1]) / len(pairs) / len(complete)
     used = np.flatnonzero(weights)
-    found = {**empty, "pairs": sum(map(len, complete)), "difference": float(score.iloc[used] @ weights[used])}
-    draws = comparison.draws(target)
-    if draws is None:
+    means = [np.mean([comparison.difference(target, *pair) for pair in pairs]) for pairs in complete]
+    found = {**empty, "pairs": sum(map(len, complete)), "difference": float(np.mean(means))}
+    draws = comparison.paired_draws(target)
+    if draws is None or np.isnan(draws[:, used]).any():
         return found
     spread = draws[:, used] @ weights[used]
     low, high = uncertainty.percentiles(spread)

@@ -1,15 +1,16 @@
-"""All cells of one model side by side on the same items: scores, intervals and paired tests."""
+"""All cells of one model side by side: scores, intervals from what each was asked, paired tests on what all were."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
-from analysis import names, ranks, settings, uncertainty
+from analysis import names, outcomes, ranks, replicates, settings, uncertainty
+from analysis.evaluations import labels
 from analysis.load import Study
 
 Target = tuple[str, ...]
@@ -49,6 +50,10 @@ class Panel:
         found = comparison.columns.loc[list(self.cells.values())].notna().any()
         return tuple(str(name) for name in (found.index[found] if found.any() else found.index))
 
+    def averaged(self, comparison: Comparison) -> Target:
+        """Those of `columns` that Avg is the mean of."""
+        return comparison.averaged(self.columns(comparison))
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -66,6 +71,8 @@ class Comparison:
     """Benchmark -> outcomes (cells, items) on the items all cells share; only where they add up to the score."""
     standard_errors: pd.DataFrame
     """(cells, benchmarks) as the harness reported them."""
+    own: dict[str, np.ndarray] = field(default_factory=dict)
+    """Benchmark -> outcomes on all items, NaN where a cell was not asked, of those not all cells were asked alike."""
 
     @cached_property
     def columns(self) -> pd.DataFrame:
@@ -77,6 +84,10 @@ class Comparison:
         """The cell of the unpruned model."""
         found = self.cells.index[self.cells["criterion"] == "none"]
         return int(found[0]) if len(found) else None
+
+    def averaged(self, columns: Iterable[str]) -> Target:
+        """Those of `columns` that an average may have: where less is better, a mean with the others says nothing."""
+        return tuple(name for name in columns if not set(self.weights((name,))) & set(self.lower_is_better))
 
     def score(self, target: Target) -> pd.Series:
         """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
@@ -96,10 +107,10 @@ class Comparison:
         return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
 
     def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        """Ends of the 95 % interval of every cell's score.
+        """Ends of the 95 % interval of every cell's score, from the items it was asked.
 
         Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks, the reported
-        standard error where there are no outcomes.
+        standard error for cells that have no outcomes.
         """
         if target not in self._intervals:
             self._intervals[target] = self._interval(target)
@@ -111,27 +122,45 @@ class Comparison:
         return {}
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        outcomes = self._right_or_wrong(target)
-        draws = None if outcomes is not None else self.draws(target)
-        if outcomes is not None:
-            low, high = uncertainty.wilson(outcomes.sum(axis=1), np.full(len(outcomes), outcomes.shape[1]))
-        elif draws is not None:
+        answers = self._right_or_wrong(target, self._asked)
+        shares = self.weights(target)
+        errors = self.standard_errors[list(shares)].to_numpy(float) * np.array(list(shares.values()))
+        centre, half = self.score(target), _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
+        if answers is not None:
+            items = np.isfinite(answers).sum(axis=1)
+            low, high = uncertainty.wilson(np.nansum(answers, axis=1), np.where(items > 0, items, np.nan))
+        elif (draws := self.draws(target)) is not None:
             low, high = uncertainty.percentiles(draws)
         else:
-            shares = self.weights(target)
-            errors = self.standard_errors[list(shares)].to_numpy(float) * np.array(list(shares.values()))
-            centre, half = self.score(target).to_numpy(float), _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
-            low, high = centre - half, centre + half
-        return pd.Series(low, self.cells.index), pd.Series(high, self.cells.index)
+            return centre - half, centre + half
+        return pd.Series(low, centre.index).fillna(centre - half), pd.Series(high, centre.index).fillna(centre + half)
+
+    def difference(self, target: Target, cell: int, other: int) -> float:
+        """Score of `cell` minus that of `other`, on the items that all cells share."""
+        for score in (self._shared_score(target), self.score(target)):
+            if not np.isnan(found := float(score[cell] - score[other])):
+                return found
+        return np.nan
+
+    def _shared_score(self, target: Target) -> pd.Series:
+        """Scores on the items that all cells share; NaN where there are no outcomes, or all were asked the same."""
+        shared = self._contributions(target) if set(self.weights(target)) & set(self.own) else {}
+        total = sum((found.sum(axis=1) for found in shared.values()), np.zeros(len(self.cells)))
+        return pd.Series(total if shared else np.nan, self.cells.index)
+
+    def shared_items(self, target: Target) -> int | None:
+        """How many items the paired tests of a target are on, where not all cells were asked the same; else None."""
+        items = [found.shape[1] for found in self._contributions(target).values()]
+        return sum(items) if set(self.weights(target)) & set(self.own) else None
 
     def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
         """Two-sided paired p-values of `cell` against each of `others`: McNemar for one benchmark of right-or-wrong
         items, sign flips otherwise; NaN where outcomes are missing."""
         first, rest = self.rows([cell]), self.rows(others)
-        outcomes = self._right_or_wrong(target)
-        if outcomes is not None:
-            p_values = uncertainty.mcnemar(outcomes[first], outcomes[rest])
-            return np.where(np.isnan(outcomes[first] + outcomes[rest]).any(axis=1), np.nan, p_values)
+        answers = self._right_or_wrong(target, self.outcomes)
+        if answers is not None:
+            p_values = uncertainty.mcnemar(answers[first], answers[rest])
+            return np.where(np.isnan(answers[first] + answers[rest]).any(axis=1), np.nan, p_values)
         contributions = self._contributions(target)
         if not contributions:
             return np.full(len(others), np.nan)
@@ -141,7 +170,7 @@ class Comparison:
 
     def lead(self, target: Target, cell: int, other: int) -> tuple[float, float]:
         """95 % interval of the difference between two cells, from paired replicates."""
-        draws = self.draws(target)
+        draws = self.paired_draws(target)
         if draws is None:
             return np.nan, np.nan
         first, second = self.rows([cell, other])
@@ -149,16 +178,30 @@ class Comparison:
         return float(low), float(high)
 
     def draws(self, target: Target) -> np.ndarray | None:
-        """Bootstrap replicates (replicates, cells) of the target's score; None when a benchmark has no outcomes."""
+        """Bootstrap replicates (replicates, cells) of the target's score, from the items each cell was asked.
+
+        None when a benchmark has no outcomes.
+        """
+        if not set(self.weights(target)) & set(self.own):
+            return self.paired_draws(target)
+        if target not in self._own_target_draws:
+            self._own_target_draws[target] = replicates.mean(target, self._own_draws)
+        return self._own_target_draws[target]
+
+    def paired_draws(self, target: Target) -> np.ndarray | None:
+        """The same from the items that all cells share, which differences are of."""
         if target not in self._target_draws:
-            found = [self._column_draws.get(name) for name in target]
-            known = [draws for draws in found if draws is not None]
-            self._target_draws[target] = np.mean(known, axis=0) if known and len(known) == len(target) else None
+            self._target_draws[target] = replicates.mean(target, self._column_draws)
         return self._target_draws[target]
 
     @cached_property
     def _target_draws(self) -> dict[Target, np.ndarray | None]:
         """Replicates that were asked for already: a table measures many cells against the same one."""
+        return {}
+
+    @cached_property
+    def _own_target_draws(self) -> dict[Target, np.ndarray | None]:
+        """The same of `draws`."""
         return {}
 
     def rows(self, cells: Sequence[int]) -> np.ndarray:
@@ -172,37 +215,32 @@ class Comparison:
             benchmark: 1 / len(benchmarks) / len(target) for benchmarks in parts.values() for benchmark in benchmarks
         }
 
-    def _right_or_wrong(self, target: Target) -> np.ndarray | None:
-        """Outcomes (cells, items) if the target is one benchmark whose items are right or wrong."""
+    @cached_property
+    def _asked(self) -> dict[str, np.ndarray]:
+        """Benchmark -> outcomes on all items, NaN where a cell was not asked."""
+        return {**self.outcomes, **self.own}
+
+    def _right_or_wrong(self, target: Target, outcomes_of: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Of `outcomes_of` those of the target, if it is one benchmark whose items are right or wrong."""
         benchmarks = list(self.weights(target))
-        outcomes = self.outcomes.get(benchmarks[0]) if len(benchmarks) == 1 else None
-        return outcomes if outcomes is not None and _binary(outcomes) else None
+        found = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
+        return found if found is not None and outcomes.binary(found) else None
 
     def _contributions(self, target: Target) -> dict[str, np.ndarray]:
-        """Stratum -> contributions (cells, items) that add up to the target's score; empty without outcomes.
+        return replicates.contributions(self.weights(target), self.outcomes)
 
-        Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum: their items are drawn
-        and flipped together.
-        """
-        found: dict[str, np.ndarray] = {}
-        for benchmark, weight in self.weights(target).items():
-            if benchmark not in self.outcomes:
-                return {}
-            outcomes = self.outcomes[benchmark]
-            stratum = names.SAME_ITEMS.get(benchmark, benchmark)
-            if stratum in found and found[stratum].shape != outcomes.shape:
-                stratum = benchmark
-            found[stratum] = found.get(stratum, 0) + outcomes * (weight / outcomes.shape[1])
-        return found
+    @cached_property
+    def _columns(self) -> dict[str, dict[str, float]]:
+        """Every displayed column and benchmark -> the weights of its benchmarks."""
+        return {column: self.weights((column,)) for column in dict.fromkeys([*self.parts, *self.benchmarks])}
 
     @cached_property
     def _column_draws(self) -> dict[str, np.ndarray]:
-        """Replicates of every displayed column and benchmark, all from the same draws of items."""
-        strata: dict[str, dict[str, np.ndarray]] = {}
-        for column in dict.fromkeys([*self.parts, *self.benchmarks]):
-            for stratum, contributions in self._contributions((column,)).items():
-                strata.setdefault(f"{stratum}/{contributions.shape[1]}", {})[column] = contributions
-        return uncertainty.bootstrap(strata)
+        return replicates.paired(self._columns, self.outcomes)
+
+    @cached_property
+    def _own_draws(self) -> dict[str, np.ndarray]:
+        return replicates.own(self._columns, self._asked)
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -221,15 +259,19 @@ def _comparison(study: Study, model: str) -> Comparison:
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
-    outcomes = _outcomes(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    found = outcomes.read(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    words = labels(cells)
+    for cell, benchmark in found.odd:
+        study.reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
     return Comparison(
         model=model,
         cells=cells,
         benchmarks=scores.astype(float),
         parts=ranks.displayed(order),
         lower_is_better=_lower_is_better(results),
-        outcomes=outcomes,
+        outcomes=found.shared,
         standard_errors=errors.astype(float),
+        own=found.own,
     )
 
 
@@ -237,32 +279,6 @@ def _lower_is_better(results: pd.DataFrame) -> tuple[str, ...]:
     first = results.drop_duplicates("benchmark")
     pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
     return tuple(name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER))
-
-
-def _outcomes(samples: pd.DataFrame, scores: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Outcomes (cells, items) per benchmark on the items that all evaluated cells share, NaN rows for other cells."""
-    found: dict[str, np.ndarray] = {}
-    unique = samples.drop_duplicates(["cell", "benchmark", "item"])
-    for name, rows in unique.groupby("benchmark", sort=False):
-        if name not in scores.columns:
-            continue
-        wide = rows.pivot(index="cell", columns="item", values="outcome").reindex(index=scores.index).astype(float)
-        evaluated = scores[name].notna() & wide.notna().any(axis=1)
-        shared = wide.loc[evaluated].notna().all(axis=0)
-        matrix = wide.loc[:, shared].to_numpy(float, copy=True)
-        matrix[~evaluated.to_numpy()] = np.nan
-        if matrix.shape[1] and _adds_up(wide, scores[name]):
-            found[str(name)] = matrix
-    return found
-
-
-def _adds_up(wide: pd.DataFrame, scores: pd.Series) -> bool:
-    """Whether scores are the means of their outcomes (perplexity, say, is not)."""
-    return bool(((wide.mean(axis=1) - scores).abs().dropna() < 1e-3).all())
-
-
-def _binary(outcomes: np.ndarray) -> bool:
-    return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:

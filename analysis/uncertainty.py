@@ -78,14 +78,33 @@ def bootstrap(
     drawn: dict[str, np.ndarray] = {}
     for stratum, columns in strata.items():
         items = next(iter(columns.values())).shape[1]
-        rng = np.random.default_rng([seed, zlib.crc32(stratum.encode())])
-        start = 0
-        for rows in _chunks(replicates):
-            counts = _draw(rng, rows, items)
+        for place, counts in _resamples(stratum, items, replicates, seed):
             for column, contributions in columns.items():
                 target = drawn.setdefault(column, np.zeros((replicates, len(contributions)), np.float32))
-                target[start : start + rows] += counts @ contributions.T.astype(np.float32)
-            start += rows
+                target[place] += counts @ contributions.T.astype(np.float32)
+    return drawn
+
+
+def bootstrap_means(
+    strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Paired bootstrap of means of plans that were not all asked the same items.
+
+    strata: stratum -> benchmark -> outcomes (plans, items of the stratum), NaN where a plan was not asked. Items are
+    drawn as in `bootstrap`, and a plan's replicate is the mean over those drawn that it was asked (its score where that
+    is none). Returns benchmark -> replicates (replicates, plans), float32; NaN for a plan that was asked nothing.
+    """
+    drawn: dict[str, np.ndarray] = {}
+    for stratum, benchmarks in strata.items():
+        items = next(iter(benchmarks.values())).shape[1]
+        for place, counts in _resamples(stratum, items, replicates, seed):
+            for benchmark, outcomes in benchmarks.items():
+                asked = np.isfinite(outcomes).T.astype(np.float32)
+                total, among = counts @ np.nan_to_num(outcomes).T.astype(np.float32), counts @ asked
+                score = np.nansum(outcomes, axis=1) / np.maximum(asked.sum(axis=0), 1)
+                mean = np.where(among > 0, total / np.maximum(among, 1), score)
+                target = drawn.setdefault(benchmark, np.full((replicates, len(outcomes)), np.nan, np.float32))
+                target[place] = np.where(asked.any(axis=0), mean, np.nan)
     return drawn
 
 
@@ -105,6 +124,15 @@ def _patterns(replicates: int, items: int, seed: int) -> tuple[np.ndarray, ...]:
     return tuple(
         np.packbits(rng.integers(0, 2, size=(rows, items)).astype(np.uint8), axis=1) for rows in _chunks(replicates)
     )
+
+
+def _resamples(stratum: str, items: int, replicates: int, seed: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """How often each item of a stratum is drawn, in chunks of replicates with their place: the same at every call."""
+    rng = np.random.default_rng([seed, zlib.crc32(stratum.encode())])
+    start = 0
+    for rows in _chunks(replicates):
+        yield slice(start, start + rows), _draw(rng, rows, items)
+        start += rows
 
 
 def _draw(rng: np.random.Generator, rows: int, items: int) -> np.ndarray:
