@@ -15,6 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.projections.polar import PolarAxes
 
 from analysis import names, style
+from analysis.chosen import not_averaged
 from analysis.comparison import Comparison, Panel
 from analysis.frames import groups, records
 from analysis.style import Figure
@@ -126,6 +127,7 @@ def averages_figure(comparison: Comparison, *, name: str) -> Figure:
         "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and "
         "band are the unpruned model. Criteria are sorted by their mean over the panels of a row."
     )
+    caption = " ".join([caption, *not_averaged([comparison])])
     return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
 
 
@@ -135,14 +137,14 @@ def _order(comparison: Comparison, panels: Sequence[Panel]) -> list[str]:
         {
             panel.calibration: {name: score[cell] for name, cell in panel.cells.items()}
             for panel in panels
-            for score in [comparison.score(panel.columns(comparison))]
+            for score in [comparison.score(panel.averaged(comparison))]
         }
     )
     return [str(name) for name in averages.mean(axis=1).sort_values(na_position="first", kind="stable").index]
 
 
 def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequence[str]) -> None:
-    target = panel.columns(comparison)
+    target = panel.averaged(comparison)
     scores, (low, high) = comparison.score(target), comparison.interval(target)
     if comparison.unpruned is not None:
         full = comparison.unpruned
@@ -167,7 +169,7 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
 
 def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
     """Displayed columns as spokes; the unpruned model and the best criteria by Avg as lines. None below 3 columns."""
-    panels = [panel for panel in comparison.panels if len(panel.columns(comparison)) >= 3]
+    panels = [panel for panel in comparison.panels if len(panel.averaged(comparison)) >= 3]
     if not panels:
         return None
     places, lines = _radar_places(panels), method_lines(comparison)
@@ -227,7 +229,7 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 
 def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
-    target = list(panel.columns(comparison))
+    target = list(panel.averaged(comparison))
     scores = pd.Series({name: comparison.score(tuple(target))[cell] for name, cell in panel.cells.items()}, dtype=float)
     best = [str(name) for name in scores.dropna().sort_values(ascending=False, kind="stable").index[:RADAR_LINES]]
     angles = np.linspace(0, 2 * np.pi, len(target), endpoint=False)

@@ -126,13 +126,11 @@ def best_plan(comparison: Comparison) -> list[str]:
 
 
 def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
-    target = panels[0].columns(comparison)
+    target = panels[0].averaged(comparison)
     by_cell = {cell: (name, panel) for panel in panels for name, cell in panel.cells.items()}
     scores = comparison.score(target)
     averages = scores[list(by_cell)].dropna().sort_values(ascending=False, kind="stable")
     if averages.empty or len({panel.columns(comparison) for panel in panels}) > 1:
-        return None
-    if set(target) & set(comparison.lower_is_better):
         return None
     cell = int(averages.index[0])
     name, panel = by_cell[cell]
@@ -149,7 +147,7 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
     if full is not None and not np.isnan(scores[full]):
         low, high = comparison.lead(target, cell, full)
         sentence += f": {names.share(averages.iloc[0] / scores[full])} of the unpruned model's {scores[full]:.3f}"
-        change = names.signed(averages.iloc[0] - scores[full])
+        change = names.signed(comparison.difference(target, cell, full))
         sentence += f" (difference {change}, 95 % interval {names.signed(low)} to {names.signed(high)})"
     return sentence + "." + _runner_up(comparison, by_cell, averages, target)
 
@@ -167,7 +165,7 @@ def _runner_up(
     rival = names.method(name)
     if comparison.cells["calibration"][second] != "none":
         rival += f" with {names.calibration(panel.calibration).lower()} calibration"
-    lead = averages[first] - averages[second]
+    lead = comparison.difference(target, first, second)
     other = f"the best other {_competitor(key for key, _ in by_cell.values())}, {rival},"
     if np.isnan(p):
         return f" {capitalised(other)} is {lead:.3f} behind."

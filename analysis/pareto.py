@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from analysis import names, settings
+from analysis.chosen import not_averaged
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.tables import SCORE, Table, setting
@@ -29,9 +30,9 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     Columns: cell, method, granularity, calibration, ratio, pruned (in words), bits, avg, low, high (95 %),
     parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and
     `front_<axis>` for each of AXES: no other pruned cell has at least its Avg at a lower cost, or a higher Avg at its
-    cost. Avg is over all displayed columns; a cell that lacks one has NaN and is on no front.
+    cost. Avg is over all displayed columns in which more is better; a cell that lacks one has NaN and is on no front.
     """
-    target = tuple(comparison.parts)
+    target = comparison.averaged(comparison.parts)
     low, high = comparison.interval(target)
     scores = pd.DataFrame({"avg": comparison.score(target), "low": low, "high": high})
     axes = comparison.cells[["criterion", "method", "granularity", "calibration", "ratio"]]
@@ -60,7 +61,7 @@ def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Serie
     return np.asarray(~(cheaper & better & strictly).any(axis=1) & ~np.isnan(cost + score))
 
 
-def pareto_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "pareto") -> Table:
+def pareto_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "pareto") -> Table:
     """All methods in one table: Avg with its interval beside what is kept, FLOPs and bytes, dearest first."""
     frames = [against_cost(study, comparison).assign(model=comparison.model) for comparison in comparisons]
     columns = ["Model", "Criterion", "Calibration", "Pruned", "Removes"]
@@ -100,6 +101,7 @@ def pareto_table(study: Study, comparisons: Iterable[Comparison], *, name: str =
         blocks=("Model",),
         low=ends[["low"]].set_axis(["Avg"], axis=1),
         high=ends[["high"]].set_axis(["Avg"], axis=1),
+        footnotes=not_averaged(comparisons),
     )
 
 

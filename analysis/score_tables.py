@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import names, ranks, uncertainty
+from analysis.chosen import not_averaged
 from analysis.comparison import Comparison, Panel
 from analysis.frames import records
 from analysis.load import Study
@@ -25,7 +26,8 @@ def rank_table(
     """T1: displayed columns, Avg and Avg Rank (with 95 % intervals) of the unpruned model and every criterion.
 
     One block per model, ratio and calibration set. `First` is the share of bootstrap replicates in which a
-    criterion has the best Avg. Average ranks are among the criteria shown, the unpruned model excluded.
+    criterion has the best Avg, split when several have it. Average ranks are among the criteria shown, the unpruned
+    model excluded.
     """
     blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
@@ -38,14 +40,14 @@ def rank_table(
         title="Scores, average and average rank",
         caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties "
         "share the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best "
-        f"Avg when items are resampled. {setting(study)}",
+        f"Avg when items are resampled, shared when several have it. {setting(study)}",
         frame=frame[order].rename(columns=names.benchmark),
         formats={**{names.benchmark(column): SCORE for column in scores}, "Avg Rank": RANK, "First": PERCENT},
         best={**{names.benchmark(c): "min" if c in lower else "max" for c in scores}, "Avg Rank": "min"},
         blocks=_PANEL[:3],
         low=low.rename(columns=names.benchmark),
         high=high.rename(columns=names.benchmark),
-        footnotes=_partial_columns(comparisons),
+        footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
 
 
@@ -64,14 +66,15 @@ def rank_block(
     for column in target:
         ends = comparison.interval((column,))
         low[column], high[column] = (end.loc[frame.index] for end in ends)
-    frame = frame.assign(Avg=comparison.score(target))
-    ends = comparison.interval(target)
+    averaged = panel.averaged(comparison)
+    frame = frame.assign(Avg=comparison.score(averaged))
+    ends = comparison.interval(averaged)
     low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
     ranked = frame.loc[list(cells.values())]
     frame["Avg Rank"] = ranks.average_rank(ranked[list(target)], lower_is_better=comparison.lower_is_better)
-    rank_low, rank_high, first = _resampled(comparison, {column: list(cells.values()) for column in target})
+    rank_low, rank_high = _rank_ends(comparison, {column: list(cells.values()) for column in target})
     low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
-    frame["First"] = pd.Series(first, ranked.index)
+    frame["First"] = first_places(comparison.draws(averaged), ranked["Avg"], comparison.rows(list(cells.values())))
     labels = [
         (comparison.model, panel.pruned, names.calibration(panel.calibration), names.method(name)) for name in shown
     ]
@@ -79,35 +82,57 @@ def rank_block(
     return pd.concat([text, frame], axis=1), low, high
 
 
-def _resampled(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Interval ends of Avg Rank and the share of replicates with the best Avg, for each row; NaN without outcomes.
+def _rank_ends(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Interval ends of Avg Rank for each row; NaN where a score that is ranked has no replicates.
 
     sources: column -> the cells its scores come from, a row each.
     """
     rows = len(next(iter(sources.values()), []))
+    missing = np.full(rows, np.nan)
     draws = {column: comparison.draws((column,)) for column in sources}
     known = [found[:, comparison.rows(sources[column])] for column, found in draws.items() if found is not None]
     if len(known) < len(sources) or not rows:
-        missing = np.full(rows, np.nan)
-        return missing, missing, missing
-    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
+        return missing, missing
     stacked = np.stack(known, axis=2)
-    low, high = uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
-    best = (stacked * -signs).mean(axis=2)
-    complete = ~np.isnan(best).any(axis=0)
-    first = np.full(rows, np.nan)
-    if complete.any():
-        leaders = best[:, complete].argmax(axis=1)
-        first[complete] = np.bincount(leaders, minlength=int(complete.sum())) / len(best)
-    return low, high, first
+    scored = np.stack([comparison.score((column,))[cells].notna() for column, cells in sources.items()], axis=1)
+    if (scored & np.isnan(stacked).any(axis=0)).any():
+        return missing, missing
+    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
+    return uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
+
+
+_SAME = 1e-6
+"""Replicates closer than this are equal: single precision adds the same outcomes up to that."""
+
+
+def first_places(draws: np.ndarray | None, scores: pd.Series, rows: np.ndarray) -> pd.Series:
+    """For each of `scores`, whose places in the replicates (replicates, cells) are `rows`, the share of replicates in
+    which it is the best; those that share the best score of a replicate share it alike. NaN where a score is a gap,
+    and for all where one has no replicates: it might be the best."""
+    scored = scores.notna().to_numpy()
+    first = pd.Series(np.nan, scores.index)
+    if draws is None or not scored.any() or np.isnan(draws[:, rows[scored]]).any():
+        return first
+    competing = draws[:, rows[scored]]
+    leads = competing >= competing.max(axis=1, keepdims=True) - _SAME
+    first[scored] = (leads / leads.sum(axis=1, keepdims=True)).mean(axis=0)
+    return first
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    lacking = {column: count for comparison in comparisons for column, count in ranks.partial(comparison.parts).items()}
+    """A sentence for every column that lacks benchmarks, for each model where models differ."""
+    told: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for comparison in comparisons:
+        for column in comparison.parts:
+            run = comparison.parts[column] if column in ranks.partial(comparison.parts) else ()
+            told.setdefault(column, {}).setdefault(run, []).append(comparison.model)
     return [
-        f"{column} is the mean of {len(names.COLUMNS[column]) - count} of its {len(names.COLUMNS[column])} benchmarks, "
+        f"{column} is the mean of {len(run)} of its {len(names.COLUMNS[column])} benchmarks"
+        f"{f' for {names.listing(models)} ({names.listing(map(names.benchmark, run))})' if len(found) > 1 else ''}, "
         "the others were not run."
-        for column, count in lacking.items()
+        for column, found in told.items()
+        for run, models in found.items()
+        if run
     ]
 
 
@@ -186,7 +211,7 @@ def task_block(
     ranked = frame.iloc[len(frame) - len(shown) :]
     frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
     competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
-    rank_low, rank_high, _ = _resampled(comparison, competing if set(competing) <= set(comparison.parts) else {})
+    rank_low, rank_high = _rank_ends(comparison, competing if set(competing) <= set(comparison.parts) else {})
     if len(rank_low):
         low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
     return frame, low, high

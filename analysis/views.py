@@ -49,16 +49,21 @@ def _win(win: Mapping[str, Any]) -> dict[str, str]:
     kind = ("sure" if win["beyond_noise"] else "unsure") if alone else "tie" if winners else "gap"
     detail = f"{names.listing(names.method(name) for name in winners)}: {win['score']:.3f}" if winners else "no result"
     if alone and win["runner_up"]:
-        detail += (
-            f", ahead of {names.method(win['runner_up'])} by {win['lead']:.3f} (95 % interval {win['lead_low']:.3f} "
-            f"to {win['lead_high']:.3f}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
-        )
+        detail += f", {names.signed(win['lead'])} against {names.method(win['runner_up'])}{_certainty(win)}"
     many = len(winners) > 3
     return {
         "kind": kind,
         "colour": style.colour(winners[0]) if alone else "none",
         "label": f"{len(winners)} tied" if many and win["score"] else label(winners, win["score"]),
         "score": f"{win['score']:.3f}" if winners else "",
-        "lead": f"+{win['lead']:.3f}" if alone and win["runner_up"] else "",
+        "lead": names.signed(win["lead"]) if alone and win["runner_up"] else "",
         "detail": detail,
     }
+
+
+def _certainty(win: Mapping[str, Any]) -> str:
+    """The interval of a lead and its p-value, where it could be tested."""
+    if pd.isna(win["p"]):
+        return ", not tested"
+    low, high = names.signed(win["lead_low"]), names.signed(win["lead_high"])
+    return f" (95 % interval {low} to {high}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
