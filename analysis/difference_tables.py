@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import norm
 
 from analysis import names, plan_changes, uncertainty
-from analysis.chosen import benchmark_targets, group_targets
+from analysis.chosen import benchmark_targets, group_targets, not_averaged
 from analysis.comparison import Comparison, Target
 from analysis.frames import records
 from analysis.load import Study
@@ -93,7 +93,8 @@ def score_table(sides: Sides, *, benchmarks: bool, name: str) -> Table:
         name=name,
         title=f"{'Every benchmark' if benchmarks else 'Averages'}, A against B",
         caption=f"{named(sides)}. Paired: on the items both were asked (McNemar for a benchmark of right-or-wrong "
-        "items, sign flips otherwise; intervals by resampling items); unpaired: from standard errors, as the items "
+        "items, sign flips otherwise; intervals by resampling items); where a side was asked more, B − A is of the "
+        "common items, which Test counts; unpaired: from standard errors, as the items "
         f"differ. Holm: corrected for all rows; beyond noise below {LEVEL}. A: {setting(sides.first)} "
         f"B: {setting(sides.second)}",
         frame=frame[[*CELL, "Of", "Test", "Verdict", *_NUMBERS]],
@@ -101,7 +102,7 @@ def score_table(sides: Sides, *, benchmarks: bool, name: str) -> Table:
         blocks=CELL,
         low=frame[["low"]].set_axis([DIFFERENCE], axis=1),
         high=frame[["high"]].set_axis([DIFFERENCE], axis=1),
-        footnotes=unmatched(sides),
+        footnotes=[*unmatched(sides), *([] if benchmarks else not_averaged(sides.comparisons.values()))],
         optional=("p", "p (Holm)"),
     )
 
@@ -110,7 +111,7 @@ def _verdict(row: Mapping[str, Any]) -> str:
     if pd.isna(row[DIFFERENCE]):
         return "gap"
     if pd.isna(row["p"]):
-        return "same" if row["Test"] == SAME else "not tested"
+        return "same" if row["Test"].startswith(SAME) else "not tested"
     if row["p (Holm)"] >= LEVEL:
         return "within noise"
     return BETTER if (row[DIFFERENCE] < 0) == row["lower"] else WORSE
@@ -142,7 +143,7 @@ def _score_rows(
                 "Of": of,
                 "A": score[first],
                 "B": score[second],
-                DIFFERENCE: score[second] - score[first],
+                DIFFERENCE: comparison.difference(target, second, first),
                 "lower": any(column in comparison.lower_is_better for column in target),
                 **_tested(comparison, target, first, second),
             }
@@ -153,9 +154,11 @@ def _tested(comparison: Comparison, target: Target, first: int, second: int) -> 
     p = float(comparison.p_values(target, second, [first])[0])
     if not np.isnan(p):
         low, high = comparison.lead(target, second, first)
+        items = comparison.shared_items(target)
+        on = "" if items is None else f", {items:,} common items"
         if low == high == 0:  # nothing to test, and no reason to correct the others for it
-            return {"Test": SAME, "p": np.nan, "low": low, "high": high}
-        return {"Test": PAIRED, "p": p, "low": low, "high": high}
+            return {"Test": f"{SAME}{on}", "p": np.nan, "low": low, "high": high}
+        return {"Test": f"{PAIRED}{on}", "p": p, "low": low, "high": high}
     shares = comparison.weights(target)
     errors = comparison.standard_errors.loc[[first, second]][list(shares)].to_numpy(float)
     error = float(np.sqrt(np.square(errors * np.array(list(shares.values()))).sum()))

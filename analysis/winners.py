@@ -89,7 +89,8 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
     if not rest:
         return best
     second = max(rest, key=lambda name: rest[name])
-    best |= {"runner_up": second, "runner_up_score": values[second], "lead": values[winners[0]] - values[second]}
+    best |= {"runner_up": second, "runner_up_score": values[second]}
+    best["lead"] = comparison.difference((column,), cells[winners[0]], cells[second])
     best["lead_low"], best["lead_high"] = comparison.lead((column,), cells[winners[0]], cells[second])
     if len(winners) == 1:
         p_values = comparison.p_values((column,), cells[winners[0]], [cells[name] for name in rest])
