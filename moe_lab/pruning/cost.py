@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from moe_lab.errors import UserError, unknown
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.parts import linears
-from moe_lab.pruning.flops import channel_parameters, flops_per_token, kept_widths
+from moe_lab.pruning.flops import channel_parameters, kept_widths
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics.gather import Batch
 
 NF4_BLOCK = 64
 """Weights that share one scale."""
@@ -27,44 +26,45 @@ QUANTISED = ("experts", "shared_experts", "attention")
 def cost(
     model: PreTrainedModel,
     plan: Plan | None,
-    batches: Sequence[Batch],
+    flops: Callable[[Plan | None], Mapping[str, float]],
     *,
     facts: Mapping[str, Any],
     bits: int = 16,
     modules: Sequence[str] = QUANTISED[:2],
     unpruned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `model`, unpruned in memory, costs under `plan` (None: as it is), as JSON data. `facts` are the model's.
+    """What `model`, unpruned, costs under `plan` (None: as it is), as JSON data. `facts` are the model's; `flops` gives
+    those of a token by part, under a plan or none, as flops.py or layered_flops.py do. Only they need weights.
 
     parameters, parameters_unpruned  numbers
     parameters_kept                  share of all parameters
     routed_kept                      share of the parameters of routed experts
     storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
     loading_bytes                    all kept parameters in bf16, what the papers call loading memory
-    flops_per_token                  with the routing of the masked model on `batches`, as flops.py says
+    flops_per_token                  with the routing of the masked model
     flops_by_part                    the same by part, see PARTS in flops.py
-    flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model on the same batches; 1 - ratio
+    flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model on the same text; 1 - ratio
 
-    `unpruned` is what this function gave for plan=None on the same model and batches; without it a second forward pass
+    `unpruned` is what this function gave for plan=None on the same model and text; without it a second forward pass
     counts it. bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for another number of
-    bits, unknown modules, no batches, and a plan that does not fit.
+    bits, unknown modules, no text, and a plan that does not fit.
     """
     _check(bits, modules)
-    parts = flops_per_token(model, plan, batches)
-    flops = sum(parts.values())
+    parts = flops(plan)
+    total = sum(parts.values())
     if plan is None:
-        before = flops
+        before = total
     elif unpruned is not None:
         before = float(unpruned["flops_per_token"])
     else:
-        before = sum(flops_per_token(model, None, batches).values())
+        before = sum(flops(None).values())
     return {
         **size(model, plan, facts=facts, bits=bits, modules=modules),
-        "flops_per_token": flops,
-        "flops_by_part": parts,
+        "flops_per_token": total,
+        "flops_by_part": dict(parts),
         "flops_per_token_unpruned": before,
-        "flops_ratio": flops / before,
-        "flops_saving": 1 - flops / before,
+        "flops_ratio": total / before,
+        "flops_saving": 1 - total / before,
     }
 
 

@@ -9,9 +9,10 @@ depends on the length of its row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -43,24 +44,45 @@ def flops_per_token(model: PreTrainedModel, plan: Plan | None, batches: Sequence
     tokens; everything else is the same for every token of a row, and counted once for each shape of a batch, padding
     included. Keys are PARTS. UserError for no batches, and for a plan that does not fit the model.
     """
-    if not batches:
-        raise UserError("cost: no batches to count FLOPs on, expected at least one")
+    check_batches(batches)
     layers = routed_layers(model)
-    fixed: dict[tuple[int, ...], Counter[str]] = {}
-    total: Counter[str] = Counter()
-    positions = valid_tokens = 0
-    routed = _Routed(layers)
-    with mask(model, plan) if plan is not None else nullcontext(), watched(layers, routed.add):
+    counts: dict[torch.Size, Counts] = {}
+    routed = Routed(layers)
+    with mask(model, plan) if plan is not None else nullcontext(), watched(layers, routed.add), torch.no_grad():
         for ids, valid in batches:
             routed.valid = valid.flatten()
-            if ids.shape in fixed:
-                with torch.no_grad():
-                    run(model, ids, valid)
+            if ids.shape in counts:
+                run(model, ids, valid)
             else:
-                fixed[ids.shape] = _count(model, layers, ids, valid)
-            total.update(fixed[ids.shape])
-            positions += ids.numel()
-            valid_tokens += int(valid.sum())
+                _, counts[ids.shape] = counted(partial(run, model, ids, valid))
+    return per_token(model, plan, batches, counts, routed)
+
+
+def check_batches(batches: Sequence[Batch]) -> None:
+    """UserError when there is nothing to count on."""
+    if not batches:
+        raise UserError("cost: no batches to count FLOPs on, expected at least one")
+
+
+Counts = Mapping[str, Mapping[Any, int]]
+"""What torch counted: module path, or Global for all of them -> operation -> FLOPs."""
+
+
+def per_token(
+    model: PreTrainedModel,
+    plan: Plan | None,
+    batches: Sequence[Batch],
+    counts: Mapping[torch.Size, Counts],
+    routed: Routed,
+) -> dict[str, float]:
+    """The answer of `flops_per_token`, from what was counted of a batch of each shape and where tokens went."""
+    layers = routed_layers(model)
+    fixed = {shape: _by_part(of_shape, layers, paths(model)) for shape, of_shape in counts.items()}
+    total: Counter[str] = Counter()
+    for ids, _ in batches:
+        total.update(fixed[ids.shape])
+    positions = sum(ids.numel() for ids, _ in batches)
+    valid_tokens = sum(int(valid.sum()) for _, valid in batches)
     found = {part: total[part] / positions for part in PARTS}
     found["experts"] = sum(_experts(layer, routed.tokens[layer.index], plan) for layer in layers) / valid_tokens
     found["lm_head"] = 2.0 * _vocabulary_weights(model)
@@ -95,7 +117,7 @@ def _vocabulary_weights(model: PreTrainedModel) -> int:
     return 0 if head is None else int(head.weight.numel())
 
 
-class _Routed:
+class Routed:
     """How many valid tokens went to each expert: layer -> (E,) int64."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
@@ -107,26 +129,31 @@ class _Routed:
         self.tokens[layer.index] += torch.bincount(chosen, minlength=layer.n_experts).cpu()
 
 
-def _count(model: PreTrainedModel, layers: Sequence[MoELayer], ids: torch.Tensor, valid: torch.Tensor) -> Counter[str]:
-    """FLOPs of one batch outside experts and vocabulary, by part."""
+Result = TypeVar("Result")
+
+
+def counted(read: Callable[[], Result]) -> tuple[Result, Counts]:
+    """What `read` gives, and the FLOPs of what it runs."""
     counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
-    with torch.no_grad(), counter:
-        run(model, ids, valid)
+    with counter:
+        result = read()
+    return result, counter.get_flop_counts()
+
+
+def paths(model: PreTrainedModel) -> dict[nn.Module, str]:
+    """Module of the decoder -> its path as torch counts under it."""
     base: nn.Module = model.base_model
-    paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
-    return _by_part(counter.get_flop_counts(), layers, paths)
+    return {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
 
 
-def _by_part(
-    counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], paths: Mapping[nn.Module, str]
-) -> Counter[str]:
-    """Sort what torch counted, module path -> operation -> FLOPs, into parts.
+def _by_part(counts: Counts, layers: Sequence[MoELayer], paths: Mapping[nn.Module, str]) -> Counter[str]:
+    """Sort what torch counted outside experts and vocabulary into parts.
 
     In a decoder layer, the child that holds the experts in MoE layers is the block (dense where there are none), and
     the others mix tokens.
     """
     found: Counter[str] = Counter()
-    container, block = _places(layers[0], paths)
+    container, block = places(layers[0], paths)
     sparse = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
@@ -145,7 +172,7 @@ def _by_part(
     return found
 
 
-def _places(layer: MoELayer, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
+def places(layer: MoELayer, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
     """Path of the list of decoder layers, and the name of the child of a decoder layer that is the MoE block."""
     container, _, rest = paths[layer.experts].partition(f".{layer.index}.")
     return container, rest.partition(".")[0]

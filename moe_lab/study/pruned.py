@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from moe_lab.config import BenchmarkConfig, RecoveryConfig
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, RecoveryConfig
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.policy import LIMITED
 from moe_lab.grid import Cell, plain
@@ -104,11 +104,20 @@ class Pruned:
     def cost(self) -> Step:
         """Parameters, storage, and FLOPs with the routing that the pruned model really has."""
         before = Pruned(self.maker, replace(self.cell, recovery=NO_RECOVERY), None).cost() if self.plan else None
-        return self._reading("cost", self.label, self.storage, self._inputs(unpruned=before))
+        return self._reading("cost", self.label, self.storage, self._inputs(unpruned=before), self._by_engine())
+
+    def _by_engine(self) -> CalibrationConfig:
+        """The text that FLOPs are counted on, to be read by the engine of the study's calibration."""
+        text, asked = self.cell.texts["flops"], self.maker.config.calibration
+        return self.maker.once(
+            ("by engine", text),
+            lambda: replace(text, engine=asked.engine, activation_budget=asked.activation_budget),
+        )
 
     def profile(self) -> Step:
         """Hidden states and routing, layer by layer; what recovery changes is not in it."""
-        return self._reading("profile", self.plan.label if self.plan else self.cell.model.name, {}, self._inputs())
+        named = self.plan.label if self.plan else self.cell.model.name
+        return self._reading("profile", named, {}, self._inputs(), self.cell.texts["flops"])
 
     def timing(self) -> Step:
         """Seconds and memory of the model as it would be deployed, on one device, which is in its identity."""
@@ -123,9 +132,11 @@ class Pruned:
         runtime = self.maker.runtime(model=model, text=text)
         return Step("timing", self.label, {**parts, **self.storage}, self._inputs(finetune=self.finetune), runtime)
 
-    def _reading(self, kind: str, label: str, parts: Mapping[str, Part], inputs: Mapping[str, Step]) -> Step:
-        """A pass over the text that FLOPs are counted on."""
-        text = self.maker.seeded(self.cell.texts["flops"], self.cell.seed)
+    def _reading(
+        self, kind: str, label: str, parts: Mapping[str, Part], inputs: Mapping[str, Step], text: CalibrationConfig
+    ) -> Step:
+        """A pass over a text, in the order of the cell's seed."""
+        text = self.maker.seeded(text, self.cell.seed)
         runtime = self.maker.runtime(model=self.cell.model, text=text)
         return Step(kind, label, {"text": self.maker.text_part(text), **parts}, inputs, runtime)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moe_lab.models.files import check
 from moe_lab.models.load import load_model
 from moe_lab.pruning.cost import cost
 from moe_lab.pruning.export import export
+from moe_lab.pruning.flops import flops_per_token
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import prune
@@ -102,8 +104,9 @@ def test_its_cost_is_that_of_the_plan_on_the_original(case: Case) -> None:
     whole = tiny.build(case.name)
     about = {"parameters": sum(weight.numel() for weight in whole.parameters()), "bytes_per_parameter": 2}
     for bits in (16, 4):
-        expected = cost(whole, case.plan, batches, facts=about, bits=bits)
-        found = cost(model, None, batches, facts=facts(settings(case.folder)), bits=bits)
+        expected = cost(whole, case.plan, partial(flops_per_token, whole, batches=batches), facts=about, bits=bits)
+        flops = partial(flops_per_token, model, batches=batches)
+        found = cost(model, None, flops, facts=facts(settings(case.folder)), bits=bits)
         for key in ("parameters", "storage_bytes", "loading_bytes", "flops_per_token"):
             assert found[key] == expected[key], key
         assert found["flops_by_part"] == expected["flops_by_part"]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.cost import cost, nf4_bytes, size
 from moe_lab.pruning.flops import flops_per_token
+from moe_lab.pruning.layered_flops import layered_flops_per_token
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import prune
 from moe_lab.recovery.nf4 import quantize
@@ -106,6 +110,33 @@ def test_batches_of_other_shapes_and_padding() -> None:
     assert flops_per_token(model, plan, [(padded, valid)])["experts"] == pytest.approx(whole[1]["experts"])
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("olmoe", "unpruned"),
+        ("olmoe", "channels"),
+        ("deepseek_v2", "channels"),
+        ("deepseek_v3:grouped", "experts"),
+        ("qwen3_next", "experts"),
+        ("gpt_oss", "experts"),
+        ("jamba", "experts"),
+        ("minimax", "experts"),
+    ],
+)
+def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Path) -> None:
+    """Batches of two shapes, one padded, so that routing and what is counted once a shape both matter."""
+    model = tiny.save(name, tmp_path / "model")
+    plan = {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": channel_plan(model)}[what]
+    (ids, valid), short = batch(2, 24), batch(1, 10)
+    valid[0, 15:] = False
+    batches = [(ids, valid), short, (ids.flip(1), valid)]
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    found = layered_flops_per_token(streamed, plan, batches, out=tmp_path, budget=2000)
+    assert found == flops_per_token(model, plan, batches)
+    assert size(streamed.model, plan, facts=facts(model)) == size(model, plan, facts=facts(model))
+    assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
+
+
 def test_null_experts_cost_nothing() -> None:
     model = tiny.build("olmoe")
     plan = channel_plan(model)
@@ -139,9 +170,10 @@ def test_parameters_of_pruned_channels(name: str) -> None:
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
     plan, about = channel_plan(model), facts(model)
-    unpruned = cost(model, None, [batch()], facts=about)
-    found = cost(model, plan, [batch()], facts=about)
-    assert found == cost(model, plan, [batch()], facts=about, unpruned=unpruned)
+    flops = partial(flops_per_token, model, batches=[batch()])
+    unpruned = cost(model, None, flops, facts=about)
+    found = cost(model, plan, flops, facts=about)
+    assert found == cost(model, plan, flops, facts=about, unpruned=unpruned)
     assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (1, 0, 1)
     assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
     assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
@@ -207,7 +239,7 @@ def test_bits_change_storage_alone() -> None:
 )
 def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        cost(tiny.build("olmoe"), None, [batch()], facts={}, **wrong)
+        cost(tiny.build("olmoe"), None, lambda plan: {}, facts={}, **wrong)
 
 
 def test_no_text_is_refused() -> None:

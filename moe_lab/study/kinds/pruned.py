@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,15 @@ from typing import Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.shared import facts, model_and_tokenizer, plan_of, rows, write_table
+from moe_lab.study.kinds.shared import (
+    facts,
+    is_streamed,
+    model_and_tokenizer,
+    plan_of,
+    rows,
+    streamed_model,
+    write_table,
+)
 from moe_lab.study.store import write_json
 
 
@@ -139,11 +147,27 @@ def cost(job: Job) -> None:
     """Parameters, storage, and the FLOPs of a token with the routing the pruned model really has."""
     from moe_lab.pruning.cost import cost as count
 
-    network, tokenizer = model_and_tokenizer(job)
+    network, flops = _counting(job)
     before = json.loads(job.input("unpruned", "cost.json").read_text()) if "unpruned" in job.inputs else None
     storage = job.settings.get("storage", {})
-    found = count(network, plan_of(job), rows(job, tokenizer, "text"), facts=facts(job), unpruned=before, **storage)
+    found = count(network, plan_of(job), flops, facts=facts(job), unpruned=before, **storage)
     write_json(job.output("cost.json"), found)
+
+
+def _counting(job: Job) -> tuple[Any, Callable[[Any], dict[str, float]]]:
+    """The job's model, whole or with no layer in memory, and what counts its FLOPs under a plan."""
+    if is_streamed(job, "text"):
+        from moe_lab.pruning.layered_flops import layered_flops_per_token
+
+        streamed, tokenizer, budget = streamed_model(job, "text")
+        text = rows(job, tokenizer, "text")
+        out = Path(job.partial)
+        return streamed.model, lambda plan: layered_flops_per_token(streamed, plan, text, out=out, budget=budget)
+    from moe_lab.pruning.flops import flops_per_token
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer, "text")
+    return network, lambda plan: flops_per_token(network, plan, text)
 
 
 def profile(job: Job) -> None:
@@ -168,7 +192,6 @@ def export(job: Job) -> None:
     if asked.get("verify"):
         from moe_lab.pruning.verify import verify
 
-        trust = settings.trust_remote_code
-        write_json(
-            job.output("verified.json"), {"difference": verify(source, plan, checkpoint, trust_remote_code=trust)}
-        )
+        # On the CPU whatever the model's device is: there alone are both sides equal to the bit.
+        found = verify(source, plan, checkpoint, device="cpu", trust_remote_code=settings.trust_remote_code)
+        write_json(job.output("verified.json"), {"difference": found})
