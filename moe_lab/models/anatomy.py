@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.models.discover import MoELayer, routed_layers
+from moe_lab.models.expected import compare
+from moe_lab.models.facts import architecture
 from moe_lab.models.gate import gate_rule
 from moe_lab.models.load import skeleton
 from moe_lab.models.parts import part_of
@@ -17,9 +20,12 @@ def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     """model_type; `layers`, the number of decoder layers; `moe`: number of such a layer -> its experts and gate rule in
     words; `parameters`: part -> how many, each counted once.
 
-    The model is built on the meta device. UserError, with the reason, for one that is not supported.
+    `shape`: what model.expected would say of it. The model is built on the meta device. UserError, with the reason, for
+    one that is not supported, or is not what is expected.
     """
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    shape = architecture(model)
+    compare(asdict(shape), settings)
     set_top_k(model, settings.top_k)
     layers = routed_layers(model)
     return {
@@ -27,6 +33,7 @@ def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
         "layers": model.config.get_text_config().num_hidden_layers,
         "moe": {layer.index: f"{_experts(layer)}; {rule}" for layer, rule in zip(layers, _rules(layers), strict=True)},
         "parameters": _parameters(model, layers),
+        "shape": shape,
     }
 
 

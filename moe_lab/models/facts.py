@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_lab.config import ExpectedConfig, ModelConfig
-from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
+from moe_lab.models.expected import compare
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import skeleton
 from moe_lab.models.parts import linears
@@ -28,8 +28,7 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     """
     model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
     shape = architecture(model)
-    if settings.expected is not None:
-        _compare(shape, settings.expected, settings)
+    compare(asdict(shape), settings)
     set_top_k(model, settings.top_k)
     layers = {layer.index: _about(layer) for layer in routed_layers(model)}
     return {
@@ -62,16 +61,6 @@ def architecture(model: Any) -> ExpectedConfig:
 
 def _parameters(model: Any) -> int:
     return sum(weight.numel() for weight in model.parameters())
-
-
-def _compare(found: ExpectedConfig, expected: ExpectedConfig, settings: ModelConfig) -> None:
-    """UserError naming the first number that is not as expected; the sum of all parameters tells least, so last."""
-    for name, value in sorted(asdict(expected).items(), key=lambda item: item[0] == "parameters"):
-        if (there := getattr(found, name)) != value:
-            raise UserError(
-                f"model={settings.name}: {settings.path} has {name}={there}, but model.expected.{name}={value}: "
-                "give the path and revision of that model, or model=local, which expects nothing"
-            )
 
 
 def _about(layer: MoELayer) -> dict[str, Any]:

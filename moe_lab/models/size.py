@@ -56,7 +56,7 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model; None when it is neither on this machine nor said what it should be.
 
-    What is expected counts before what is there: a folder that differs from it is refused by the model step.
+    What is expected counts before what is there: a folder that differs from it is refused (`expected.check_expected`).
     """
     if (expected := settings.expected) is None:
         return _size_of_folder(settings.path, settings.dtype)

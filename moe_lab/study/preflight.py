@@ -16,6 +16,7 @@ from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import backend, suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
+from moe_lab.models.expected import check_expected
 from moe_lab.paths import resolve
 from moe_lab.pruning import layout
 from moe_lab.pruning.export_form import SHAPES
@@ -57,6 +58,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     yield from suite.wrong(benchmarks)
     for cell in _each(cells, "model"):
         yield from said(partial(files.check, cell.model))
+        yield from said(partial(check_expected, cell.model))
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):
             yield from said(partial(files.check_chat_template, cell.model, benchmark.name))
     for cell in _each(cells, "criterion"):

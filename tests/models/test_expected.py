@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import moe_lab.models.ports  # noqa: F401  # makes more families known to transformers
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.errors import UserError
+from moe_lab.models.anatomy import anatomy
+from moe_lab.models.expected import FIELDS, check_expected
 from moe_lab.models.facts import architecture, facts
 from moe_lab.models.files import expert_shape
 from moe_lab.models.size import Size, size_of
@@ -329,8 +332,23 @@ def test_a_model_that_differs_is_refused_in_a_sentence(tmp_path: Path, name: str
     assert facts(settings)["parameters"] == right.parameters
     there = getattr(right, name)
     setattr(right, name, there + 1)
-    with pytest.raises(UserError, match=f"has {name}={there}, but model.expected.{name}={there + 1}"):
+    message = f"has {name}={there}, but model.expected.{name}={there + 1}"
+    with pytest.raises(UserError, match=message):
         facts(settings)
+    with pytest.raises(UserError, match=message):
+        anatomy(tmp_path, settings)
+    if name in FIELDS:  # before anything is loaded
+        with pytest.raises(UserError, match=message):
+            check_expected(settings)
+
+
+def test_configurations_of_published_models_are_what_is_expected(tmp_path: Path) -> None:
+    for name in sorted(PUBLISHED):
+        kind, shapes = PUBLISHED[name]
+        (tmp_path / "config.json").write_text(json.dumps({**AutoConfig.for_model(kind, **shapes).to_dict(), **shapes}))
+        check_expected(replace(configured(name), path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"model=olmoe_1b_7b: .* has layers=48, but"):
+        check_expected(replace(configured("olmoe_1b_7b"), path=str(tmp_path)))
 
 
 def test_the_most_telling_difference_is_named(tmp_path: Path) -> None:
