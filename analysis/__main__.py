@@ -153,6 +153,8 @@ def _run(request: Request) -> int:
             complete = _compare(request, material, out) and complete
     except OSError as error:
         raise _unwritable(out, error) from None
+    for note in study.notes:
+        print(f"analysis: {note}", file=sys.stderr)
     for gap in study.gaps:
         print(f"analysis: {gap.where}: {gap.what}", file=sys.stderr)
     if study.results.empty:

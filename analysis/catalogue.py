@@ -46,9 +46,14 @@ class Material:
         self.study = study
 
     @cached_property
+    def measured(self) -> list[Comparison]:
+        """Models with at least one result."""
+        return [found for found in compare(self.study) if found.parts]
+
+    @cached_property
     def comparisons(self) -> list[Comparison]:
         """Models with at least one pruned cell and one result."""
-        return [found for found in compare(self.study) if found.panels and found.parts]
+        return [found for found in self.measured if found.panels]
 
     @cached_property
     def winners(self) -> pd.DataFrame:
@@ -149,9 +154,9 @@ def _memory(material: Material) -> list[Output]:
 
 
 def _benchmarks(material: Material) -> list[Output]:
-    if not material.comparisons:
+    if not material.measured:
         return []
-    return [score_tables.benchmark_table(material.study, material.comparisons, name="unified.table5")]
+    return [score_tables.benchmark_table(material.study, material.measured, name="unified.table5")]
 
 
 def _pareto(material: Material) -> list[Output]:

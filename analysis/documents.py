@@ -47,7 +47,7 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
 
     A cell that several have counts once, with the benchmarks of all of them.
     """
-    found = {name: _read(store, name) for name in names}
+    found = {name: _with_suites(_read(store, name)) for name in names}
     records = list(found.values())
     if len(records) == 1:
         return records[0]
@@ -76,6 +76,15 @@ def _read(store: Path, name: str) -> dict[str, Any]:
             f"study={name} has schema {schema}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
         )
     return dict(record)
+
+
+def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with each cell's `suite`: the tasks that this study asked of any cell of its model."""
+    asked: dict[str, dict[str, None]] = {}
+    for entry in record["cells"]:
+        asked.setdefault(entry["cell"].get("model"), {}).update(dict.fromkeys(entry.get("evaluate") or {}))
+    cells = [{**entry, "suite": list(asked[entry["cell"].get("model")])} for entry in record["cells"]]
+    return {**record, "cells": cells}
 
 
 def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -43,21 +43,26 @@ def evaluations(
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
+    _compare_suites(document, cells, reader)
     for cell, words in labels(cells).items():
         entry = document["cells"][cell]
         errors = entry.get("errors") or {}
         for kind in _BESIDES:
             if kind in errors and not entry.get(kind):
                 reader.step(None, f"{kind} of {words}", errors[kind])
-        for task, name in entry.get("evaluate", {}).items():
+        for task, name in (entry.get("evaluate") or {}).items():
             folder = reader.step(name, f"{task} of {words}", errors.get(task))
             result = reader.json(folder, "result.json") if folder else None
             if folder is None or result is None:
                 continue
+            reported = result.get("results")
+            if not (isinstance(reported, list) and all(isinstance(found, dict) for found in reported)):
+                reader.gap("result.json is damaged", name)
+                continue
             if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
                 reader.gap("written by a newer moe_lab: upgrade to read it", name)
                 continue
-            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in result.get("results", [])]
+            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in reported]
             if name not in origins:
                 origins[name] = _origin(name, result, reader.json(folder, "provenance.json") or {})
             table = reader.table(folder, "samples.parquet", _SAMPLES)
@@ -85,6 +90,15 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
         "sandbox": (result.get("protocol") or {}).get("sandbox"),
         "versions": {str(library): str(version) for library, version in versions.items() if version},
     }
+
+
+def _compare_suites(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> None:
+    """A gap for every cell that was not asked for tasks that other cells of its model and study were."""
+    for cell, words in labels(cells).items():
+        entry = document["cells"][cell]
+        lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
+        if lacking:
+            reader.gap(f"never asked for {names.listing(lacking)}, unlike other cells of the study", words)
 
 
 def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:

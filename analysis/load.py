@@ -168,12 +168,24 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     ]
     cells = pd.DataFrame(rows, columns=[*AXES, *(f"{kind}_folder" for kind in ARTEFACTS)])
     cells.index.name = "cell"
+    cells = _whole(cells, reader)
     cells["method"] = _methods(cells)
     twice = cells.duplicated(list(AXES))
     words = labels(cells)
     for cell in cells.index[twice]:
         reader.gap("listed twice, counted once", words[cell])
     return cells[~twice]
+
+
+def _whole(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Cells whose record says all their axes, and a gap for every other one."""
+    lacking = cells[list(AXES)].isna()
+    for row, missing in zip(records(cells), lacking.to_numpy(), strict=True):
+        if missing.any():
+            unsaid = names.listing(axis for axis, gone in zip(AXES, missing, strict=True) if gone)
+            words = (row[axis] for axis in ("model", "criterion", "calibration", "ratio") if pd.notna(row[axis]))
+            reader.gap(f"the record does not say its {unsaid}: left out", " ".join(map(str, words)))
+    return cells[~lacking.any(axis=1)].copy()
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:

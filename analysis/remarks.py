@@ -20,10 +20,7 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
         if len(sizes) > 1:
             counts = ", ".join(f"{n:g}" for n in sorted(sizes))
             notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
-    for name, metrics in by_benchmark["metric"].unique().items():
-        if len(metrics) > 1:
-            listed = ", ".join(sorted(map(str, metrics)))
-            notes.append(f"{name} was measured by different metrics ({listed}): its scores are not comparable.")
+    notes += mixed_metrics(results)
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
         few = short["benchmark"].nunique()
@@ -36,6 +33,17 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
     for walls in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
         notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {walls}).")
     return notes
+
+
+def mixed_metrics(results: pd.DataFrame) -> list[str]:
+    """A sentence for every benchmark whose scores are not comparable, because its metrics differ."""
+    found = results.groupby("benchmark", sort=True)["metric"].unique()
+    return [
+        f"{name} was measured by different metrics ({', '.join(sorted(map(str, metrics)))}): "
+        "its scores are not comparable."
+        for name, metrics in found.items()
+        if len(metrics) > 1
+    ]
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from analysis.coverage import coverage_summary
 from analysis.frames import records
 from analysis.load import Study
 from analysis.overlap import variant_name
-from analysis.remarks import versions
+from analysis.remarks import mixed_metrics, versions
 from analysis.settings import passes, pruned
 from analysis.winners import LEVEL, label
 
@@ -52,7 +52,8 @@ def setting(study: Study) -> str:
     items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
     metrics = names.listing(sorted(set(study.results["metric"].astype(str))))
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
-    return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}"
+    mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results))
+    return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
 
 
 def reading(study: Study) -> str:

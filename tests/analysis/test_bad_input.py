@@ -80,8 +80,20 @@ def newer(document: dict[str, Any], root: Path) -> None:
     result(document, root, lambda content: content.update(schema=99))
 
 
-LOST = (nothing_ran, cell_failed, benchmark_missing, score_is_nan, other_suite, newer)
-KEPT = (reported_twice, listed_twice, other_versions)
+def results_are_no_list(document: dict[str, Any], root: Path) -> None:
+    result(document, root, lambda content: content.update(results={"gsm8k": 1}))
+
+
+def axis_unsaid(document: dict[str, Any], root: Path) -> None:
+    del entry(document)["cell"]["gate"]
+
+
+def other_metric(document: dict[str, Any], root: Path) -> None:
+    result(document, root, lambda content: content["results"][0].update(metric="f1"))
+
+
+LOST = (nothing_ran, cell_failed, benchmark_missing, score_is_nan, other_suite, newer, results_are_no_list, axis_unsaid)
+KEPT = (reported_twice, listed_twice, other_versions, other_metric)
 
 
 def changed(store: Path, change: Change) -> Path:
@@ -107,11 +119,12 @@ def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, change: C
     else:
         others = tables["unified.table5"].frame.query("Criterion == 'MAN'")
         assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
-    # a cell of another suite lacks nothing that was asked of it; everything else is told
-    assert bool(study.gaps) == (change is not other_suite)
-    assert study.gaps == [] or "gaps" in tables
+    assert study.gaps and "gaps" in tables
     if change is other_suite:
         assert "different sets of benchmarks" in " ".join(study.notes)
+        assert [(gap.what, gap.where) for gap in study.gaps] == [
+            ("never asked for gsm8k, unlike other cells of the study", CELL)
+        ]
 
 
 @pytest.mark.parametrize("change", KEPT, ids=lambda change: change.__name__)
@@ -120,12 +133,14 @@ def test_what_is_only_odd_keeps_its_number_and_is_told(store: Path, change: Chan
     study = load(changed(store, change), "made_up")
     assert study.results.query("benchmark == 'gsm8k'")["score"].tolist() == before
     told = " ".join([*study.notes, *(gap.what for gap in study.gaps)])
-    assert {"reported_twice": "the first counts", "listed_twice": "counted once", "other_versions": "lm_eval"}[
-        change.__name__
-    ] in told
+    said = {"reported_twice": "the first counts", "listed_twice": "counted once", "other_versions": "lm_eval"}
+    assert said.get(change.__name__, "gsm8k was measured by different metrics (acc, f1)") in told
 
 
-@pytest.mark.parametrize(("change", "code"), [(nothing_ran, 1), (cell_failed, 1), (other_versions, 0)])
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [(nothing_ran, 1), (cell_failed, 1), (other_suite, 1), (axis_unsaid, 1), (other_metric, 0), (other_versions, 0)],
+)
 def test_the_exit_code_says_whether_something_is_missing(
     store: Path, change: Change, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +150,8 @@ def test_the_exit_code_says_whether_something_is_missing(
         == code
     )
     said = capsys.readouterr().err
+    if change is other_metric:
+        assert "not comparable" in said and "not comparable" in (out / "tables" / "ranks.md").read_text()
     if change is nothing_ran:
         assert "has no results yet" in said and "the node is gone" in (out / "tables" / "gaps.csv").read_text()
     if change is cell_failed:
@@ -143,6 +160,20 @@ def test_the_exit_code_says_whether_something_is_missing(
         assert re.findall(r"\| – ", row) and "0.000" not in row
         frame = pd.read_csv(out / "tables" / "unified.table5.csv")
         assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
+
+
+def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def alone(document: dict[str, Any], root: Path) -> None:
+        document["cells"] = document["cells"][:1]
+
+    words = ["ranks", "unified.table5", f"store={changed(store, alone)}", f"out={store / 'out'}"]
+    assert command.main(words) == 1
+    assert "ranks needs results of pruned models" in capsys.readouterr().err
+    frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
+    assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
+    assert command.main(["report", *words[2:]]) == 0
 
 
 @pytest.mark.parametrize(

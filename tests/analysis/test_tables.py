@@ -3,12 +3,14 @@ from __future__ import annotations
 import dataclasses
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import memory, names, render, tables
+from analysis import memory, names, render, score_tables, tables
 from analysis.catalogue import CATALOGUE, Material
 from analysis.load import load
 from analysis.score_tables import rank_table, task_specific_table
@@ -122,6 +124,20 @@ def test_coverage_counts_experts_without_a_token(material: Material) -> None:
     silent = material.study.coverage.query("tokens == 0").groupby("calibration").size()
     assert table.frame["Unseen"].tolist() == silent[["pocket_general", "pocket_code", "pocket_math"]].tolist()
     assert (table.frame["Unseen"] >= 4).all()
+
+
+def test_columns_of_fewer_benchmarks_name_their_models_where_models_differ() -> None:
+    few, more = ("mmlu", "boolq"), ("mmlu", "boolq", "rte")
+
+    def said(*runs: tuple[str, ...]) -> list[str]:
+        models: list[Any] = [SimpleNamespace(model=f"m{at}", parts={"MC Avg": run}) for at, run in enumerate(runs)]
+        return score_tables._partial_columns(models)
+
+    assert said(few, few) == ["MC Avg is the mean of 2 of its 8 benchmarks, the others were not run."]
+    assert [sentence.split(", the")[0] for sentence in said(few, more, few, names.COLUMNS["MC Avg"])] == [
+        "MC Avg is the mean of 2 of its 8 benchmarks for m0 and m2 (MMLU and BoolQ)",
+        "MC Avg is the mean of 3 of its 8 benchmarks for m1 (MMLU, BoolQ and RTE)",
+    ]
 
 
 def test_every_entry_of_the_catalogue_makes_something(material: Material) -> None:
