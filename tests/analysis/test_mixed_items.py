@@ -1,0 +1,244 @@
+"""Cells that were not asked the same: other items, a perplexity among accuracies, a score its items do not explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import handmade
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from analysis import uncertainty, views
+from analysis.chosen import differences, pooled_difference
+from analysis.comparison import compare
+from analysis.difference_tables import score_table
+from analysis.figures import averages_figure
+from analysis.findings import best_plan
+from analysis.load import Study
+from analysis.pareto import against_cost, pareto_table
+from analysis.reader import Reader
+from analysis.score_tables import rank_table
+from analysis.sides import beside
+from analysis.winners import winner_map
+
+Answers = dict[int, float]
+"""Item -> outcome."""
+CRITERIA = ("frequency", "reap", "man")
+
+
+def study_of(
+    answers: dict[str, list[Answers]], scores: dict[tuple[int, str], float] | None = None, metric: str = "acc"
+) -> Study:
+    """A study of the unpruned model and CRITERIA from benchmark -> answers of each of these cells. `scores` stand in
+    place of the mean; benchmarks without answers have these alone, and `metric`."""
+    cells = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])
+    rows: list[dict[str, Any]] = []
+    samples = []
+    for name, found in answers.items():
+        for cell, outcomes in enumerate(found):
+            values = list(outcomes.values())
+            mean = float(np.mean(values)) if values else np.nan
+            about = {"cell": cell, "task": name, "benchmark": name, "folder": f"{name}/{cell}", "expected": None}
+            score = (scores or {}).get((cell, name), mean)
+            n = {"n": len(values) or 10, "stderr": 0.01, "metric": "acc" if values else metric}
+            rows.append({**about, **n, "score": score})
+            samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
+    origins = pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})
+    return Study(
+        name="made",
+        store=Path("store"),
+        document={},
+        cells=cells,
+        results=pd.DataFrame(rows),
+        samples=pd.DataFrame(samples, columns=["cell", "benchmark", "item", "outcome"]),
+        family=pd.DataFrame(),
+        damage=pd.DataFrame(),
+        coverage=pd.DataFrame(),
+        calibrations={},
+        models={},
+        origins=origins,
+        reader=Reader(Path("store")),
+    )
+
+
+def right(count: int, items: int = 40) -> Answers:
+    return {item: float(item < count) for item in range(items)}
+
+
+def table_of(study: Study) -> pd.DataFrame:
+    return rank_table(study, compare(study)).frame.set_index("Criterion")
+
+
+@pytest.fixture
+def perplexed() -> Study:
+    """MAN is best in both columns, of which one is a perplexity: the lowest."""
+    answers = {"gsm8k": [right(38), right(10), right(18), right(30)], "wikitext2": [{}] * 4}
+    perplexity = {(cell, "wikitext2"): value for cell, value in enumerate((9.0, 14.0, 12.0, 10.0))}
+    return study_of(answers, perplexity, metric="word_perplexity")
+
+
+def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
+    table = rank_table(perplexed, compare(perplexed))
+    rows = table.frame.set_index("Criterion")
+    assert rows["Avg"].tolist() == rows["GSM8K"].tolist() == [0.95, 0.25, 0.45, 0.75]
+    assert rows["wikitext2"].tolist() == [9.0, 14.0, 12.0, 10.0]
+    assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
+    assert rows["First"].idxmax() == "MAN" and rows["First"].sum() == pytest.approx(1)
+    assert "Avg is without wikitext2: there, less is better." in table.footnotes
+    [comparison] = compare(perplexed)
+    [sentence] = best_plan(comparison)
+    assert "0.750, by MAN" in sentence
+    assert "Avg is without wikitext2" in averages_figure(comparison, name="averages").caption
+
+
+def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study) -> None:
+    shares = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
+    costs = pd.DataFrame([[1.0] * 4, [0.5] * 4, [0.5] * 4, [0.5] * 4], columns=shares)
+    perplexed.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
+    [comparison] = compare(perplexed)
+    found = against_cost(perplexed, comparison).set_index("method")
+    assert found["front_parameters_kept"].to_dict() == {"none": False, "frequency": False, "reap": False, "man": True}
+    assert found["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
+    assert pareto_table(perplexed, [comparison]).footnotes == ["Avg is without wikitext2: there, less is better."]
+
+
+def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed: Study) -> None:
+    found = winner_map(compare(perplexed))
+    shown = views._map(found)["rows"]
+    assert [row["column"] for row in shown] == ["GSM8K", "wikitext2"]
+    [accuracy], [perplexity] = (row["cells"] for row in shown)
+    assert accuracy["lead"] == "+0.300" and "95 % interval" in accuracy["detail"]
+    assert perplexity["lead"] == "−2.000" and perplexity["label"] == "MAN"
+    assert perplexity["detail"] == "MAN: 10.000, −2.000 against REAP, not tested"
+
+
+def test_a_suite_of_perplexities_alone_has_no_average() -> None:
+    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 + cell for cell in range(4)}, "perplexity")
+    rows = table_of(alone)
+    assert rows["Avg"].isna().all() and rows["First"].isna().all()
+    assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
+    [comparison] = compare(alone)
+    assert averages_figure(comparison, name="averages").name == "averages" and best_plan(comparison) == []
+
+
+asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(asked, asked, st.integers(0, 2**32 - 1))
+def test_intervals_are_of_a_cells_own_items_and_tests_of_common_ones(
+    first: list[set[int]], second: list[set[int]], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    sure = (rng.random((2, 30)) < 0.5).astype(float), rng.random((4, 30)).round(2)
+    exact = [{item: sure[0][cell % 2, item] for item in sorted(items)} for cell, items in enumerate(first)]
+    graded = [{item: sure[1][cell, item] for item in sorted(items)} for cell, items in enumerate(second)]
+    study = study_of({"gsm8k": exact, "wildbench": graded})
+    [comparison] = compare(study)
+    for target in (("GSM8K",), ("WildBench",), ("GSM8K", "WildBench")):
+        score, (low, high) = comparison.score(target), comparison.interval(target)
+        assert ((low <= score + 1e-6) & (score <= high + 1e-6)).all()
+    for cell, answers in enumerate(exact):
+        ends = binomtest(int(sum(answers.values())), len(answers)).proportion_ci(method="wilson")
+        low, high = comparison.interval(("GSM8K",))
+        assert (low[cell], high[cell]) == pytest.approx((ends.low, ends.high))
+    common = sorted(set.intersection(*first))
+    p = comparison.p_values(("GSM8K",), 0, [1])[0]
+    if not common:
+        assert np.isnan(p)
+        return
+    one, other = (np.array([exact[cell][item] for item in common]) for cell in (0, 1))
+    assert p == pytest.approx(uncertainty.mcnemar(one[None], other[None])[0])
+    found = differences(comparison, ("GSM8K",), {1: 0}).loc[1]
+    assert found["difference"] == pytest.approx((other - one).mean())
+    assert found["low"] - 1e-6 <= found["difference"] <= found["high"] + 1e-6
+    pooled = pooled_difference(comparison, ("GSM8K",), [[(1, 0)]])
+    assert pooled["difference"] == pytest.approx(found["difference"])
+
+
+def test_replicates_of_own_items_spread_as_those_of_each_plan_alone() -> None:
+    rng = np.random.default_rng(0)
+    outcomes = rng.random((3, 200)).round(2)
+    outcomes[1, 60:] = np.nan
+    outcomes[2] = np.nan
+    drawn = uncertainty.bootstrap_means({"one": {"score": outcomes}})["score"]
+    for plan, items in ((0, 200), (1, 60)):
+        own = outcomes[plan, :items]
+        assert drawn[:, plan].mean() == pytest.approx(own.mean(), abs=0.005)
+        assert drawn[:, plan].std() == pytest.approx(own.std() / np.sqrt(items), rel=0.06)
+    assert np.isnan(drawn[:, 2]).all()
+    whole = uncertainty.bootstrap({"one": {"score": outcomes[:1] / 200}})["score"]
+    assert np.allclose(drawn[:, :1], whole, atol=1e-5)  # the same draws
+
+
+def test_a_difference_between_studies_is_of_the_items_its_test_is_of() -> None:
+    rng = np.random.default_rng(1)
+    long = [{item: float(rng.random() < 0.5) for item in range(40)} for _ in range(4)]
+    short = [{item: answers[item] for item in range(8)} for answers in long]
+    short[2] = {item: 1 - outcome for item, outcome in short[2].items()}
+    sides = beside(study_of({"gsm8k": long}), study_of({"gsm8k": short}))
+    table = score_table(sides, benchmarks=True, name="t")
+    rows = table.frame.set_index("Criterion")
+    for at, criterion in enumerate(("Unpruned", "Frequency", "REAP", "MAN")):
+        row = rows.loc[criterion]
+        assert (row["A"], row["B"]) == pytest.approx(
+            (np.mean(list(long[at].values())), np.mean(list(short[at].values())))
+        )
+        common = np.mean([short[at][item] - long[at][item] for item in range(8)])
+        assert row["B − A"] == pytest.approx(common)
+    same = rows.drop("REAP")
+    assert set(same["Test"]) == {"same answers, 8 common items"} and set(same["Verdict"]) == {"same"}
+    assert rows.loc["REAP", "Test"] == "paired, 8 common items"
+    assert not (same["A"] == same["B"]).all(), "scores of other items differ, so the words are needed"
+
+
+def test_those_who_share_the_best_average_share_first_place() -> None:
+    tied = study_of({"gsm8k": [right(38), right(20), right(20), right(0)], "mmlu": [right(40)] * 4})
+    first = table_of(tied)["First"]
+    assert first[["Frequency", "REAP", "MAN"]].tolist() == pytest.approx([0.5, 0.5, 0], abs=1e-9)
+    every = study_of({"gsm8k": [right(38), right(20), right(20), right(20)]})
+    assert table_of(every)["First"].tolist()[1:] == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("harm", ["score", "item"])
+def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm: str) -> None:
+    answers = {
+        "gsm8k": [right(38), right(10), right(18), right(30)],
+        "mmlu": [right(40), right(20), right(24), right(36)],
+    }
+    whole = study_of(answers)
+    if harm == "score":
+        harmed = study_of(answers, {(2, "gsm8k"): 0.99})
+    else:
+        harmed = study_of({**answers, "gsm8k": [*answers["gsm8k"][:2], {**right(18), 0: np.nan}, right(30)]},
+                          {(2, "gsm8k"): 18 / 40})  # fmt: skip
+    before, after = (compare(study)[0] for study in (whole, harmed))
+    assert not whole.gaps
+    [gap] = harmed.gaps
+    assert gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.what
+    others = [0, 1, 3]
+    for target in (("GSM8K",), ("GSM8K", "MC Avg")):
+        for ends in zip(before.interval(target), after.interval(target), strict=True):
+            assert ends[0][others].tolist() == pytest.approx(ends[1][others].tolist())
+        assert after.p_values(target, 3, [1, 0]) == pytest.approx(before.p_values(target, 3, [1, 0]))
+        low, high = after.interval(target)
+        assert 0 < high[2] - low[2] < 0.05, "from the reported standard error"
+        assert np.isnan(after.p_values(target, 2, [1])).all()
+        assert np.isnan(pooled_difference(after, target, [[(2, 1)]])["p"])
+    rows = table_of(harmed)
+    assert rows["First"].isna().all(), "who is first most often is open when one cannot be resampled"
+    assert rows["Avg"].notna().all()
+
+
+def test_most_scores_decide_whether_a_benchmark_is_a_mean() -> None:
+    corpus = {(cell, "gsm8k"): 0.3 + 0.1 * cell for cell in range(3)}
+    study = study_of({"gsm8k": [right(38), right(10), right(18), right(30)]}, corpus)
+    [comparison] = compare(study)
+    assert not study.gaps and not comparison.outcomes
+    low, high = comparison.interval(("GSM8K",))
+    assert (high - low).tolist() == pytest.approx([2 * 1.96 * 0.01] * 4)
