@@ -78,7 +78,8 @@ def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> T
     return Table(
         name=name,
         title="What the papers claim",
-        caption="Difference: of Avg for the first two claims, mean over the pairs of plans, items resampled with the "
+        caption="Difference: of Avg (without columns where less is better) for the first two claims, mean over the "
+        "pairs of plans, items resampled with the "
         "same draw for every plan; channels and whole experts are paired when the shares of routed parameters kept "
         f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
         "sets, layers resampled, the interval widened for few layers. Undecided: the 95 % interval contains 0. Holm: "

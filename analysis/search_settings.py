@@ -149,7 +149,8 @@ def _table(
     return Table(
         name=name,
         title=title,
-        caption="Code and Math are means of their two columns, Avg is the mean of all displayed columns; samples: rows "
+        caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
+        "columns in which more is better; samples: rows "
         f"of the search set; search: seconds of the process that finished it. {setting(study)}",
         frame=frame,
         formats={**dict.fromkeys(averages, SCORE), **settings, **({SECONDS: "{:,.1f}"} if SECONDS in settings else {})},

@@ -73,7 +73,8 @@ def allocation_table(
     return Table(
         name=name,
         title=title,
-        caption="Code and Math are means of their two columns, Avg is the mean of all displayed columns. Δ: searched "
+        caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
+        "columns in which more is better. Δ: searched "
         "minus uniform on the same items; beyond noise: the columns whose difference has a paired p-value below "
         f"{LEVEL} after Holm's correction over all differences of a model. {setting(study)}",
         frame=frame[[*TEXT, *averages, *gains, BEYOND]],
