@@ -15,6 +15,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.models.size import Size, size_of
 from moe_lab.paths import PREFIX
 from moe_lab.search.settings import FitnessSettings
+from moe_lab.study.estimate_memory import BASE, LAYERED, PROMPT, is_layered, layered_memory, resident_memory, text_of
 from moe_lab.study.identity import Step
 
 
@@ -48,8 +49,6 @@ SMALL = 0.5
 """Seconds of a step that neither loads a model nor reads a checkpoint, and of the start of one that does."""
 PREFIX_REUSE = 0.75
 """Share of a forward pass that a candidate of a search takes: layers it shares with its parent are not run again."""
-PROMPT = 128
-"""Tokens of a prompt, or of a question with one of its answers."""
 CHOICES = 4
 """Sequences that a multiple choice reads for an item."""
 ITEMS = 1000
@@ -57,14 +56,6 @@ ITEMS = 1000
 
 _GRADING = 4 * 2**30
 """Bytes that grading may take: a program it runs is let have no more."""
-BASE = 600 * 2**20
-"""Bytes of Python with torch and transformers loaded."""
-ROOM = 1.1
-"""Sums, buffers and fragments, as a factor on the weights."""
-LOGITS = 2**19
-"""Bytes of the logits of one token, at most: about 130,000 words in fp32."""
-CACHE = 4
-"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
 GPU_FROM = 2**30
 """Bytes of weights from which a model is put on a GPU."""
 
@@ -97,8 +88,11 @@ def estimate(step: Step) -> Estimate | None:
     if step.kind in STREAMED:
         return Estimate(2 * BASE, SMALL + size.bytes / SUMMED, SMALL, False)
     on_gpu = size.bytes >= GPU_FROM and step.runtime["model"]["device"] != "cpu"
-    seconds = WORK[step.kind](step, size, GPU if on_gpu else CPU)
-    return Estimate(_memory(step, size), SMALL + seconds, START + size.bytes / DISK, on_gpu)
+    seconds = SMALL + WORK[step.kind](step, size, GPU if on_gpu else CPU)
+    reading = size.bytes / DISK
+    if is_layered(step):  # each pass reads the checkpoint anew
+        return Estimate(layered_memory(step, size), seconds + LAYERED[step.kind] * reading, START, on_gpu)
+    return Estimate(resident_memory(step, size), seconds, START + reading, on_gpu)
 
 
 def gpus(found: Estimate, gpu_memory: float) -> int:
@@ -126,15 +120,9 @@ Work = Callable[[Step, Size, Speed], float]
 """Seconds that the work of a step takes a machine, for a model of some size."""
 
 
-def _text(step: Step) -> Mapping[str, Any]:
-    """The text that a step reads."""
-    found: Mapping[str, Any] = step.runtime["calibration" if "calibration" in step.runtime else "text"]
-    return found
-
-
 def _passes(count: float) -> Work:
     """So many forward passes over the step's text."""
-    return lambda step, size, speed: count * _reading(_text(step)["tokens"], size, speed)
+    return lambda step, size, speed: count * _reading(text_of(step)["tokens"], size, speed)
 
 
 def _reading(tokens: float, size: Size, speed: Speed) -> float:
@@ -148,7 +136,7 @@ def _token(size: Size, speed: Speed) -> float:
 
 def _ablation(step: Step, size: Size, speed: Speed) -> float:
     """For each expert, the layers from its own on."""
-    return _reading(_text(step)["tokens"], size, speed) * size.experts * (size.moe_layers + 1) / 2
+    return _reading(text_of(step)["tokens"], size, speed) * size.experts * (size.moe_layers + 1) / 2
 
 
 def _search(step: Step, size: Size, speed: Speed) -> float:
@@ -162,7 +150,7 @@ def _search(step: Step, size: Size, speed: Speed) -> float:
     )
     candidates = population + (generations - 1) * (population - elites)
     if asked.get("fitness") == "spec_dec":
-        rows = -(-int(_text(step)["tokens"]) // int(_text(step)["length"]))
+        rows = -(-int(text_of(step)["tokens"]) // int(text_of(step)["length"]))
         tokens = rows * int(asked.get("max_new_tokens", FitnessSettings.max_new_tokens))
         return 2 * candidates * tokens * _token(size, speed)
     return _passes(PREFIX_REUSE * candidates + generations)(step, size, speed)
@@ -225,29 +213,6 @@ GRADED_SHIPPED = 0.02
 """The same for the small programs that answer shipped benchmarks."""
 KINDS = (*WORK, *STREAMED, "grade", "model", "scores", "family", "plan")
 """All kinds of step; the last ones take seconds and little memory."""
-
-
-def _memory(step: Step, size: Size) -> float:
-    """Weights; a second model where weights are changed; and what the tokens of a batch leave behind."""
-    changed = step.kind in ("finetune", "timing") or "finetune" in step.inputs or "storage" in step.parts
-    weights = ROOM * size.bytes * (2 if changed else 1)
-    logits = min(LOGITS, 4 * size.parameters / size.hidden)  # a vocabulary has no more words than parameters allow
-    if step.kind in ("evaluate", "generate"):
-        benchmark = step.runtime["benchmark"]
-        written = int(benchmark["max_new_tokens"])
-        row = (PROMPT + written) * CACHE * size.hidden * size.moe_layers if written else PROMPT * logits
-        return BASE + weights + int(benchmark["batch_size"]) * row
-    text = _text(step)
-    tokens = int(min(text["batch_size"] * text["length"], text["tokens"]))
-    return BASE + weights + tokens * (logits + size.bytes_per_parameter * _kept(step, size))
-
-
-def _kept(step: Step, size: Size) -> float:
-    """Numbers of a token that a pass keeps: of one layer, or of all of them where gradients come back."""
-    layer = 20 * size.hidden + 6 * size.top_k * size.width
-    if step.kind not in ("gradients", "weight_gradients", "finetune") and "gradients" not in step.inputs:
-        return layer
-    return layer + size.hidden * size.moe_layers if _text(step)["checkpointing"] else layer * size.moe_layers
 
 
 def memory(steps: Iterable[Step]) -> str:

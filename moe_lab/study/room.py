@@ -1,4 +1,4 @@
-"""Whether the disk of the store holds what steps are about to write."""
+"""Whether this machine holds what steps are about to write and to load."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from moe_lab.config import ModelConfig
+from moe_lab.models.files import quantization
+from moe_lab.models.memory import main_memory
 from moe_lab.models.size import Size, size_of
-from moe_lab.study.estimate import items
+from moe_lab.study.estimate import WORK, items
+from moe_lab.study.estimate_memory import LAYERED, is_layered, states_of
 from moe_lab.study.identity import Step
 
 GIB = 2**30
@@ -32,6 +35,35 @@ def lacking(store: str, steps: Iterable[Step]) -> list[str]:
     ]
 
 
+def unloadable(steps: Iterable[Step]) -> list[str]:
+    """A sentence for each model that a step with model.device=cpu would load whole, though its weights alone are larger
+    than the main memory of this machine; of models whose size is known and whose weights are stored as plain numbers.
+    What is free changes, and is looked at when a model is loaded."""
+    there = main_memory()
+    found = {}
+    for step in (step for step in steps if _loads_on_the_cpu(step)):
+        model = ModelConfig(**step.runtime["model"])
+        size = None if quantization(model) else size_of(model)
+        needed = size.parameters * BYTES_ON_CPU.get(model.dtype, size.bytes_per_parameter) if size else 0
+        if needed > there:
+            way = "set calibration.engine=streamed" if step.kind in LAYERED else "leave it out"
+            found[model.name, way] = (
+                f"model.device=cpu: {step.kind} of model={model.name} loads {needed / GIB:.1f} GiB of weights, and "
+                f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a smaller dtype"
+            )
+    return list(found.values())
+
+
+BYTES_ON_CPU = {"auto": 4}
+"""Of a parameter, where the precision alone does not say it."""
+
+
+def _loads_on_the_cpu(step: Step) -> bool:
+    if step.kind not in WORK or is_layered(step) or step.runtime["model"]["device"] != "cpu":
+        return False
+    return bool(step.runtime.get("backend", {}).get("name") != "server")
+
+
 def _written(step: Step) -> float:
     writes = WRITES.get(step.kind)
     size = size_of(ModelConfig(**step.runtime["model"])) if writes else None
@@ -39,11 +71,7 @@ def _written(step: Step) -> float:
 
 
 def _states(step: Step, size: Size) -> float:
-    """What enters each layer: of two layers at a time forward, of all of them and once more backward."""
-    text = step.runtime["text" if step.kind == "reconstruction" else "calibration"]
-    layers = size.moe_layers + 2 if "gradients" in step.kind else 2
-    streamed = text["engine"] == "streamed"
-    return float(text["tokens"]) * size.hidden * size.bytes_per_parameter * layers if streamed else 0.0
+    return states_of(step, size) if is_layered(step) else 0.0
 
 
 def _texts(step: Step, size: Size) -> float:
@@ -58,6 +86,7 @@ WRITES: Mapping[str, Callable[[Step, Size], float]] = {
     "reconstruction": _states,
     "gradients": _states,
     "weight_gradients": _states,
+    "cost": _states,
     "generate": _texts,
 }
 """Kind of step -> bytes it writes at most."""

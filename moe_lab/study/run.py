@@ -39,7 +39,10 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     for notice in store.notices:
         say(f"moe_lab: {notice}")
     say(_summary(config, graph, steps, done))
-    full = room.lacking(config.store, [step for step in steps if step.id not in done])
+    undone = [step for step in steps if step.id not in done]
+    full = room.lacking(config.store, undone)
+    if config.launcher.name != "slurm":  # whose nodes have another memory
+        full += room.unloadable(undone)
     if config.dry_run:
         from moe_lab.study.forecast import show
 
@@ -48,7 +51,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
             raise _together("this cannot start yet:", [*missing, *full])
         return 0
     if full:
-        raise UserError(full[0])
+        raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
     study = Study(config, graph, store, add)

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig, TimingConfig
 from moe_lab.grid import plain
 from moe_lab.study.estimate import KINDS, PREFIX_REUSE, STREAMED, WORK, Estimate, estimate, gpus, hours, memory
+from moe_lab.study.estimate_memory import LAYERED
 from moe_lab.study.identity import Part, Step
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,36 @@ def test_gradients_cost_three_passes_and_more_memory_unless_recomputed() -> None
     assert known(step("statistics", text=plain(replace(TEXT, tokens=1048576)))).seconds == pytest.approx(
         2 * forward.seconds, rel=0.05
     )
+
+
+STREAMING = replace(TEXT, engine="streamed", activation_budget=1.0)
+
+
+@pytest.mark.parametrize("kind", LAYERED)
+def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
+    """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a batch of 16,384 tokens;
+    for the gradients of weights, 6.6 of these in fp32."""
+    whole, layered = (
+        known(step(kind, model("qwen2_57b_a14b"), text=plain(text), calibration=plain(text)))
+        for text in (TEXT, STREAMING)
+    )
+    assert whole.memory > 117 * 2**30
+    assert 12 * 2**30 < layered.memory - (6.6 * 2**30 if kind == "weight_gradients" else 0) < 15 * 2**30
+    more = known(step(kind, model("qwen2_57b_a14b"), text=plain(replace(STREAMING, activation_budget=3.0))))
+    assert more.memory - layered.memory == pytest.approx(2 * 2**30)
+    assert layered.seconds - whole.seconds == pytest.approx(LAYERED[kind] * whole.loading, rel=0.3)
+    assert layered.loading < whole.loading / 4 and layered.on_gpu
+
+
+def test_what_needs_the_whole_model_takes_it_by_either_engine() -> None:
+    for kind in set(WORK) - set(LAYERED):
+        assert known(step(kind, text=plain(STREAMING))) == known(step(kind)), kind
+
+
+def test_gradients_of_weights_are_held_in_full() -> None:
+    """57B - 4B parameters of routed experts in fp32."""
+    big = model("qwen2_57b_a14b")
+    assert known(step("weight_gradients", big)).memory - known(step("gradients", big)).memory > 180 * 2**30
 
 
 def test_generated_benchmarks_are_paid_by_token_and_batch() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,7 @@ def text(engine: str) -> dict[str, Any]:
         ([step("export"), step("export")], 40.0),
         ([step("statistics", calibration=text("streamed"))], 4.0),
         ([step("gradients", calibration=text("streamed"))], 100.0),
+        ([step("cost", text=text("streamed")), step("cost", text=text("resident"))], 4.0),
         ([step("gradients", calibration=text("resident")), step("plan")], 0.0),
         ([step("generate", benchmark={"limit": None, "expected": 2**15, "max_new_tokens": 2**11})], 1.0),
     ],
@@ -55,3 +58,26 @@ def test_what_is_written_is_held_against_what_is_free(
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         found = room.lacking(store, steps)
         assert found == [] if fits else f"about {gib:.1f} GiB would be written" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "changes", "says"),
+    [
+        (step("cost", text=text("resident")), {}, "cost of model=m loads 20.0 GiB .* 19.0 GiB of main memory: set cal"),
+        (step("evaluate"), {}, "evaluate of model=m loads 20.0 GiB of weights.* leave it out"),
+        (step("evaluate"), {"dtype": "auto"}, "loads 40.0 GiB"),
+        (step("cost", text=text("streamed")), {}, None),
+        (step("weights"), {}, None),
+        (step("evaluate"), {"device": "cuda"}, None),
+        (step("generate", backend={"name": "server"}), {}, None),
+        (step("evaluate"), {"expected": None}, None),
+    ],
+)
+def test_what_is_loaded_is_held_against_main_memory(
+    one: Step, changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(one, runtime={**one.runtime, "model": {**MODEL, "device": "cpu", **changes}})
+    for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
+        monkeypatch.setattr(room, "main_memory", lambda memory=memory: memory)
+        found = room.unloadable([asked, asked])
+        assert found == [] if fits else len(found) == 1 and re.search(str(says), found[0])
