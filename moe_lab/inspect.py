@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.table import Table
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError
+from moe_lab.models.size import Size, size_of
 from moe_lab.paths import conf
 
 USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [calibration=NAME] [grid.ratio=[0.25,0.5]] [...]
@@ -63,16 +66,31 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
 
     title = f"{config.model.name}: {config.model.path}"
     folder = configuration_folder(config.model)
+    if folder is None and config.model.expected is None:
+        return title, [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")], False
     if folder is None:
-        return title, [("configuration", _ABSENT), *_costs(config, None)], config.model.expected is not None
+        said = f"{_ABSENT}: this is what is expected of it; gate rule and exports are told once config.json is there"
+        return title, [("configuration", said), *_costs(config, None)], True
     try:
         found = anatomy(folder, config.model)
     except UserError as error:
         return title, [("supported", f"no: {error}")], False
-    return title, [("supported", "yes"), *_architecture(found), *_costs(config, found), *_uses(config)], True
+    config = _sized(config, found)
+    return title, [("supported", "yes"), *_architecture(found), *_costs(config, found), *_uses(config, found)], True
 
 
-_ABSENT = "neither on this machine nor to be had from the hub: this is what is expected of it"
+_ABSENT = "neither on this machine nor to be had from the hub"
+
+
+def _sized(config: Config, found: Mapping[str, Any]) -> Config:
+    """The settings, with what config.json says taken as expected where there are no weights to tell the size from."""
+    from moe_lab.models.checkpoint import INDEX, SINGLE
+    from moe_lab.paths import resolve
+
+    folder = Path(resolve(config.model.path)).expanduser()
+    if config.model.expected is not None or any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return config
+    return replace(config, model=replace(config.model, expected=found["shape"]))
 
 
 def _architecture(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -100,8 +118,6 @@ def _span(layers: list[int]) -> str:
 
 def _costs(config: Config, found: Mapping[str, Any] | None) -> Iterator[Row]:
     """Memory and time; of a model that is not here, as far as what is expected of it says."""
-    from moe_lab.models.size import size_of
-
     size = size_of(config.model)
     if size is None:
         return
@@ -110,9 +126,20 @@ def _costs(config: Config, found: Mapping[str, Any] | None) -> Iterator[Row]:
         yield "parameters, all", f"{size.parameters:,}"
     yield "loading memory", f"{2 * size.parameters / GIB:.2f} GiB in bfloat16"
     for ratio in config.grid.ratio or RATIOS:
-        gone = size.moe_layers * int(size.experts * ratio) * size.expert
+        gone = int(size.experts * ratio) * _of_one_expert(size, found)
         yield f"without {ratio:.0%} of the experts", f"{2 * (size.parameters - gone) / GIB:.2f} GiB"
     yield from _calibration(config)
+
+
+def _of_one_expert(size: Size, found: Mapping[str, Any] | None) -> int:
+    """Parameters that go with one expert of each MoE layer, router rows and, where they are known, biases included."""
+    if found is None:
+        return size.moe_layers * (size.expert + size.hidden)
+    return sum(
+        sum(tensor.numel() for tensor in (*layer.experts.parameters(), *(part.tensor for part in layer.routing)))
+        // layer.n_experts
+        for layer in found["moe_layers"]
+    )
 
 
 def _calibration(config: Config) -> Iterator[Row]:
@@ -136,20 +163,25 @@ def _calibration(config: Config) -> Iterator[Row]:
         )
 
 
-def _uses(config: Config) -> Iterator[Row]:
+def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.files import quantization
+    from moe_lab.pruning.channels import refusal
     from moe_lab.pruning.export_form import SHAPES
+    from moe_lab.pruning.layout import can_bar
 
     method = quantization(config.model)
-    for granularity in ("expert", "channel"):
+    stored = f"its weights are stored as {method}" if method else None
+    uncut = next((f"its experts {why}" for layer in found["moe_layers"] if (why := refusal(layer.experts))), None)
+    for granularity, reason in (("expert", None), ("channel", uncut)):
         names = [
             name
             for name, criterion in sorted(criteria.CRITERIA.items())
-            if criterion.granularity == granularity and not (method and criterion.needs_plain_weights)
+            if criterion.granularity == granularity and not (method and criterion.needs_plain_weights) and not reason
         ]
-        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for its weights are stored as {method}"
-    yield "exports", ", ".join(SHAPES) if method is None else f"none, for its weights are stored as {method}"
+        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason or stored}"
+    shapes = [shape for shape in SHAPES if shape != "masked" or can_bar(found["routing"])]
+    yield "exports", f"none, for {stored}" if stored else ", ".join(shapes)
 
 
 if __name__ == "__main__":

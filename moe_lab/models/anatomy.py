@@ -20,8 +20,9 @@ def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     """model_type; `layers`, the number of decoder layers; `moe`: number of such a layer -> its experts and gate rule in
     words; `parameters`: part -> how many, each counted once.
 
-    `shape`: what model.expected would say of it. The model is built on the meta device. UserError, with the reason, for
-    one that is not supported, or is not what is expected.
+    `shape`: what model.expected would say of it; `moe_layers`: its MoE layers, without weights; `routing`: names of
+    all tensors that decide where tokens go. The model is built on the meta device. UserError, with the reason, for one
+    that is not supported, or is not what is expected.
     """
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     shape = architecture(model)
@@ -34,6 +35,8 @@ def anatomy(folder: Path, settings: ModelConfig) -> dict[str, Any]:
         "moe": {layer.index: f"{_experts(layer)}; {rule}" for layer, rule in zip(layers, _rules(layers), strict=True)},
         "parameters": _parameters(model, layers),
         "shape": shape,
+        "moe_layers": layers,
+        "routing": [name for layer in layers for name in _routing(layer)],
     }
 
 
@@ -53,6 +56,11 @@ def _rules(layers: list[MoELayer]) -> list[str]:
             known[alike] = gate_rule(layer)
         found.append(known[alike])
     return found
+
+
+def _routing(layer: MoELayer) -> list[str]:
+    places = {id(module): path for path, module in layer.block.named_modules(prefix=layer.name.rpartition(".")[0])}
+    return [f"{places[id(part.module)]}.{part.name}" for part in layer.routing]
 
 
 def _parameters(model: Any, layers: list[MoELayer]) -> dict[str, int]:

@@ -22,7 +22,7 @@ WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
     """UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
     for layer in layers:
-        if reason := _refusal(layer.experts):
+        if reason := refusal(layer.experts):
             raise UserError(
                 f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, because its "
                 f"experts {reason}: use a criterion of whole experts"
@@ -51,8 +51,8 @@ def narrow(layer: MoELayer, mask: Mask) -> None:
         setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer.experts, mask))
 
 
-def _refusal(experts: Any) -> str | None:
-    """Why no channels can be removed from a module, or None."""
+def refusal(experts: Any) -> str | None:
+    """Why no channels can be removed from an experts module, in words that follow "its experts"; None if they can."""
     reasons = {
         "have biases": experts.has_bias,
         "have no gate projection": not experts.has_gate,

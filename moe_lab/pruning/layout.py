@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +88,14 @@ def expert_type(checkpoint: Checkpoint) -> str:
 def check_masked(folder: Path) -> None:
     """UserError unless routers of a checkpoint have a vector in which a dropped expert can be barred, as far as names
     tell."""
-    checkpoint = open_checkpoint(folder)
-    vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
-    if not any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in checkpoint.tensors):
+    if not can_bar(open_checkpoint(folder).tensors):
         raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
+
+
+def can_bar(names: Iterable[str]) -> bool:
+    """Whether a vector in which a dropped expert can be barred is among the tensors of these names."""
+    vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
+    return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
 
 def _blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:

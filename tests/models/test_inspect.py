@@ -82,3 +82,41 @@ def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no: model_type=jetmoe is not supported" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert inspect.main(["model=pocket_olmo"]) == 2
     assert "did you mean pocket_olmoe?" in capsys.readouterr().err
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = inspect.main(list(words))
+    return code, " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        model = tiny.AutoModelForCausalLM.from_config(tiny.config("gpt_oss", hidden_size=1024, intermediate_size=2048))
+    model.config.save_pretrained(tmp_path)
+    code, said = told(capsys, "model=local", f"model.path={tmp_path}", "grid.ratio=[0.5]")
+    layers = routed_layers(model)
+    gone = sum(weight.numel() for layer in layers for weight in layer.experts.parameters()) // 2
+    gone += sum(part.tensor.numel() for layer in layers for part in layer.routing) // 2
+    left = sum(weight.numel() for weight in model.parameters()) - gone
+    assert code == 0 and f"without 50% of the experts {2 * left / 2**30:.2f} GiB" in said
+    for words in (
+        "calibration, forward about",
+        "channels none, for its experts have biases",
+        "exports natural, masked",
+    ):
+        assert words in said
+
+
+def test_a_model_that_is_nowhere_is_not_called_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = told(capsys, "model=local", "model.path=nobody/nothing")
+    assert code == 1 and "give a folder" in said and "expected" not in said
+
+
+@pytest.mark.parametrize(("name", "masked"), [("olmoe", False), ("ernie4_5_moe", False), ("deepseek_v3", True)])
+def test_exports_that_its_router_cannot_have_are_left_out(
+    name: str, masked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(name, tmp_path)
+    code, said = told(capsys, "model=local", f"model.path={tmp_path}")
+    assert code == 0 and "heapr" in said
+    assert ("exports natural, masked, padded" if masked else "exports natural, padded") in said
