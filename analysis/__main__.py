@@ -140,7 +140,7 @@ def _run(request: Request) -> int:
 
     for name in request.names:
         if name not in (*catalogue.CATALOGUE, *ALSO, "all", "report"):
-            raise unknown("name", name, [*catalogue.CATALOGUE, *ALSO, "all", "report", "diff"])
+            raise catalogue.unknown_name(name)
     if request.compare:
         _comparable(request)
     newest = studies(request.store)[0]
@@ -178,6 +178,11 @@ def _write(request: Request, material: Material, out: Path) -> bool:
     lacking = [name for name in request.names if made.get(ALSO.get(name, name)) == []]
     for name in lacking:
         print(f"analysis: {name} needs {needs(name)}, which study={material.study.name} does not have", file=sys.stderr)
+    if "all" in request.names and (
+        without := [name for name, outputs in made.items() if not outputs and name != "gaps"]
+    ):
+        words = "nothing to be made of (asked for by name, each says what it needs)"
+        print(f"analysis: {words}: {', '.join(without)}", file=sys.stderr)
     return not lacking
 
 

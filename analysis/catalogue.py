@@ -36,7 +36,7 @@ from analysis.load import Study
 from analysis.made import Output, of_model, unless_empty
 from analysis.style import Figure
 from analysis.winners import winner_map
-from moe_lab.errors import unknown
+from moe_lab.errors import UserError, nearest
 
 
 class Material:
@@ -283,9 +283,16 @@ def make(wanted: Iterable[str], material: Material) -> dict[str, list[Output]]:
     made: dict[str, list[Output]] = {}
     for name in dict.fromkeys(ALSO.get(each, each) for each in wanted):
         if name not in CATALOGUE:
-            raise unknown("name", name, [*CATALOGUE, *ALSO, "all", "report"])
+            raise unknown_name(name)
         made[name] = CATALOGUE[name](material)
     return made
+
+
+def unknown_name(name: str) -> UserError:
+    """The error for a name that no output has: the nearest one, and where all of them are listed."""
+    close = nearest(name, [*CATALOGUE, *ALSO, "all", "report", "diff"])
+    hint = f": did you mean {close}?" if close else ""
+    return UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
 
 
 def write(outputs: Iterable[Output], out: Path) -> list[Path]:

@@ -62,9 +62,17 @@ def _who_chose(pruned: pd.DataFrame) -> str:
 def _how_much(pruned: pd.DataFrame) -> str:
     """Ratios, of what, and the calibration sets."""
     ratios = names.listing(names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})) or "none"
-    sets = names.calibrations_in_order(set(pruned["calibration"]) - {"none"})
-    by_data = f", with {names.listing(names.calibration(s).lower() for s in sets)} calibration" if sets else ""
-    return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{by_data}"
+    return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"
+
+
+def _by_data(pruned: pd.DataFrame) -> str:
+    """The calibration sets, of each model where they differ."""
+    models: dict[str, list[str]] = {}
+    for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
+        sets = names.calibrations_in_order(cells["calibration"])
+        models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(key["model"])
+    told = (f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}" for sets, of in models.items())
+    return f", with {names.listing(told)}" if models else ""
 
 
 def _stored(pruned: pd.DataFrame) -> str:
@@ -112,6 +120,9 @@ def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
     ties = int((found["winners"].map(len) > 1).sum())
     rest = [f"others: {', '.join(others)}"] if others else []
     rest += [count(ties, "column is tied", "columns are tied")] if ties else []
+    squares = found.loc[[winners == (counts.index[0],) for winners in found["winners"]], ["cell", "column"]]
+    if squares.duplicated().any():
+        rest.append(f"{leader} reads no text: its one plan stands in every calibration set")
     tail = f" ({'; '.join(rest)})" if rest else ""
     return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."
 

@@ -113,7 +113,9 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[f
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
     both = proxy[[*keys, "score"]].merge(damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact"))
     rows = []
-    for key, frame in groups(both.sort_values(["layer", "expert"]), ["model", "calibration"]):
+    models = {name: place for place, name in enumerate(both["model"].unique())}
+    both = both.assign(place=both["model"].map(models)).sort_values(["place", "layer", "expert"], kind="stable")
+    for key, frame in groups(both, ["model", "calibration"]):
         layers = [layer for _, layer in groups(frame, ["layer"])]
         for ratio in ratios:
             shares, chance = [], []

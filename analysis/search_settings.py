@@ -16,7 +16,7 @@ from analysis.made import Made, unless_empty
 from analysis.published_numbers import Printed, numbers
 from analysis.search_tables import is_searched
 from analysis.step_tables import GPU_PEAK
-from analysis.tables import SCORE, Table, setting
+from analysis.tables import SCORE, Table, reading, setting
 
 MEBIBYTE, HOUR = 2**20, 3600
 SAME = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
@@ -56,7 +56,8 @@ def cost_table(study: Study, comparisons: Sequence[Comparison], *, name: str) ->
         name=name,
         title="What searches cost, and what memory pruning saves",
         caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most, "
-        "beside it that on GPUs, where some were used; loading memory: the model in bfloat16.",
+        "beside it that on GPUs, where some were used; loading memory: the model in bfloat16. Made with "
+        f"{reading(study)}",
         frame=pd.DataFrame({shown: list(column) for shown, column in every.items()}),
         formats={shown: form for shown, (_, form) in values.items()},
         blocks=TEXT[:1],

@@ -13,7 +13,7 @@ from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
 from analysis.settings import pruned
-from analysis.tables import SCORE, Table, setting
+from analysis.tables import SCORE, Table, reading, setting
 from analysis.winners import LEVEL
 
 SEARCHED = "evolutionary"
@@ -153,7 +153,8 @@ def search_table(study: Study, *, name: str = "evoesap.search") -> Table:
         title="What the searches found and cost",
         caption="Fitness of the uniform allocation and of the best one found, higher is better. Evaluated: schedules "
         "whose fitness was measured; full forwards: what they and the screening of proposals cost, counted in passes "
-        "over the search set; layers run: share of the layers a schedule needed on average, the others were reused.",
+        "over the search set; layers run: share of the layers a schedule needed on average, the others were reused. "
+        f"Made with {reading(study)}",
         frame=pd.DataFrame({**text, **{column: values for column, (values, _) in numbers.items()}}),
         formats={column: form for column, (_, form) in numbers.items()},
     )

@@ -23,7 +23,7 @@ def settings(cells: pd.DataFrame) -> pd.Series:
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, words in WORDS.items():
             if own[axis].nunique() > 1:
-                told[own.index] = list(map(joined, told[own.index], own[axis].map(words.format)))
+                told.loc[own.index] = list(map(joined, told[own.index], own[axis].map(words.format)))
     return told
 
 

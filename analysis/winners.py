@@ -24,7 +24,7 @@ SETTINGS = ["model", "ratio", "gate", "seed"]
 """What one map is about: columns and calibration sets are its two sides."""
 
 
-_BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
+_BEST = ("winners", "cell", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
 
 
 def winner_map(
@@ -34,8 +34,8 @@ def winner_map(
 
     criteria: whose plain methods compete, by default all methods do; columns: displayed columns by default, benchmarks
     are possible too. Returned columns: SETTINGS, pruned (how much, in words), calibration, column, winners (tuple of
-    methods' keys, several when tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p,
-    p_holm, beyond_noise.
+    methods' keys, several when tied), cell (of the first winner), score, runner_up, runner_up_score, lead, lead_low,
+    lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -85,7 +85,7 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
     top = max(printed.values())
     winners = tuple(name for name, value in printed.items() if value == top)
     rest = {name: value for name, value in printed.items() if value != top}
-    best = {"winners": winners, "score": values[winners[0]], "runner_up": "", "p": np.nan}
+    best = {"winners": winners, "cell": cells[winners[0]], "score": values[winners[0]], "runner_up": "", "p": np.nan}
     if not rest:
         return best
     second = max(rest, key=lambda name: rest[name])

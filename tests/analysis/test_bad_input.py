@@ -195,6 +195,23 @@ def test_wrong_words_get_the_nearest(
     assert sentence in capsys.readouterr().err
 
 
+def test_all_lists_what_it_could_make_nothing_of_and_a_wrong_name_gets_no_list(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(["ranks"], Material(load(store, "made_up")))
+    out = f"out={store / 'out'}"
+    assert command.main(["unified.tabl5", f"store={store}"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean unified.table5" in said and "analysis help" in said and len(said) < 150
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("analysis.catalogue.CATALOGUE", {"ranks": lambda _: made["ranks"], "gaps": lambda _: []})
+        assert command.main(["all", f"store={store}", out]) == 0
+        assert "nothing to be made of" not in capsys.readouterr().err
+        patched.setattr("analysis.catalogue.CATALOGUE", {"ranks": lambda _: made["ranks"], "coverage": lambda _: []})
+        assert command.main(["all", f"store={store}", out]) == 0
+        assert capsys.readouterr().err.strip().endswith("each says what it needs): coverage")
+
+
 def test_a_store_without_studies_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["all", f"store={tmp_path}"]) == 2
     assert "holds no study yet: run one first" in capsys.readouterr().err

@@ -14,8 +14,9 @@ from synthetic import write_store
 from analysis import settings
 from analysis.catalogue import Material, make
 from analysis.evaluations import labels
-from analysis.findings import who_won
+from analysis.findings import what_was_run, who_won
 from analysis.load import Study, load
+from analysis.overlap import proxy_overlap
 from analysis.style import Figure
 from analysis.tables import Table
 from analysis.views import winner_views
@@ -80,3 +81,26 @@ def test_records_of_before_are_read_and_of_several_the_shown_one_is_taken() -> N
     for steps, taken in ((old, "old"), ({**old, **other}, "other"), ({**old, **other, **own}, "own"), (own, "own")):
         assert settings.of_passes(steps, usual) == {("code", "m"): taken}
     assert settings.of_passes(None, usual) == {}
+
+
+def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:
+    few = {"items": 8, "tasks": ("gsm8k",), "ratios": (0.5,), "criteria": ("frequency", "magnitude")}
+    sets = {"b": ("pocket_general", "pocket_code"), "a": ("pocket_general",)}
+    for model, calibrations in sets.items():
+        write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
+    study = load(tmp_path, "all")
+    shuffled = study.damage.sample(frac=1, random_state=0)
+    proxy = proxy_overlap(study.family.sort_values("layer", kind="stable"), shuffled)
+    models = proxy["model"].tolist()
+    assert models == sorted(models, key=models.index) and set(models) == {"a", "b"}
+    assert ", with general calibration of a and general and code calibration of b)" in what_was_run(study)
+
+
+def test_a_plan_that_reads_no_text_is_said_to_count_in_every_set(tmp_path: Path) -> None:
+    few = {"items": 40, "tasks": ("gsm8k",), "ratios": (0.5,), "criteria": ("random", "magnitude"), "overlap": False}
+    material = Material(load(write_store(tmp_path, calibrations=("pocket_code",), **few), "made_up"))
+    again = material.winners.assign(calibration="pocket_math")
+    (once,), (twice,) = who_won(material.winners), who_won(pd.concat([material.winners, again], ignore_index=True))
+    assert "Magnitude won 1 of 1 columns" in once and "reads no text" not in once
+    assert "Magnitude won 2 of 2 columns" in twice
+    assert "Magnitude reads no text: its one plan stands in every calibration set" in twice
