@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_json
+from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_header, read_json
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
 from moe_lab.paths import resolve
 
@@ -23,8 +23,14 @@ SHORTEST_COMMIT = 7
 """Digits of a commit that tell it from others."""
 HASHED_WHOLE = 1 << 30
 """Bytes of weights up to which a fingerprint reads all of them."""
-SAMPLES, SAMPLE = 64, 1 << 20
-"""Beyond, it reads the header, and so many samples of so many bytes, of each file."""
+TENSOR_WHOLE = 8 << 20
+"""Beyond, bytes of a tensor up to which it is read whole: routers, norms, biases. Not so those of one expert, which are
+most of a checkpoint."""
+SAMPLE, STRIDE = 1 << 14, 4 << 20
+"""Of others, samples of so many bytes: from the start, the middle and the end, and no further than STRIDE apart."""
+ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
+BLOCK = 1 << 20
+"""Bytes of one read."""
 
 
 UNPACKED = ("mxfp4",)
@@ -123,8 +129,10 @@ def has_pickles_only(folder: Path) -> bool:
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
 
-    Weights of up to 1 GiB are read whole; of larger ones the headers, sizes and 64 samples of 1 MiB a file.
-    Independent of the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder.
+    Weights of up to 1 GiB are read whole. Of larger ones the headers, every small tensor whole and samples of every
+    large one, so that no tensor can be replaced unseen; what changes a few bytes of a large one may be missed.
+    Independent of the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder,
+    and for damaged safetensors files.
     """
     folder = Path(resolve(str(path))).expanduser()
     if not folder.is_dir():
@@ -213,16 +221,32 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
 def _all(file: Path) -> Iterator[bytes]:
     with file.open("rb") as opened:
-        while part := opened.read(SAMPLE):
+        while part := opened.read(BLOCK):
             yield part
 
 
 def _samples(file: Path) -> Iterator[bytes]:
+    """The header of a file of weights, and what of its tensors is read; pickles count as one tensor."""
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        yield start
-        yield opened.read(min(int.from_bytes(start, "little"), size))
-        for number in range(SAMPLES):
-            opened.seek((size - SAMPLE) * number // (SAMPLES - 1) if size > SAMPLE else 0)
-            yield opened.read(SAMPLE)
+    with file.open("rb", buffering=0) as opened:
+        if file.suffix == ".safetensors":
+            entries = read_header(file)[1]
+            yield opened.read(size - sum(entry.size for entry in entries.values()))
+            ranges = [
+                (entry.start + at, length)
+                for name, entry in entries.items()
+                for at, length in _read_of(entry.size, 3 * SAMPLE if ONE_EXPERT.search(name) else TENSOR_WHOLE)
+            ]
+        else:
+            ranges = list(_read_of(size, 0))
+        for start, length in ranges:
+            opened.seek(start)
+            yield opened.read(length)
+
+
+def _read_of(size: int, whole: int) -> list[tuple[int, int]]:
+    """(first byte, how many) of what is read of `size` bytes, all of up to `whole` of them."""
+    if size <= max(whole, SAMPLE):
+        return [(0, size)]
+    gaps = max(2, -(-(size - SAMPLE) // STRIDE))
+    return [((size - SAMPLE) * number // gaps, SAMPLE) for number in range(gaps + 1)]

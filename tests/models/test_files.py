@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import files
+from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.files import check, fingerprint, local_folder
 
 
@@ -93,17 +95,60 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
         (folder / file).write_bytes((original / file).read_bytes())
 
 
-def test_large_weights_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fingerprint(str(folder))
-    monkeypatch.setattr(files, "HASHED_WHOLE", 1000)
-    monkeypatch.setattr(files, "SAMPLE", 64)
-    sampled = fingerprint(str(folder))
-    assert sampled != whole and sampled == fingerprint(str(folder))
-    shard = folder / "model-00003-of-00007.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    assert fingerprint(str(folder)) != sampled
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes as if the tiny checkpoint were a large one: routers of 1 KiB, 3 KiB matrices of an expert."""
+    for name, value in {"HASHED_WHOLE": 1000, "TENSOR_WHOLE": 2048, "SAMPLE": 64, "STRIDE": 512}.items():
+        monkeypatch.setattr(files, name, value)
+
+
+@pytest.mark.usefixtures("sampled")
+def test_no_tensor_of_large_weights_can_be_another_unseen(folder: Path) -> None:
+    """Each becomes another one, small ones in one byte; large ones in any stretch of STRIDE + SAMPLE bytes."""
+    before = fingerprint(folder)
+    kinds = set()
+    for name, entry in open_checkpoint(folder).tensors.items():
+        small = entry.size <= (3 * 64 if ".experts." in name else 2048)
+        kinds.add(small)
+        last = entry.start + entry.size
+        for first, size in [(last - 2, 1)] if small else [(entry.start, entry.size), (last - 1000, 576)]:
+            with changed(folder / entry.shard, first, size):
+                assert fingerprint(folder) != before, name
+    assert kinds == {True, False} and fingerprint(folder) == before
+
+
+@pytest.mark.usefixtures("sampled")
+def test_of_large_weights_little_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expert = [entry for name, entry in open_checkpoint(folder).tensors.items() if files.ONE_EXPERT.search(name)]
+    assert sum(length for _, length in files._read_of(expert[0].size, 0)) < expert[0].size / 4
+    with changed(folder / expert[0].shard, expert[0].start + 100, 1):
+        before = fingerprint(folder)
+    assert before == fingerprint(folder), "a byte between samples is not seen"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("pytorch_model.bin", True), ("model-00001-of-00007.safetensors", False)]
+)
+@pytest.mark.usefixtures("sampled")
+def test_pickles_are_sampled_and_damage_is_said(folder: Path, name: str, changes: bool) -> None:
+    if not changes:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-5])
+        with pytest.raises(UserError, match=f"{name} is damaged"):
+            fingerprint(folder)
+        return
+    (folder / name).write_bytes(bytes(10_000))
+    before = fingerprint(folder)
+    with changed(folder / name, 5000, 600):
+        assert fingerprint(folder) != before
+
+
+@contextmanager
+def changed(file: Path, first: int, size: int) -> Iterator[None]:
+    """Some bytes of a file are others."""
+    data = file.read_bytes()
+    file.write_bytes(data[:first] + bytes(byte ^ 1 for byte in data[first : first + size]) + data[first + size :])
+    yield
+    file.write_bytes(data)
 
 
 def test_fingerprint_of_no_folder() -> None:
