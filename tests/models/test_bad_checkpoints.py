@@ -124,15 +124,19 @@ def test_missing_bytes_are_counted(folder: Path) -> None:
 
 def test_a_plan_knows_the_model_it_was_made_for(folder: Path, plan: Plan) -> None:
     """Two models of one shape are told apart by their weights."""
-    made = Plan(plan.experts, plan.n_experts, {"model_sha256": fingerprint(folder)})
-    export(folder, made, folder.parent / "out")
-    shutil.rmtree(folder.parent / "out")
+    made = Plan(plan.experts, plan.n_experts, {"model": "little", "model_sha256": fingerprint(folder)})
+    out = export(folder, made, folder.parent / "out")
+    assert "# little, pruned" in (out / "README.md").read_text()
+    shutil.rmtree(out)
     tensors = load_file(folder / SHARD)
     next(iter(tensors.values())).view(-1)[:1].add_(1)
     save_file(tensors, folder / SHARD, {"format": "pt"})
     refused(lambda: export(folder, made, folder.parent / "out"), "plan is for another model: .* of fingerprint")
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
-    export(folder, plan, folder.parent / "out")  # one that does not say
+    named = Plan(plan.experts, plan.n_experts, {"model": "another/model"})  # which proves nothing
+    kept = shutil.copytree(folder, folder.parent / "models--somebody--tiny-moe" / "snapshots" / "0123456789")
+    out = export(kept, named, folder.parent / "out")
+    assert "# somebody/tiny-moe, pruned" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

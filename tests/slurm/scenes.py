@@ -19,7 +19,7 @@ AGNOSTIC = [
     "model=pocket_olmoe",
     "suite.benchmarks=[pocket_boolq,pocket_gsm8k]",
     "grid.criterion=[man,reap,aimer,random]",
-    "grid.calibration=[pocket_code]",
+    "calibration=pocket_code",
 ]
 """The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
 PASS = ["criterion=man", "suite.benchmarks=[]", "study=pass", "calibration.tokens=16384", "calibration.batch_size=1"]

@@ -27,17 +27,21 @@ def job(tmp_path: Path, data: str) -> Job:
     return Job("evaluate", "x", {"benchmark": {"data": data}}, runtime, {}, str(tmp_path), str(tmp_path))
 
 
-def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def nobody(job: Job) -> Any:
         yield None, None
 
+    monkeypatch.setattr(pruned, "_subject", nobody)
+
+
+def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluate(subject: Any, *_: Any, **__: Any) -> None:
         given.append(subject.template_arguments)
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
 
     given: list[Any] = []
-    monkeypatch.setattr(pruned, "_subject", nobody)
     monkeypatch.setattr(run, "evaluate", evaluate)
     pruned.evaluate(job(tmp_path, suite.data_digest(BENCHMARK)))
     assert given == [{"enable_thinking": False}]
@@ -45,4 +49,4 @@ def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monke
 
 def test_data_that_changed_since_it_was_asked_for_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="its data is not what it was"):
-        pruned.grade(job(tmp_path, "another"))
+        pruned.evaluate(job(tmp_path, "another"))
