@@ -133,8 +133,18 @@ def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost
     plan.save(target / "plan.json")
     card = folder / CARD
     original = card.read_text(encoding="utf-8") if card.is_file() else None
-    name = str(plan.provenance.get("model", folder.resolve().name))
-    (target / CARD).write_text(model_card(plan, name, original, cost), encoding="utf-8")
+    (target / CARD).write_text(model_card(plan, _name(folder, plan), original, cost), encoding="utf-8")
+
+
+def _name(folder: Path, plan: Plan) -> str:
+    """What the original is called: as the plan says where its fingerprint was compared, else as its folder is, which in
+    the hub's cache is models--OWNER--NAME/snapshots/COMMIT."""
+    where = folder.resolve()
+    if plan.provenance.get("model_sha256") and "model" in plan.provenance:
+        return str(plan.provenance["model"])
+    if where.parent.name == "snapshots":
+        return where.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return where.name
 
 
 def _others(folder: Path) -> list[Path]:

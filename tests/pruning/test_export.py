@@ -86,7 +86,7 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
     assert Plan.load(out / "plan.json") == plan
     card = (out / "README.md").read_text()
     assert card.startswith(
-        "---\nlicense: mit\n---\n\n# little, pruned\n\n24 of 48 routed experts are kept: 8 in each of 3"
+        "---\nlicense: mit\n---\n\n# model, pruned\n\n24 of 48 routed experts are kept: 8 in each of 3"
     )
     assert '"criterion": "man"' in card and plan.digest in card and card.endswith("# Nice model\nIt talks.\n")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -173,7 +173,7 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
         ),
         (lambda t: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has 0 router weights, expected 1"),
         (lambda t: t.pop(EXPERT.format(3)), "the experts of layer 1 do not all have the same tensors"),
-        (lambda t: t.update({EXPERT.format(16): torch.ones(1)}), "its layer 1 has 16 experts, .* has 17"),
+        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), "its layer 1 has 16 experts, .* has 17"),
         (
             lambda t: t.update({"model.layers.1.mlp.gate.weight": torch.ones(8, 32)}),
             r"gate\.weight has shape \(8, 32\)",
