@@ -14,5 +14,5 @@ def here(device: str) -> str:
     asked = subprocess.run(words, capture_output=True, text=True)
     if asked.returncode:
         reason = asked.stderr.strip().splitlines()[-1].partition(": ")[2]
-        raise UserError(f"timing=true: {reason}")
+        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
     return asked.stdout.strip().splitlines()[-1]

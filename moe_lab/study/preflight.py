@@ -24,7 +24,8 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import settings as recoveries
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
-from moe_lab.study import resources
+from moe_lab.study import device, resources
+from moe_lab.study.launch import visible_gpus
 from moe_lab.study.maker import evidence_of, reads_text
 
 NAME = re.compile(r"\w[\w.+-]*")
@@ -41,12 +42,27 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 
 
 def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
-    """One sentence for everything that its benchmarks need and is not here, or not allowed."""
-    policy = suite.policy(config)
-    found = [sentence for _, benchmarks in requests for sentence in suite.lacking(benchmarks, policy)]
+    """One sentence for everything that its benchmarks and its models need and is not here, or not allowed."""
+    policy, asked = suite.policy(config), list(requests)
+    found = [sentence for _, benchmarks in asked for sentence in suite.lacking(benchmarks, policy)]
+    if config.launcher.name != "slurm":  # whose nodes have what this machine may lack
+        for named in dict.fromkeys(cell.model.device for cells, _ in asked for cell in cells):
+            found += said(partial(_check_device, named))
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
         found += said(partial(backend.check_installed, config.backend))
     return list(dict.fromkeys(found))
+
+
+def _check_device(named: str) -> None:
+    """UserError when model.device is not on this machine; torch, which takes seconds, is asked only where the driver
+    does not already list it."""
+    kind, _, number = named.partition(":")
+    listed = len(visible_gpus())
+    there = named in ("auto", "cpu") or (
+        kind == "cuda" and (not number or number.isdigit()) and int(number or 0) < listed
+    )
+    if not there:
+        device.here(named)
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
