@@ -54,14 +54,11 @@ def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Be
 
 
 def _check_device(named: str) -> None:
-    """UserError when model.device is not on this machine; torch, which takes seconds, is asked only where the driver
-    does not already list it."""
+    """UserError when the CUDA device of model.device is not on this machine; torch, which takes seconds, is asked only
+    where the driver does not already list it. What spreads a model over devices takes those there are, the CPU too."""
     kind, _, number = named.partition(":")
-    listed = len(visible_gpus())
-    there = named in ("auto", "cpu") or (
-        kind == "cuda" and (not number or number.isdigit()) and int(number or 0) < listed
-    )
-    if not there:
+    listed = (number or "0").isdigit() and int(number or 0) < len(visible_gpus())
+    if kind == "cuda" and not listed:
         device.here(named)
 
 
