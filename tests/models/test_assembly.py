@@ -56,10 +56,10 @@ def test_what_the_model_says_of_precision_is_left_to_transformers() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 30), (24, 1), (12, 32)])
-def test_an_expert_of_another_shape_is_not_stretched(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.ones(shape)
+    tensors.update({f"model.layers.1.mlp.experts.{number}.up_proj.weight": torch.ones(shape) for number in range(16)})
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.experts\.gate_up_proj"), model.layer(1):

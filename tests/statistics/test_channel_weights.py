@@ -68,8 +68,8 @@ def test_missing_weights_are_noticed(folder: Path) -> None:
         weigh_channels(folder, fingerprint={})
 
 
-def test_experts_of_several_widths_are_refused(folder: Path) -> None:
-    rewrite(folder, **{DOWN: torch.ones(32, 23)})
+def test_projections_of_several_widths_are_refused(folder: Path) -> None:
+    rewrite(folder, **{DOWN.replace("__3__", f"__{number}__"): torch.ones(32, 23) for number in range(16)})
     with pytest.raises(UserError, match=r"experts of layer 1 have \[23, 24\] channels, expected one width"):
         weigh_channels(folder, fingerprint={})
 
