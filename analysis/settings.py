@@ -23,7 +23,8 @@ def settings(cells: pd.DataFrame) -> pd.Series:
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, words in WORDS.items():
             if own[axis].nunique() > 1:
-                told.loc[own.index] = list(map(joined, told[own.index], own[axis].map(words.format)))
+                said = map(joined, told[own.index], own[axis].map(words.format))
+                told.update(pd.Series(list(said), own.index, dtype=object))
     return told
 
 

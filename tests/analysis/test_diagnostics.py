@@ -124,4 +124,4 @@ def test_what_is_lacking_is_said_with_what_it_needs(small: Path, tmp_path: Path,
     said = capsys.readouterr().err
     assert "coverage.table6 needs one channel criterion under allocation=coverage and others, which" in said
     assert (tmp_path / "tables" / "ranks.csv").exists()
-    assert set(NEEDS) <= set(catalogue.CATALOGUE) and needs("ranks") == "results"
+    assert set(NEEDS) <= set(catalogue.CATALOGUE) and needs("ranks") == "results of pruned models"
