@@ -137,10 +137,11 @@ def _run(request: Request) -> int:
     from analysis.documents import studies
     from analysis.items import ALSO
     from analysis.load import load
+    from analysis.needs import unknown_name
 
     for name in request.names:
         if name not in (*catalogue.CATALOGUE, *ALSO, "all", "report"):
-            raise catalogue.unknown_name(name)
+            raise unknown_name(name, catalogue.CATALOGUE)
     if request.compare:
         _comparable(request)
     newest = studies(request.store)[0]

@@ -34,9 +34,9 @@ from analysis.comparison import Comparison, compare
 from analysis.items import ALSO
 from analysis.load import Study
 from analysis.made import Output, of_model, unless_empty
+from analysis.needs import unknown_name
 from analysis.style import Figure
 from analysis.winners import winner_map
-from moe_lab.errors import UserError, nearest
 
 
 class Material:
@@ -283,16 +283,9 @@ def make(wanted: Iterable[str], material: Material) -> dict[str, list[Output]]:
     made: dict[str, list[Output]] = {}
     for name in dict.fromkeys(ALSO.get(each, each) for each in wanted):
         if name not in CATALOGUE:
-            raise unknown_name(name)
+            raise unknown_name(name, CATALOGUE)
         made[name] = CATALOGUE[name](material)
     return made
-
-
-def unknown_name(name: str) -> UserError:
-    """The error for a name that no output has: the nearest one, and where all of them are listed."""
-    close = nearest(name, [*CATALOGUE, *ALSO, "all", "report", "diff"])
-    hint = f": did you mean {close}?" if close else ""
-    return UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
 
 
 def write(outputs: Iterable[Output], out: Path) -> list[Path]:

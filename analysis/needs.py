@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from analysis.items import ALSO
+from moe_lab.errors import UserError, nearest
 
 _SEARCH = "cells with allocation=evolutionary"
 _WEIGHTS = "cells with criterion=aimer"
@@ -81,3 +82,10 @@ DEFAULT = "results of pruned models"
 def needs(name: str) -> str:
     """What the output `name` needs, in words."""
     return NEEDS.get(ALSO.get(name, name), DEFAULT)
+
+
+def unknown_name(name: str, known: Iterable[str]) -> UserError:
+    """The error for a name that no output has: the nearest one, and where all of them are listed."""
+    close = nearest(name, [*known, *ALSO, "all", "report", "diff"])
+    hint = f": did you mean {close}?" if close else ""
+    return UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
