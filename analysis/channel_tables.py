@@ -14,8 +14,8 @@ from analysis.frames import groups
 from analysis.load import Study
 from analysis.tables import Table
 
-SMOOTHING = "smoothing"
-"""The setting of `coverage` that MoE-Slimming's Table 7 varies."""
+SMOOTHING = {"smoothing", "layer_smoothing"}
+"""What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
 COMPETING = ["ratio", "calibration", "gate", "seed"]
 """Cells that agree in these are compared with each other where allocations or channel scores vary."""
@@ -63,7 +63,7 @@ def allocator_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform widths."""
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
-        chosen = cells[[SMOOTHING not in methods.allocation(word)[1] for word in cells["allocation"]]]
+        chosen = cells[[SMOOTHING.isdisjoint(methods.allocation(word)[1]) for word in cells["allocation"]]]
         if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
             base = _only(chosen[chosen["allocation"] == "uniform"])
             blocks.append(
@@ -83,9 +83,9 @@ def smoothing_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
         parsed = [methods.allocation(word) for word in cells["allocation"]]
-        chosen = cells[[allocation == "coverage" and set(found) <= {SMOOTHING} for allocation, found in parsed]]
+        chosen = cells[[allocation == "coverage" and set(found) <= SMOOTHING for allocation, found in parsed]]
         if chosen["allocation"].nunique() > 1:
-            words = chosen["allocation"].map(lambda word: methods.allocation(word)[1].get(SMOOTHING, DEFAULT_SMOOTHING))
+            words = chosen["allocation"].map(_smoothing)
             base = _only(chosen[words == DEFAULT_SMOOTHING])
             blocks.append(Block(comparison, names.ratio(key["ratio"]), _words(words), base))
     return block_table(
@@ -93,8 +93,8 @@ def smoothing_table(study: Study, comparisons: Sequence[Comparison], *, name: st
         blocks,
         name=name,
         title="Channel budgets: smoothing",
-        caption=f"How layer losses and the attributions of experts are smoothed. Difference: Avg minus that of "
-        f"{DEFAULT_SMOOTHING}, the default, paired.",
+        caption="How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: Avg minus "
+        f"that of {DEFAULT_SMOOTHING}, the default, paired.",
     )
 
 
@@ -159,6 +159,11 @@ def _channel_groups(
         cells = plain(comparison)
         for key, found in _groups(cells[cells["granularity"] == "channel"], columns):
             yield comparison, key, found
+
+
+def _smoothing(allocation: str) -> str:
+    """How an allocation smooths layer losses."""
+    return next(iter(methods.allocation(allocation)[1].values()), DEFAULT_SMOOTHING)
 
 
 def _only(cells: pd.DataFrame) -> int | None:

@@ -23,7 +23,8 @@ def coverage(
     intra: Literal["coverage", "uniform", "ranking"] = "coverage",
     layer_prior: Literal["loss", "none"] = "loss",
     prior: Prior = "ala1",
-    smoothing: Smoothing = "sqrt",
+    layer_smoothing: Smoothing = "sqrt",
+    expert_smoothing: Smoothing = "sqrt",
     search: Search = "exact",
     beta: float = 0.02,
     floor: float = 0.1,
@@ -33,19 +34,20 @@ def coverage(
     First `inter` gives each layer its budget: CBA over the pooled channels of the layers with the smoothed layer loss
     (or 1) as target, the same share, a U over the depth (`beta`, `floor`), or in proportion to the smoothed layer loss.
     Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, evenly, or the best channels of
-    the layer. `smoothing` is for both. search=exact meets every budget to the channel; search=paper stops within 1 %,
-    half of it in each stage when both stages search.
+    the layer. `layer_smoothing` is of the layer loss, which MoE-Slimming's Tables 7 and 15 vary; `expert_smoothing` is
+    of `prior`. search=exact meets every budget to the channel; search=paper stops within 1 %, half of it in each stage
+    when both stages search.
     """
     searching = (inter, intra).count("coverage")
     tolerance = TOLERANCE / max(searching, 1)
     scores = problem.scores
     if inter == "coverage":
-        target = _layer_target(problem, layer_prior, smoothing)
+        target = _layer_target(problem, layer_prior, layer_smoothing)
         pools = [values.ravel() for values in scores.values()]
         kept = cover(pools, target, problem.keep, search=search, tolerance=tolerance)
         budgets = dict(zip(scores, kept.tolist(), strict=True))
     elif inter == "loss_based":
-        budgets = layer_budgets(problem, smooth(layer_losses(problem.evidence, scores), smoothing))
+        budgets = layer_budgets(problem, smooth(layer_losses(problem.evidence, scores), layer_smoothing))
     elif inter == "u_shaped":
         budgets = layer_budgets(problem, u_shape(len(scores), 1 - problem.ratio, beta, floor))
     else:
@@ -57,7 +59,7 @@ def coverage(
         if intra == "ranking":
             return best(values, budgets[layer])
         measured = expert_prior(prior, problem.evidence, layer, (values.shape[0], values.shape[1]))
-        target = smooth(measured, smoothing)
+        target = smooth(measured, expert_smoothing)
         return cover(list(values), target, budgets[layer], search=search, tolerance=tolerance)
 
     return {layer: divide(layer, values) for layer, values in scores.items()}

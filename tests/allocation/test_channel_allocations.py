@@ -10,6 +10,8 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from moe_lab.allocation import budgets
+from moe_lab.allocation.settings import check
+from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_channel_plan
 
@@ -21,7 +23,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     *(("coverage", {"inter": inter, "zero_expert": "keep_null"}) for inter in ("uniform", "u_shaped", "loss_based")),
     *(("coverage", {"intra": intra, "zero_expert": "keep_null"}) for intra in ("coverage", "uniform", "ranking")),
     ("coverage", {"layer_prior": "none", "prior": "none", "zero_expert": "keep_null"}),
-    ("coverage", {"prior": "ala_lm", "smoothing": "huber", "zero_expert": "keep_null"}),
+    ("coverage", {"prior": "ala_lm", "expert_smoothing": "huber", "zero_expert": "keep_null"}),
 ]
 
 
@@ -131,6 +133,25 @@ def test_coverage_between_layers_follows_the_loss() -> None:
     assert {index: row.tolist() for index, row in kept.items()} == {0: [2, 2], 1: [4, 4]}
     same = budgets(settings("coverage", 0.4, intra="uniform", layer_prior="none"), layers, scores)
     assert {index: row.tolist() for index, row in same.items()} == {0: [3, 3], 1: [3, 3]}
+
+
+def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
+    """Equal scores: coverage targets are kept shares. Losses 1 and 4, priors 1 and 9 in each layer of 2 x 12."""
+    layers, scores = {0: layer(2, width=12), 1: layer(2, width=12)}, {i: numpy.ones((2, 12)) for i in (0, 1)}
+    prior = numpy.array([1.0, 9.0])
+    evidence = {"statistics": {i: {"layer_loss": loss, "ala_first": prior} for i, loss in ((0, 1.0), (1, 4.0))}}
+
+    def kept(**parameters: str) -> dict[int, list[int]]:
+        found = budgets(settings("coverage", 0.5, **parameters), layers, scores, evidence)
+        return {index: row.tolist() for index, row in found.items()}
+
+    assert kept() == {0: [2, 6], 1: [4, 12]}  # layers 1 : 2, experts 1 : 3
+    assert [sum(row) for row in kept(layer_smoothing="none").values()] == [5, 19]  # 1 : 4
+    assert [row[1] / sum(row) for row in kept(layer_smoothing="none").values()] == pytest.approx([0.8, 12 / 19])
+    assert [sum(row) for row in kept(expert_smoothing="none").values()] == [8, 16]
+    assert kept(expert_smoothing="none")[0] == [1, 7]  # 1 : 9
+    with pytest.raises(UserError, match="smoothing"):
+        check(AllocationConfig(name="coverage", parameters={"smoothing": "log"}), "channel")
 
 
 def test_aligned_budgets_are_blocks() -> None:

@@ -96,7 +96,7 @@ BUDGETS = [
     cell("channel_activation", "coverage"),
     cell("channel_activation", "coverage, prior usage"),
     cell("channel_activation", "coverage, smoothing log"),
-    cell("channel_activation", "coverage(smoothing=none)"),
+    cell("channel_activation", "coverage(layer_smoothing=none)"),
     cell("snip", "coverage"),
 ]
 BUDGET = made(BUDGETS, {"arc_easy": [20, 8, 9, 12, 13, 11, 10, 5]})
@@ -148,7 +148,7 @@ def test_group_averages_are_measured_against_aimer() -> None:
         ("uniform", "uniform", {}),
         ("coverage, prior usage", "coverage", {"prior": "usage"}),
         ("coverage, aligned", "coverage", {"aligned": ""}),
-        ("coverage(prior=usage,smoothing=log)", "coverage", {"prior": "usage", "smoothing": "log"}),
+        ("coverage(prior=usage,layer_smoothing=log)", "coverage", {"prior": "usage", "layer_smoothing": "log"}),
         ("global by frequency", "global by frequency", {}),
         ("(odd) one", "(odd) one", {}),
     ],
