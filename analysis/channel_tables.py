@@ -115,7 +115,8 @@ def channel_score_table(study: Study, comparisons: Sequence[Comparison], *, name
         blocks,
         name=name,
         title="Channel scores under coverage budgets",
-        caption="Difference: Avg minus that of Activation, the default, paired.",
+        caption="Activations, weights and gradients are those of the down projection, unless a row names another. "
+        "Difference: Avg minus that of Activation, the default, paired.",
     )
 
 

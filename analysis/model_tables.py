@@ -141,7 +141,7 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
         "channel_gradient_square": grad(*channels),
         "channel_product": phi * grad(*channels),
         "channel_product_abs": phi * grad(*channels),
-        "snip": weight(*channels) * grad(*channels),
+        **{f"snip_{part}": weight(*channels) * grad(*channels) for part in ("down", "gate", "up")},
         "abs_sum": weight(EXPERTS),
         "square_sum": weight(EXPERTS),
         "count": np.asarray(9.0),

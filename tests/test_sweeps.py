@@ -226,6 +226,13 @@ def test_coverage_tables_change_one_thing() -> None:
     smallest = [cell.allocation.parameters["align"]["min_channels"] for cell in request("coverage_table16")[1]]
     assert sorted(smallest) == [64, 128, 256, 512]
     assert len({(cell.ratio, cell.recovery.name) for cell in request("coverage_table11")[1]}) == 10
+    for name in ("coverage_table11", "coverage_table16", "coverage_table8"):
+        aligned = [cell for cell in request(name)[1] if cell.recovery.bits == 4]
+        assert aligned and all("align" in cell.allocation.parameters for cell in aligned)
+    assert {
+        (cell.allocation.parameters["align"]["block"], cell.allocation.parameters["align"]["min_channels"])
+        for cell in request("coverage_table11")[1]
+    } == {(128, 128)}
     routed = {
         (cell.model.expected.top_k, cell.model.top_k) for cell in request("coverage_table9")[1] if cell.model.expected
     }

@@ -57,9 +57,7 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
 
     UserError for another `projection` than down, gate, up or mean, and for one that the experts do not have.
     """
-    if projection not in (*PROJECTIONS, "mean"):
-        raise unknown("criterion.parameters.projection of channel_weight", projection, [*PROJECTIONS, "mean"])
-    names = PROJECTIONS if projection == "mean" else (projection,)
+    names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
     mean: Array = norms.mean(axis=0)
     return mean
@@ -86,12 +84,25 @@ def channel_activation_gradient(layer: Layer) -> Array:
 
 
 @criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
-def snip(layer: Layer) -> Array:
-    """sum over the channel's gate, up and down weights of |w dL/dw|."""
-    return layer["snip"]
+def snip(layer: Layer, projection: str = "down") -> Array:
+    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`) the mean of the sums.
+
+    In MoE-Slimming's equation c is an input channel of the projection, so it is the down projection's for a channel of
+    the expert; its code takes the mean of the three. UserError as for channel_weight.
+    """
+    names = _projections("snip", projection)
+    sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
+    return sums
 
 
 @criterion("channel_random", granularity="channel", needs=(), reference=HEAPR, uses_seed=True)
 def channel_random(layer: Layer) -> Array:
     """Uniform on [0, 1): numpy's PCG64(seed), one draw of E x I numbers per layer, in layer order."""
     return layer.random.random((layer.n_experts, layer.width))
+
+
+def _projections(name: str, projection: str) -> tuple[str, ...]:
+    """The projections that `projection` of the criterion `name` means: one, or all three for mean."""
+    if projection not in (*PROJECTIONS, "mean"):
+        raise unknown(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
+    return PROJECTIONS if projection == "mean" else (projection,)

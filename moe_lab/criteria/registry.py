@@ -189,4 +189,4 @@ class _Ones(dict[str, Any]):
             return numpy.ones((1, 3, 3))
         if name in ("layer_loss", "count"):
             return numpy.ones(())
-        return numpy.ones((1, 1) if name in ("output_sum", "snip") or "channel" in name else 1)
+        return numpy.ones((1, 1) if name == "output_sum" or "channel" in name or "snip" in name else 1)

@@ -27,7 +27,8 @@ beside these it has tokens and the four channel sums above:
 From passes of their own, and from weights alone:
 
     damage               (E,)      sum_t ||y - y without j||                                             (damage.py)
-    snip                 (E, I)    sum over a channel's gate, up and down weights of |w dL/dw|  (weight_gradients.py)
+    snip_down            (E, I)    sum over a channel's weights in down_proj of |w dL/dw|       (weight_gradients.py)
+    snip_gate, snip_up   (E, I)    the same of gate_proj and up_proj                            (weight_gradients.py)
     abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights                   (weights.py)
     count                ()        number of those weights per expert                                   (weights.py)
     channel_down_square  (E, I)    sum_o w_oc^2 over the outputs o of down_proj                 (channel_weights.py)

@@ -1,4 +1,4 @@
-"""SNIP's score of every channel: what the loss says about expert weights, over the whole calibration set."""
+"""SNIP's sums of every channel: what the loss says about expert weights, over the whole calibration set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def gather_weight_gradients(
     fingerprint: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Statistics:
-    """`snip` (E, I) of every layer: sum over the channel's gate, up and down weights of |w dL/dw|.
+    """`snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I) of every layer: sum over the channel's
+    weights in that projection of |w dL/dw|.
 
     L is the loss of `gather_gradients` over all `batches`; the absolute value is taken of the whole set's gradient, so
     parts of a set cannot be merged and a stopped pass starts again. Memory: the gradients of all routed experts'
@@ -63,12 +64,16 @@ class WeightGradientTap(Tap):
         return mixed
 
     def result(self) -> dict[str, torch.Tensor]:
-        """`snip` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
-        scores = torch.zeros(self.layer.n_experts, self.layer.width, dtype=torch.float64)
+        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
+        experts: Any = self.layer.experts
+        projections = ("gate", "up", "down") if experts.has_gate else ("up", "down")
+        shape = (self.layer.n_experts, self.layer.width)
+        sums = {f"snip_{projection}": torch.zeros(shape, dtype=torch.float64) for projection in projections}
         for (name, expert), gradient in self.gradients.items():
-            products = (wide(getattr(self.layer.experts, name)[expert].to(gradient.device)) * gradient).abs_()
-            scores[expert] += by_channel(self.layer, name, products).double().cpu() / SCALE
-        return {"snip": scores}
+            products = (wide(getattr(experts, name)[expert].to(gradient.device)) * gradient).abs_()
+            for projection, part in by_channel(self.layer, name, products).items():
+                sums[f"snip_{projection}"][expert] = part.double().cpu() / SCALE
+        return sums
 
     def _add(self, name: str, expert: int, gradient: torch.Tensor) -> None:
         known = self.gradients.get((name, expert))
@@ -98,12 +103,13 @@ def _hand_over(name: str, expert: int, take: Callable[[str, int, torch.Tensor], 
     leaf.grad = None
 
 
-def by_channel(layer: MoELayer, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Sums (I,) over each channel's entries of one expert's weight `name`, as the experts module of `layer` lays it
-    out."""
+def by_channel(layer: MoELayer, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Projection -> sums (I,) over each channel's entries of one expert's weight `name`, as the experts module of
+    `layer` lays it out."""
     module: Any = layer.experts
     channels_last = module.is_transposed != (name == "down_proj")
     sums = values.sum(0 if channels_last else 1)
     if name != "gate_up_proj":
-        return sums
-    return sums.view(2, -1).sum(0) if module.is_concatenated else sums.view(-1, 2).sum(1)
+        return {name.removesuffix("_proj"): sums}
+    gate, up = sums.view(2, -1) if module.is_concatenated else sums.view(-1, 2).t()
+    return {"gate": gate, "up": up}

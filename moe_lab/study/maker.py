@@ -27,6 +27,8 @@ Made = TypeVar("Made")
 PLAIN = (str, int, float)
 FROM_WEIGHTS = ("weights", "channel_weights")
 """Evidence that no text is read for."""
+VERSIONS = {"weight_gradients": 2}
+"""Kinds of passes whose files hold other sums than they once did: with a new id, old files are not taken for them."""
 
 
 def reads_text(cell: Cell) -> bool:
@@ -108,10 +110,11 @@ class Maker:
 
         def make() -> Step:
             text = self.seeded(calibration, seed)
+            version = {"version": Part({"version": VERSIONS[kind]})} if kind in VERSIONS else {}
             return Step(
                 kind,
                 f"{model.name}-{calibration.name}",
-                {"model": self._model_part(model), "calibration": self.text_part(text)},
+                {"model": self._model_part(model), "calibration": self.text_part(text), **version},
                 {"model": self.model(model)},
                 self.runtime(model=model, calibration=text),
             )

@@ -153,3 +153,10 @@ def test_printed_averages_are_the_means_of_their_rows() -> None:
 def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, float]) -> None:
     found = Printed("000", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note).ends
     assert found == pytest.approx(ends)
+
+
+def test_the_published_mone_is_never_compared() -> None:
+    """It ranks the whole model and leaves novices: another method than the criterion of that name."""
+    printed = [number for number in numbers() if number.paper == "004" and number.key[2] == "mone"]
+    scores = [number for number in printed if number.benchmark in (*SCORES, AVERAGE)]
+    assert scores and all(number.note.startswith(f"{NOT_COMPARABLE}the MoNE quoted") for number in scores)

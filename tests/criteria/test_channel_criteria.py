@@ -29,7 +29,7 @@ def layer() -> dict[str, numpy.ndarray]:
         "channel_gradient_square": (GRADIENT**2).sum(0),
         "channel_product": (PHI * GRADIENT).sum(0),
         "channel_product_abs": abs(PHI * GRADIENT).sum(0),
-        "snip": abs(DOWN).sum(0),
+        **{f"snip_{name}": abs(part).sum(0) for name, part in (("down", DOWN), ("gate", GATES), ("up", UPS))},
     }
     weights = {
         "channel_down_square": (DOWN**2).sum(0),
@@ -75,6 +75,13 @@ NAIVE: list[tuple[str, dict[str, Any], Callable[[int], Any], float | None]] = [
         None,
     ),
     ("snip", {}, lambda c: abs(DOWN[:, c]).sum(), 0),
+    ("snip", {"projection": "up"}, lambda c: abs(UPS[:, c]).sum(), 0),
+    (
+        "snip",
+        {"projection": "mean"},
+        lambda c: numpy.mean([abs(part[:, c]).sum() for part in (DOWN, GATES, UPS)]),
+        0,
+    ),
 ]
 """Criterion, its parameters, its formula for one channel, and its score where no token was seen (None: the same)."""
 
@@ -117,7 +124,7 @@ EVIDENCE = {
     "statistics": {"tokens", "channel_square", "gate_channel_square", "gate_channel_max"},
     "channel_weights": {"channel_down_square", "channel_down_abs", "channel_gate_square", "channel_up_square"},
     "gradients": {"tokens", "channel_square", "channel_gradient_square", "channel_product_abs"},
-    "weight_gradients": {"snip"},
+    "weight_gradients": {"snip_down", "snip_gate", "snip_up"},
 }
 
 
@@ -141,6 +148,7 @@ def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
         ("camera", {"alpha": 1.5}, "alpha=1.5 of camera: expected a number from 0 to 1"),
         ("camera", {"alpha": "x"}, "alpha=x of camera"),
         ("channel_weight", {"projection": "dwn"}, "projection of channel_weight=dwn is unknown: did you mean down"),
+        ("snip", {"projection": "men"}, "projection of snip=men is unknown: did you mean mean"),
         ("channel_weight", {"projection": 3}, "projection of channel_weight=3 is unknown"),
         ("heapr", {"alpha": 1}, "criterion.parameters of heapr=alpha is unknown"),
         ("haepr", {}, "criterion=haepr is unknown: did you mean heapr"),

@@ -13,8 +13,8 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.statistics.weight_gradients import gather_weight_gradients
 
 
-def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Layer -> (E, I): transformers' own eager experts, ordinary .grad of their parameters, channel by channel."""
+def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
+    """Layer -> sum -> (E, I): transformers' own eager experts, .grad of their parameters, channel by channel."""
     layers = moe_layers(model)
     for layer in layers:
         layer.experts.requires_grad_(True)
@@ -27,11 +27,13 @@ def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[i
         if module.is_transposed:
             products = {name: part.transpose(1, 2) for name, part in products.items() if part.dim() == 3}
         up, down = products["gate_up_proj"], products["down_proj"]
-        channels = []
+        sums: dict[str, list[torch.Tensor]] = {"snip_gate": [], "snip_up": [], "snip_down": []}
         for c in range(layer.width):
             gate, other = (c, layer.width + c) if module.is_concatenated else (2 * c, 2 * c + 1)
-            channels.append(up[:, gate].sum(-1) + up[:, other].sum(-1) + down[:, :, c].sum(-1))
-        scores[layer.index] = torch.stack(channels, 1).detach()
+            sums["snip_gate"].append(up[:, gate].sum(-1))
+            sums["snip_up"].append(up[:, other].sum(-1))
+            sums["snip_down"].append(down[:, :, c].sum(-1))
+        scores[layer.index] = {name: torch.stack(channels, 1).detach() for name, channels in sums.items()}
     return scores
 
 
@@ -47,9 +49,11 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     assert found.header["rows"] == [[0, 4]]
     assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
     expected = by_hand(tiny.build(name, dtype=torch.float64), data)
-    for layer, scores in expected.items():
-        assert found.layers[layer]["snip"].dtype == torch.float64
-        assert (found.layers[layer]["snip"] - scores).abs().max() < 1e-9 * scores.max()
+    for layer, sums in expected.items():
+        assert found.layers[layer].keys() == sums.keys()
+        for part, scores in sums.items():
+            assert found.layers[layer][part].dtype == torch.float64
+            assert (found.layers[layer][part] - scores).abs().max() < 1e-9 * scores.max()
 
 
 def test_an_expert_without_tokens_has_no_gradient() -> None:
@@ -57,8 +61,8 @@ def test_an_expert_without_tokens_has_no_gradient() -> None:
     model = naive.model("olmoe")
     found = gather_weight_gradients(model, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
     for named in found.layers.values():
-        assert (named["snip"].amax(1) == 0).any()
-        assert (named["snip"].amin(1) > 0).any()
+        assert (named["snip_down"].amax(1) == 0).any()
+        assert (named["snip_down"].amin(1) > 0).any()
 
 
 def test_half_precision_gradients_add_up_in_fp32() -> None:
@@ -66,7 +70,7 @@ def test_half_precision_gradients_add_up_in_fp32() -> None:
     half = gather_weight_gradients(tiny.build("olmoe", dtype=torch.bfloat16), data, fingerprint={})
     full = gather_weight_gradients(naive.model("olmoe"), data, fingerprint={})
     for layer, named in full.layers.items():
-        assert abs(float(half.layers[layer]["snip"].sum() / named["snip"].sum()) - 1) < 0.1
+        assert abs(float(half.layers[layer]["snip_down"].sum() / named["snip_down"].sum()) - 1) < 0.1
 
 
 def test_parts_of_a_set_are_not_merged() -> None:
@@ -83,5 +87,5 @@ def test_bad_input_is_refused() -> None:
     model = tiny.build("olmoe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
-    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: snip of all batches"):
+    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: snip_\w+ of all batches"):
         gather_weight_gradients(model, [naive.batch()], fingerprint={})
