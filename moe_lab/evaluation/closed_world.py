@@ -15,6 +15,16 @@ list map max min next oct ord pow print range repr reversed round set slice sort
 True False None Exception ValueError TypeError KeyError IndexError ZeroDivisionError StopIteration
 """
 _ALLOWED = frozenset(_BUILTINS.split())
+_WORDS_OF_SYNTAX = """
+Module FunctionDef arguments arg keyword Lambda Return Delete Assign AugAssign AnnAssign For While If Raise Try
+ExceptHandler Assert Global Nonlocal Expr Pass Break Continue BoolOp NamedExpr BinOp UnaryOp IfExp Dict Set ListComp
+SetComp DictComp GeneratorExp comprehension Yield YieldFrom Compare Call FormattedValue JoinedStr Constant Attribute
+Subscript Starred Name List Tuple Slice Match match_case MatchValue MatchSingleton MatchSequence MatchMapping MatchStar
+MatchAs MatchOr expr_context boolop operator unaryop cmpop
+"""
+_SYNTAX = tuple(getattr(ast, name) for name in _WORDS_OF_SYNTAX.split())
+"""What programs may be written with. Class patterns are not among it: they read attributes by name, as in
+`case int(__reduce_ex__=r)`."""
 _ATTRIBUTES = frozenset(
     name
     for kind in (str, list, tuple, dict, set, frozenset, int, float, bytes)
@@ -45,6 +55,8 @@ def _reaches_out(node: ast.AST) -> str | None:
         node.id.startswith("_") or (hasattr(builtins, node.id) and node.id not in _ALLOWED)
     ):
         return f"the name {node.id}"
-    if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and node.decorator_list):
-        return "a class or a decorator"
+    if isinstance(node, ast.FunctionDef) and node.decorator_list:
+        return "a decorator"
+    if not isinstance(node, _SYNTAX):
+        return f"{type(node).__name__}, which is not in the list of what closed-world programs are written with"
     return None

@@ -11,9 +11,11 @@ import errno
 import os
 import resource
 import signal
+import socket
 import struct
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
@@ -30,13 +32,23 @@ _DETACH = 2
 _PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _FILTER_CALLS, _NO_NEW_PRIVILEGES = 1, 4, 22, 38
 _NOBODY = 65534
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
+_ROOT = "/sys"
+"""Folder that the new file system is built on, in a mount namespace of its own: every Linux has it, programs need
+nothing in it, and unlike a temporary folder it cannot be left behind."""
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-# What these make belongs to no process: no limit of a process counts it, and it is there for the next program.
-# Per machine its number in the kernel's ABI, then shmget, semget, msgget, mq_open, add_key, request_key, keyctl.
-_LASTING_CALLS = {
-    "x86_64": (0xC000003E, (29, 64, 68, 240, 248, 249, 250)),
-    "aarch64": (0xC00000B7, (194, 190, 186, 180, 217, 218, 219)),
+# Per machine: its number in the kernel's ABI, and those of system calls that are refused.
+# shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: no limit of a process
+# counts what they make, or it is still there for the next program.
+# io_uring_setup: what goes through a ring is not seen by this filter.
+# bpf, perf_event_open, userfaultfd, ptrace, process_vm_readv, process_vm_writev: no answer needs them, and kernels have
+# had faults there.
+_REFUSED_CALLS = {
+    "x86_64": (0xC000003E, (29, 64, 68, 240, 248, 249, 250, 319, 447, 425, 321, 298, 323, 101, 310, 311)),
+    "aarch64": (0xC00000B7, (194, 190, 186, 180, 217, 218, 219, 279, 447, 425, 280, 241, 282, 117, 270, 271)),
 }
+_SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+"""socket and socketpair. A network namespace does not hold every family: AF_VSOCK reaches other virtual machines and
+their host. So all are refused but pairs of local sockets, which event loops and multiprocessing make."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,8 +75,8 @@ def _visible_paths() -> list[str]:
     return chosen
 
 
-def _bind(source: str, root: str) -> None:
-    target = root + source
+def _bind(source: str) -> None:
+    target = _ROOT + source
     if os.path.islink(source):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(os.readlink(source), target)
@@ -77,27 +89,27 @@ def _bind(source: str, root: str) -> None:
     _mount(source, target, None, _BIND | _RECURSIVE)
 
 
-def _make_read_only(root: str) -> None:
-    """Every mount below `root`, those that came along with a recursive bind too."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
-    for point in points:
-        if point == root or point.startswith(root + "/"):
+def _mounts() -> dict[str, str]:
+    """Mount id -> where it is mounted, in this namespace."""
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return {row[0]: row[4].encode().decode("unicode_escape") for row in rows}
+
+
+def _replace_root(hidden: Iterable[str]) -> None:
+    """Make a new file system the only one: read-only, with what Python needs, without `hidden`."""
+    _mount("none", "/", None, _RECURSIVE | _PRIVATE)
+    before = _mounts()
+    _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
+    for source in _visible_paths():
+        _bind(source)
+    for path in hidden:
+        if os.path.isdir(_ROOT + path):
+            _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
+    for number, point in _mounts().items():
+        if number not in before:  # a recursive bind brings other mounts along
             kept = os.statvfs(point).f_flag & _KEPT_FLAGS
             _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | kept)
-
-
-def _replace_root(root: str, hidden: Iterable[str]) -> None:
-    """Make `root`, an empty folder, the only file system: read-only, with what Python needs, without `hidden`."""
-    _mount("none", "/", None, _RECURSIVE | _PRIVATE)
-    _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
-    for source in _visible_paths():
-        _bind(source, root)
-    for path in hidden:
-        if os.path.isdir(root + path):
-            _mount("tmpfs", root + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
-    _make_read_only(root)
-    os.chdir(root)
+    os.chdir(_ROOT)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)
     os.chdir("/")
@@ -109,21 +121,33 @@ def _drop_capabilities() -> None:
     _call("capset", header, nothing)
 
 
-def _refuse_lasting_calls() -> None:
-    """From now on this process and all it starts get EPERM from the calls of `_LASTING_CALLS`.
+def _refuse_calls() -> None:
+    """From now on this process and all it starts get EPERM from the calls of `_REFUSED_CALLS`, and EAFNOSUPPORT for
+    every socket but a pair of local ones.
 
     A filter instead of limits of the IPC namespace, because those are not for an unprivileged user to set.
     """
     machine = os.uname().machine
-    if machine not in _LASTING_CALLS:
+    if machine not in _REFUSED_CALLS:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
-    abi, refused = _LASTING_CALLS[machine]
+    abi, refused = _REFUSED_CALLS[machine]
+    sockets, pairs = _SOCKET_CALLS[machine]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     kill, refuse, allow = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
-    steps = [(load, 0, 0, 4), (equal, 1, 0, abi), (give, 0, 0, kill), (load, 0, 0, 0)]  # another ABI, other numbers
+    no_family = 0x00050000 | errno.EAFNOSUPPORT
+    call, abi_of_call, first_argument = 0, 4, 16  # offsets in struct seccomp_data; its numbers are little-endian here
+    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (give, 0, 0, kill)]  # another ABI, other numbers
+    steps += [(load, 0, 0, call)]
     steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]  # x86_64's calls have a second set of numbers up there
     for number in refused:
         steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
+    steps += [(equal, 0, 1, sockets), (give, 0, 0, no_family)]
+    steps += [
+        (equal, 0, 3, pairs),
+        (load, 0, 0, first_argument),
+        (equal, 1, 0, socket.AF_UNIX),
+        (give, 0, 0, no_family),
+    ]
     steps.append((give, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
@@ -139,12 +163,12 @@ def _become_own_user() -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def enter(root: str, hidden: Iterable[str] = ()) -> None:
-    """Confine this process for good. `root` is an empty folder to build the new file system on.
+def enter(hidden: Iterable[str] = ()) -> None:
+    """Confine this process for good.
 
-    Afterwards: no network, own processes, IPC and host name, a read-only root without /proc, /home or /tmp, no
-    capability and no way to gain one, no memory that outlives its process. The caller goes on as process 1 of its
-    tree, in a fork whose parent waits.
+    Afterwards: no network and no socket but local pairs, own processes, IPC and host name, a read-only root without
+    /proc, /home or /tmp, no capability and no way to gain one, no memory that outlives its process. The caller goes on
+    as process 1 of its tree, in a fork whose parent waits.
     Root becomes the user `nobody` first, because limits on processes do not bind root.
 
     Raises OSError naming the call the kernel refused.
@@ -154,13 +178,13 @@ def enter(root: str, hidden: Iterable[str] = ()) -> None:
     if not is_root:
         _become_own_user()
     _call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NETWORK | _NEW_PIDS)
-    _replace_root(root, hidden)
+    _replace_root(hidden)
     if is_root:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _refuse_lasting_calls()
+    _refuse_calls()
     _drop_capabilities()
     _continue_as_first_process()
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
@@ -187,18 +211,50 @@ def new_process_tree() -> None:
     _drop_capabilities()
 
 
-def limit_process(memory: int, processes: int) -> None:
-    """Hard limits of this process and its children: `memory` bytes of address space (Linux; macOS refuses to set it),
-    so many processes of this user, no file output, no core dump."""
-    for kind, value in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 64),
-    ):
-        if kind == resource.RLIMIT_AS and not sys.platform.startswith("linux"):
-            continue
+def in_child(work: Callable[[], str], seconds: int, memory: int) -> str | None:
+    """What `work` returns in a fork of this process; None if it ends without, as it does at a limit.
+
+    For work on something that a model wrote, which can be made to take hours or gigabytes. `seconds` are CPU seconds,
+    `memory` is in bytes beside what this process has mapped (Linux). Other threads may run: `work` must not wait for
+    anything that they hold.
+    """
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(receiving)
+            warnings.simplefilter("ignore")
+            limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
+            if sys.platform.startswith("linux"):
+                mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                limits[resource.RLIMIT_AS] = mapped + memory
+            _limit(limits)
+            with open(sending, "wb") as results:
+                results.write(b"=" + work().encode("utf-8", "surrogatepass"))
+        finally:
+            os._exit(0)
+    os.close(sending)
+    with open(receiving, "rb") as results:
+        answer = results.read()
+    os.waitpid(child, 0)
+    return answer[1:].decode("utf-8", "surrogatepass") if answer else None
+
+
+def _limit(limits: dict[int, int]) -> None:
+    """Hard limits of this process; one that is lower already stays."""
+    for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (allowed, allowed))
+
+
+def limit_process(memory: int, processes: int) -> None:
+    """Hard limits of this process and its children: `memory` bytes of address space (Linux; macOS refuses to set it),
+    so many processes of this user, no file output, no core dump."""
+    limits = {
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 64,
+    }
+    _limit(limits | ({resource.RLIMIT_AS: memory} if sys.platform.startswith("linux") else {}))

@@ -19,12 +19,16 @@ from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
+from moe_lab.evaluation.confinement import in_child
 from moe_lab.evaluation.programs import Outcome, Runners
 from moe_lab.evaluation.runner import Request
 
 _FIRST_TESTS = 4  # a wrong program mostly fails one of them, and the others need not be run
 _OUTPUT = 256 << 20
 _PROCESSES = 4  # recursion is often given a thread of its own, and one that ends is counted for a moment
+_COMPARING_SECONDS = 60
+_COMPARING_MEMORY = 4 << 30
+_WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # outputs are compared here, so they come back whole
 
 _PROGRAM = """
@@ -157,16 +161,31 @@ class Programs:
 
     def _judge(self, tests: dict[str, Any], outcome: Outcome) -> tuple[list[Any], dict[str, Any]]:
         """EvalScope's comparison of what the program said to the first tests with what it should have said."""
-        from evalscope.benchmarks.live_code_bench import testing_util
-
         number = len(outcome.encoded) + (outcome.status != "ok")
-        inputs, outputs = (tests[name][:number] for name in ("inputs", "outputs"))
-        with self._judging, replayed(outcome, tests["fn_name"]):
-            if tests["fn_name"] is None:
-                results, notes = testing_util.grade_stdio("", inputs, outputs, 0)
-            else:
-                results, notes = testing_util.grade_call_based("", inputs, outputs, tests["fn_name"], 0)
+        first = {name: tests[name][:number] for name in ("inputs", "outputs")}
+        with self._judging:
+            judged = in_child(
+                lambda: _compared(tests["fn_name"], first, outcome), _COMPARING_SECONDS, _COMPARING_MEMORY
+            )
+        if judged is None:
+            return [_WRONG], {
+                "program": "output",
+                "program_error": "what it sent takes too long or too much to compare",
+            }
+        results, notes = json.loads(judged)
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
+
+
+def _compared(function: str | None, tests: dict[str, Any], outcome: Outcome) -> str:
+    """EvalScope's results and notes, as JSON."""
+    from evalscope.benchmarks.live_code_bench import testing_util
+
+    with replayed(outcome, function):
+        if function is None:
+            judged = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
+        else:
+            judged = testing_util.grade_call_based("", tests["inputs"], tests["outputs"], function, 0)
+    return json.dumps(judged, default=str)
 
 
 def unpickled_text(content: bytes) -> str:

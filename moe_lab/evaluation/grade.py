@@ -1,7 +1,7 @@
-"""Grade programs with EvalPlus's data and oracles: `python -m moe_lab.evaluation.grade REQUEST VERDICTS`.
+"""Grade programs with EvalPlus's data and oracles: `python -m moe_lab.evaluation.grade < REQUEST > VERDICTS`.
 
 A process of its own, without torch and without the model. It never runs a program itself: runners do (`runner.py`),
-which get the program and the inputs but not what is expected. Regrading needs nothing but the request file.
+which get the program and the inputs but not what is expected. Regrading needs nothing but the request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_lab.evaluation import values
 from moe_lab.evaluation.closed_world import leaves_closed_world
-from moe_lab.evaluation.confinement import die_with_parent
+from moe_lab.evaluation.confinement import die_with_parent, in_child
 from moe_lab.evaluation.programs import Outcome, Runners
 from moe_lab.evaluation.runner import Request
 from moe_lab.evaluation.values import encode
@@ -30,6 +30,7 @@ _CANONICAL_SECONDS = 30.0
 _CANONICAL_MEMORY = 4 << 30
 _LONGEST = 60.0
 _OUTPUT = 64 << 20
+_COMPARING_MEMORY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class GradeRequest:
     """Least CPU time a call may take; a call may always take four times what the canonical solution took."""
     memory_mib: int = 4096
     """Address space of a program."""
+    comparing_seconds: int = 20
+    """CPU time that comparing what one program returned may take, and with `_COMPARING_MEMORY` bytes at most."""
     processes: int = 0
     """Programs run at the same time; 0 is one per core this process may use."""
     cache: str | None = None
@@ -173,16 +176,23 @@ class Grader:
         outcome = self._run(task, part, program, seconds, self.request.memory_mib << 20)
         if outcome.status != "ok":
             return ("fail" if outcome.status == "failed" else outcome.status), outcome.error
-        try:
-            outputs = outcome.values()
-        except ValueError as error:
-            return "crash", str(error)
         expected = Outcome("ok", "", known["encoded"], []).values()
         if self.request.dataset == "mbpp" and self.problems[task]["entry_point"] in self._not_none():
             expected = [value is not None for value in expected]
         with self._comparing:
-            right = self._oracle.agrees(self.request.dataset, self.problems[task], part, outputs, expected)
-        return ("pass", "") if right else ("fail", "another value was expected")
+            status = in_child(
+                lambda: self._compared(task, part, outcome, expected), self.request.comparing_seconds, _COMPARING_MEMORY
+            )
+        return _COMPARED[status]
+
+    def _compared(self, task: str, part: str, outcome: Outcome, expected: list[Any]) -> str:
+        """A key of `_COMPARED`. Whatever a program sent is first read here, where that is limited."""
+        try:
+            outputs = outcome.values()
+        except ValueError:
+            return "no value"
+        right = self._oracle.agrees(self.request.dataset, self.problems[task], part, outputs, expected)
+        return "right" if right else "wrong"
 
     @staticmethod
     def _not_none() -> list[str]:
@@ -190,6 +200,14 @@ class Grader:
 
         names: list[str] = MBPP_OUTPUT_NOT_NONE_TASKS
         return names
+
+
+_COMPARED = {
+    "right": ("pass", ""),
+    "wrong": ("fail", "another value was expected"),
+    "no value": ("output", "it sent something else than a value"),
+    None: ("output", "what it returned takes too much time or memory to compare"),
+}
 
 
 def cores() -> int:
@@ -201,20 +219,20 @@ class GradingError(RuntimeError):
     """Grading cannot go on, and it is not a program's fault."""
 
 
-def main(arguments: list[str]) -> None:
-    """Read the request file, write the verdicts beside their place, rename."""
-    request_file, verdicts_file = map(Path, arguments)
-    request = GradeRequest(**json.loads(request_file.read_text()))
+def main() -> None:
+    """Read a request from standard input, write the verdicts to standard output."""
+    verdicts_file = os.dup(1)
+    os.dup2(2, 1)  # what a harness prints is no verdict
+    request = GradeRequest(**json.load(sys.stdin))
     die_with_parent()
     grader = Grader(request)
     try:
         verdicts = {task: asdict(verdict) for task, verdict in grader.verdicts().items()}
     finally:
         grader.runners.close()
-    beside = verdicts_file.with_suffix(".part")
-    beside.write_text(json.dumps({"evalplus": version("evalplus"), "verdicts": verdicts, "programs": grader.programs}))
-    os.replace(beside, verdicts_file)
+    with open(verdicts_file, "w") as file:
+        json.dump({"evalplus": version("evalplus"), "verdicts": verdicts, "programs": grader.programs}, file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -117,24 +116,22 @@ def dataset_of(problems: Mapping[str, Any]) -> str:
 
 
 def run_grader(request: GradeRequest) -> dict[str, Any]:
-    """Grade in a clean process: no torch, an empty folder, and an environment without anything of ours in it."""
-    with tempfile.TemporaryDirectory(prefix="moe_lab-grade-") as folder:
-        question, answer = Path(folder, "request.json"), Path(folder, "verdicts.json")
-        question.write_text(json.dumps(asdict(request)))
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-        package = Path(__file__).resolve().parents[2]
-        done = subprocess.run(
-            [sys.executable, "-s", "-m", "moe_lab.evaluation.grade", str(question), str(answer)],
-            cwd=folder,
-            env={**kept, "PYTHONPATH": str(package), "HOME": folder, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode != 0:
-            last_words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise RuntimeError(f"grading {request.data} failed: {last_words[0]}")
-        verdicts: dict[str, Any] = json.loads(answer.read_text())
-        return verdicts
+    """Grade in a clean process: no torch, no folder to write to, and an environment without anything of ours in it."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+    package = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-s", "-m", "moe_lab.evaluation.grade"],
+        cwd="/",
+        env={**kept, "PYTHONPATH": str(package), "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
+        input=json.dumps(asdict(request)),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        last_words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise RuntimeError(f"grading {request.data} failed: {last_words[0]}")
+    verdicts: dict[str, Any] = json.loads(done.stdout)
+    return verdicts
 
 
 def _cache_folder() -> Path:

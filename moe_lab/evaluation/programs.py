@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
 from moe_lab.evaluation.runner import Request, command
-from moe_lab.evaluation.values import decode
+from moe_lab.evaluation.values import decode_text
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,7 @@ class Outcome:
 
     def values(self) -> list[Any]:
         """What each call returned. Raises ValueError when the program sent something else than encoded values."""
-        try:
-            return [decode(json.loads(text)) for text in self.encoded]
-        except RecursionError as error:
-            raise ValueError("values nested too deeply") from error
+        return [decode_text(text) for text in self.encoded]
 
 
 class RunnerError(RuntimeError):
@@ -47,8 +42,7 @@ class Runner:
     """One runner process, confined by namespaces or only limited. Programs are run one after the other."""
 
     def __init__(self, *, confined: bool) -> None:
-        self._root = tempfile.mkdtemp(prefix="moe_lab-root-") if confined else None
-        line, environment = command(self._root)
+        line, environment = command(confined=confined)
         self._process = subprocess.Popen(
             line,
             stdin=subprocess.PIPE,
@@ -94,8 +88,6 @@ class Runner:
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
-        if self._root is not None and Path(self._root).is_dir():
-            Path(self._root).rmdir()
 
     def __enter__(self) -> Runner:
         return self

@@ -54,14 +54,14 @@ class Request:
     """Threads and children of the program, itself counted: memory is limited for each of them."""
 
 
-def main(root: str | None, hidden: list[str]) -> None:
-    """Serve requests until standard input ends. `root` is an empty folder to confine in, None for limits alone."""
+def main(confined: bool, hidden: list[str]) -> None:
+    """Serve requests until standard input ends, in namespaces without the folders `hidden`, or with limits alone."""
     for name in _USUAL_IMPORTS:
         __import__(name)
     start: Callable[[Request, int], int] = _start_limited
-    if root is not None:
+    if confined:
         try:
-            enter(root, hidden)
+            enter(hidden)
         except OSError as error:
             _answer({"ready": False, "reason": str(error)})
             return
@@ -157,7 +157,7 @@ class _Watch:
         self.limits = [request.seconds[0] if request.seconds else request.total_seconds, *request.seconds]
         self.lines: list[str] = []
         self.times: list[float] = []
-        self.rest = b""
+        self.rest = bytearray()
         self.received = 0
         self.begin = self.since = _cpu_seconds(child)
         self.wall = time.monotonic()
@@ -177,13 +177,18 @@ class _Watch:
         self.received += len(chunk)
         if self.received > self.request.output:
             return self.reply("output")
-        *complete, self.rest = (self.rest + chunk).split(b"\n")
+        *complete, rest = chunk.split(b"\n")
+        if complete:  # only then is what came before looked at again: a line may be sent in thousands of pieces
+            complete[0] = bytes(self.rest) + complete[0]
+            self.rest.clear()
+        self.rest += rest
         now = _cpu_seconds(self.child)
         for line in complete:
-            text = line.decode("utf-8", "replace")
-            if text.startswith("error "):
-                return self.reply("failed", text[6:300])
-            self.lines.append(text)
+            if line.startswith(b"error "):
+                return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
+            if not line.isascii():
+                return self.reply("output", "it sent something else than a value")
+            self.lines.append(line.decode())
             self.times.append(now - self.since)
             self.since, self.wall = now, time.monotonic()
         return self.reply("crash", "more results than calls") if len(self.lines) > len(self.limits) else None
@@ -255,13 +260,14 @@ def _send(line: str) -> None:
 
 _BOOT = (
     "import sys; sys.path[0] = sys.argv[1]; from moe_lab.evaluation.runner import main; del sys.path[0]; "
-    "main(sys.argv[2] or None, sys.argv[3:])"
+    "main(sys.argv[2] == 'confined', sys.argv[3:])"
 )
 
 
-def command(root: str | None) -> tuple[list[str], dict[str, str]]:
-    """Command line and whole environment of a runner confined in the empty folder `root`, or limited when None."""
+def command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
+    """Command line and whole environment of a runner in namespaces, or one with limits alone."""
     package = Path(__file__).resolve().parents[1]
+    mode = "confined" if confined else "limited"
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **kept}
-    return [sys.executable, "-s", "-c", _BOOT, str(package.parent), root or "", str(package)], environment
+    return [sys.executable, "-s", "-c", _BOOT, str(package.parent), mode, str(package)], environment

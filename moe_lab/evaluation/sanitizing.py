@@ -7,23 +7,23 @@ wrote, which can end a process. So it works in a child with a limit, on few line
 from __future__ import annotations
 
 import ast
-import os
-import resource
-import warnings
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 from evalplus import sanitize as evalplus_sanitize
 
+from moe_lab.evaluation.confinement import in_child
+
 MOST_LINES = 150
 """Lines looked at of a text that is not Python as a whole."""
 _SECONDS = 20
+_MEMORY = 4 << 30
 
 
 def sanitized(text: str, entry_point: str) -> str:
     """What EvalPlus's sanitizer leaves of `text`; the text itself where it dies or takes more than 20 CPU seconds."""
-    return _in_child(lambda: evalplus_sanitize.sanitize(text, entry_point), otherwise=text)
+    left = in_child(lambda: str(evalplus_sanitize.sanitize(text, entry_point)), _SECONDS, _MEMORY)
+    return text if left is None else left
 
 
 def longest_program(text: str) -> str:
@@ -63,23 +63,3 @@ def gives_something(function: Any) -> bool:
 
 evalplus_sanitize.code_extract = longest_program
 evalplus_sanitize.has_return_statement = gives_something
-
-
-def _in_child(work: Callable[[], str], otherwise: str) -> str:
-    """What `work` returns in a fork of this process, which must have one thread; `otherwise` if it ends without."""
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(receiving)
-            warnings.simplefilter("ignore")
-            resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-            with open(sending, "wb") as results:
-                results.write(b"=" + work().encode("utf-8", "surrogatepass"))
-        finally:
-            os._exit(0)
-    os.close(sending)
-    with open(receiving, "rb") as results:
-        said = results.read()
-    os.waitpid(child, 0)
-    return said[1:].decode("utf-8", "surrogatepass") if said else otherwise

@@ -7,6 +7,7 @@ of the program's own class) becomes an `Opaque`, which equals nothing, as such a
 
 from __future__ import annotations
 
+import json
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -199,17 +200,29 @@ def _encode_other(value: Any) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value `encode` saw. Raises ValueError for anything `encode` cannot have written."""
+    """The value `encode` saw. Raises ValueError for anything `encode` cannot have written, however deep it is."""
+    try:
+        return _decode(encoded)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"not an encoded value ({type(error).__name__})") from error
+
+
+def decode_text(text: str) -> Any:
+    """The value whose encoding is the JSON `text`. Raises ValueError for anything else, however deep it is."""
+    try:
+        return decode(json.loads(text))
+    except RecursionError as error:
+        raise ValueError("not an encoded value (RecursionError)") from error
+
+
+def _decode(encoded: Any) -> Any:
     if isinstance(encoded, list):
-        return [decode(item) for item in encoded]
+        return [_decode(item) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     if set(encoded) != {"kind", "value"}:
-        raise ValueError("not an encoded value")
-    try:
-        return _decode_kind(encoded["kind"], encoded["value"])
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not an encoded value: {error}") from error
+        raise ValueError("no kind and value")
+    return _decode_kind(encoded["kind"], encoded["value"])
 
 
 def _decode_kind(kind: str, value: Any) -> Any:
@@ -218,7 +231,7 @@ def _decode_kind(kind: str, value: Any) -> Any:
     if kind == "huge":
         return Huge(int(value))
     if kind == "stream":
-        return Stream(decode(list(value)))
+        return Stream(_decode(list(value)))
     if kind == "ratio":
         above, below = (int(part, 16) for part in value)
         return Fraction(above, below)
@@ -236,8 +249,8 @@ def _build(base: type, value: Any) -> Any:
         complex: lambda pair: complex(*pair),
         str: str,
         bytes: bytes.fromhex,
-        dict: lambda pairs: {decode(key): decode(item) for key, item in pairs},
+        dict: lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
     }
     if base in builders:
         return builders[base](value)
-    return base(decode(list(value)))
+    return base(_decode(list(value)))

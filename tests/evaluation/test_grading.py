@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from miniature import problem, write_lines
 
@@ -104,6 +108,64 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     assert found["mean"] == ("pass", "pass")
 
 
+SENT = {
+    "a ratio over zero": """b'{"kind":"ratio","value":["0x1","0x0"]}'""",
+    "an infinite hash": """b'{"kind":"huge","value":Infinity}'""",
+    "a value like nothing": """b'{"kind":"like","value":[]}'""",
+    "no text": "bytes([200, 201])",
+    "no JSON": "b'{'",
+    "lists in lists": "b'[' * 60000",
+    "many lists": "b'[' + b'[],' * 15000000 + b'[]]'",
+    "numbers with one hash": (
+        """b'{"kind":"set","value":[%s]}' % ','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"""
+    ),
+}
+"""What a program writes on the channel for its results, as a Python expression."""
+
+
+def test_whatever_a_program_sends_costs_its_own_verdict_alone(tmp_path: Path) -> None:
+    bodies = {
+        f"f{number}": f"import os\ndef f{number}(x):\n    line = {sent}\n"
+        "    rest = (line + b'\\n')\n    while rest: rest = rest[os.write(3, rest):]\n    os._exit(0)"
+        for number, sent in enumerate(SENT.values())
+    }
+    bodies["ratio"] = (
+        "import numbers\nclass R(numbers.Rational):\n    numerator, denominator = 1, 0\n"
+        "R.__abstractmethods__ = frozenset()\ndef ratio(x): return R()"
+    )
+    bodies["add"] = "def add(x): return x + 1"
+    problems = [problem(900 + number, name, "return x + 1", [[1]], [[9]], atol=0) for number, name in enumerate(bodies)]
+    found = verdicts(tmp_path, problems, bodies, seconds=5.0, comparing_seconds=1)
+    assert found.pop("add") == ("pass", "pass")
+    assert set(found.values()) <= {("output", "output"), ("fail", "fail")}, found
+
+
+def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
+    """Neither in the temporary folder nor, as its runners get another environment, in that of the system."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    before = set(Path("/tmp").glob("moe_lab-*"))
+    data = write_lines(tmp_path / "data.jsonl", [ADD])
+    endless = {"HumanEval/900": "def add(x):\n    while True: pass"}
+    request = GradeRequest("humaneval", str(data), endless, not namespaces_missing(), False, seconds=60.0)
+    grading = subprocess.Popen(
+        [sys.executable, "-m", "moe_lab.evaluation.grade"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        text=True,
+    )
+    assert grading.stdin is not None
+    grading.stdin.write(json.dumps(asdict(request)))
+    grading.stdin.close()
+    process = psutil.Process(grading.pid)
+    while not process.children(recursive=True):  # until programs are run
+        assert grading.poll() is None
+    grading.kill()
+    grading.wait()
+    assert list(temporary.iterdir()) == []
+    assert set(Path("/tmp").glob("moe_lab-*")) <= before
+
+
 CHEATS = {
     "equal to everything": "class Any:\n    def __eq__(self, o): return True\ndef add(x): return Any()",
     "a number equal to everything": "class Any(int):\n    def __eq__(self, o): return True\ndef add(x): return Any(0)",
@@ -191,6 +253,9 @@ def test_closed_world_programs_are_told_from_others(tmp_path: Path) -> None:
         "def add(x): return '{0.real}'.format(x)",
         "def add(x): return __builtins__",
         "def add(x): return eval('1')",
+        "def add(x):\n    match x:\n        case int(__reduce_ex__=r): return r",
+        "async def add(x): return x",
+        "def add(x):\n    with x as y: return y",
     ]
     assert all(leaves_closed_world(program) for program in reaching)
     assert leaves_closed_world("def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lab.evaluation.values import HUGE, Huge, Opaque, Stream, decode, encode, encode_result
+from moe_lab.evaluation.values import HUGE, Huge, Opaque, Stream, decode, decode_text, encode, encode_result
 
 scalars = st.one_of(
     st.none(),
@@ -91,6 +92,50 @@ def test_huge_values_are_compared_by_hash() -> None:
     assert found != decode(encode_result(large[::-1]))
     assert found != decode(encode_result(tuple(large)))
     assert encode_result([1] * 10) == [1] * 10
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+KINDS = ["opaque", "huge", "stream", "ratio", "like", "int", "float", "complex", "str", "bytes", "list", "dict", "set"]
+forgeries = st.recursive(
+    json_values,
+    lambda inner: st.builds(
+        lambda kind, value: {"kind": kind, "value": value},
+        st.sampled_from(KINDS),
+        inner | st.lists(inner, max_size=2) | st.tuples(st.sampled_from(KINDS), inner).map(list),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(forgeries.map(json.dumps) | st.text())
+def test_whatever_is_sent_is_a_value_or_a_value_error(text: str) -> None:
+    with suppress(ValueError):
+        decode_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind":"ratio","value":["0x1","0x0"]}',
+        '{"kind":"huge","value":Infinity}',
+        '{"kind":"like","value":[]}',
+        '{"kind":"complex","value":[1,2,3]}',
+        '{"kind":"int","value":"' + "x" * 10_000_000 + '"}',
+        "[" * 100_000,
+        '{"kind":"set","value":[[1]]}',
+        "9" * 10_000,
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_cannot_be_a_value_is_refused_in_few_words(text: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        decode_text(text)
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("forged", [{"kind": "list"}, {"kind": "eval", "value": "1"}, {"kind": "int", "value": []}, {}])
