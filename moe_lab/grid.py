@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +23,7 @@ from moe_lab.config import (
     JobConfig,
     ModelConfig,
     RecoveryConfig,
+    SourceConfig,
 )
 from moe_lab.errors import UserError, unknown
 
@@ -137,8 +139,9 @@ class _Choices:
     """What names on the axes stand for, each file loaded once."""
 
     def __init__(self, config: Config, files: Files) -> None:
-        self.config, self.files = config, files
+        self.files = files
         self.texts = _Texts(files, config.flops_text)
+        self.config = replace(config, calibration=mixed(config.calibration, files))
         self._loaded: dict[tuple[str, str], Any] = {}
         self._published: dict[tuple[str, int], AllocationConfig] = {}
 
@@ -198,7 +201,10 @@ class _Choices:
         """The objects that the names of an axis stand for; the configuration's own when there is no name."""
         for name in (names := _expand(group, patterns, self.files)):
             if (group, name) not in self._loaded:
-                self._loaded[group, name] = choose(schema, group, name, self.files)
+                choice = choose(schema, group, name, self.files)
+                self._loaded[group, name] = (
+                    mixed(choice, self.files) if isinstance(choice, CalibrationConfig) else choice
+                )
         return [self._loaded[group, name] for name in names] or [getattr(self.config, group)]
 
 
@@ -223,8 +229,36 @@ class _Texts:
         if name not in self._loaded:
             if name not in self.files.names("calibration"):
                 raise unknown(setting, name, self.files.names("calibration"))
-            self._loaded[name] = typed(CalibrationConfig, self.files.load("calibration", name), f"calibration={name}")
+            text = typed(CalibrationConfig, self.files.load("calibration", name), f"calibration={name}")
+            self._loaded[name] = mixed(text, self.files)
         return self._loaded[name]
+
+
+def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
+    """A calibration set with the settings of those it is a mixture of; `calibration.X=...` does not reach them.
+
+    UserError for a name that no file has, and for a mixture in a mixture.
+    """
+    return (
+        replace(text, sources=[_source(source, text.name, files) for source in text.sources]) if text.sources else text
+    )
+
+
+def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
+    """One set of a mixture with its settings; one that is read from another path is called after the file."""
+    name = source.calibration
+    if name not in files.names("calibration"):
+        raise unknown(f"calibration={mixture}: source", name, files.names("calibration"))
+    content = files.load("calibration", name)
+    if source.path is not None:
+        content.update({"name": Path(source.path).stem, "path": source.path})
+    settings = typed(CalibrationConfig, content, f"calibration={name}")
+    if settings.sources:
+        raise UserError(
+            f"calibration={mixture}: source {name} is a mixture itself, and a mixture takes none: expected its sets, "
+            "each with its share of the whole"
+        )
+    return replace(source, settings=settings)
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from moe_lab import config
+from moe_lab import config, grid
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -55,7 +55,7 @@ def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> 
     loaded = OmegaConf.load(file)
     merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[file.parent.name]), loaded)
     assert merged.name == file.stem or ("label" in loaded and file.parent.name == "allocation")
-    assert set(OmegaConf.missing_keys(merged)) <= {"path"}, "only what the user must give may be missing"
+    assert set(OmegaConf.missing_keys(merged)) <= {"path", "sources"}, "only what the user must give may be missing"
     assert len(loaded) <= 14, "a small file"
 
 
@@ -151,9 +151,13 @@ def test_calibration_settings_hold_together(name: str) -> None:
     from moe_lab.calibration.settings import check
 
     loaded = content("calibration", name)
-    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config.CalibrationConfig(path="a/b")), loaded))
     if OmegaConf.is_missing(loaded, "path"):
-        settings.path = "some/set"
+        loaded.path = "some/set"
+    if OmegaConf.is_missing(loaded, "sources"):
+        loaded.sources = [{"calibration": "c4", "share": 0.5}, {"calibration": "tulu_math", "share": 0.5}]
+    merged = OmegaConf.merge(OmegaConf.structured(config.CalibrationConfig(seed=42)), loaded)
+    files = grid.Files(lambda group: sorted(names(group)), content)
+    settings = grid.mixed(OmegaConf.to_object(merged), files)
     assert settings.tokens % settings.length == 0
     check(settings)
 

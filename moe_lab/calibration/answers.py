@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 
-from moe_lab.calibration.batches import check_context, filler, ordered, too_short
+from moe_lab.calibration.batches import Packed
 from moe_lab.calibration.documents import (
     BLANK_LINE,
     Chat,
@@ -20,17 +19,12 @@ from moe_lab.calibration.documents import (
     messages,
     written,
 )
-from moe_lab.calibration.packing import PACKINGS
-from moe_lab.calibration.settings import check, row_count
 from moe_lab.calibration.sources import read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 
 AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of answers."""
-
-GAP = -1
-"""Stands for the filler token among the places of tokens."""
 
 
 def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool = False) -> list[AnswerBatch]:
@@ -41,22 +35,15 @@ def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool 
     of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. Marks are of tokens, not of
     the positions that predict them. UserError as for `batches`, and for a set without answers.
     """
-    check(settings)
-    check_context(settings, tokenizer)
     _check_fast(tokenizer)
-    documents = read_answered(settings)
-    tokens = _Tokens(tokenizer, settings.special_tokens, header)
-    gap = filler(settings, tokenizer)
-    places = PACKINGS[settings.packing](
-        tokens.read(ordered(documents, settings)), settings.length, None if gap is None else GAP
-    )
-    rows = [row for row, _ in islice(places, row_count(settings))]
-    if len(rows) < row_count(settings):
-        raise too_short(settings, len(rows), len(tokens.ids))
-    found = [tokens.batch(rows[at : at + settings.batch_size], gap) for at in range(0, len(rows), settings.batch_size)]
+
+    def read_marked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
+        return marked(document, tokenizer, special_tokens, header)
+
+    found = list(Packed(settings, tokenizer, read_answered, read_marked).batches())
     if not any(bool(answers.any()) for _, _, answers in found):
         raise UserError(
-            f"calibration.length={settings.length} cuts every answer of {settings.path} away: expected longer rows"
+            f"calibration.length={settings.length} cuts every answer of {settings.name} away: expected longer rows"
         )
     return found
 
@@ -67,32 +54,6 @@ def _check_fast(tokenizer: Any) -> None:
             "the model's tokenizer does not say which characters a token stands for, so answers cannot be marked: "
             "expected a fast tokenizer (a tokenizer.json)"
         )
-
-
-class _Tokens:
-    """All tokens read so far, one after the other; rows are packed as places among them, so that marks follow."""
-
-    def __init__(self, tokenizer: Any, special_tokens: bool, header: bool) -> None:
-        self.tokenizer, self.special_tokens, self.header = tokenizer, special_tokens, header
-        self.ids: list[int] = []
-        self.answers: list[bool] = []
-
-    def read(self, documents: Sequence[Document]) -> Iterator[list[int]]:
-        """The places of each document's tokens."""
-        for document in documents:
-            ids, answers = marked(document, self.tokenizer, self.special_tokens, self.header)
-            if ids:
-                start = len(self.ids)
-                self.ids += ids
-                self.answers += answers
-                yield list(range(start, len(self.ids)))
-
-    def batch(self, rows: Sequence[list[int]], gap: int | None) -> AnswerBatch:
-        """Rows of places -> tensors; `gap` is the token id where no place is."""
-        places = torch.tensor(rows)
-        valid = places != GAP
-        ids = torch.tensor(self.ids)[places].masked_fill(~valid, 0 if gap is None else gap)
-        return ids, valid, torch.tensor(self.answers)[places] & valid
 
 
 def marked(document: Document, tokenizer: Any, special_tokens: bool, header: bool) -> tuple[list[int], list[bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -12,11 +12,16 @@ from typing import Any
 import torch
 
 from moe_lab.calibration.documents import Document, rendering, tokenize
-from moe_lab.calibration.packing import PACKINGS, Row
-from moe_lab.calibration.settings import check, order_seed, row_count
+from moe_lab.calibration.packing import PACKINGS
+from moe_lab.calibration.settings import check, order_seed, parts, row_count
 from moe_lab.calibration.sources import digest, locate, read
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
+
+GAP = -1
+"""Stands for the filler token among the places of tokens."""
+TOLERANCE = 0.01
+"""How far the share of tokens of a mixture's set may be from the one asked for."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +36,138 @@ class Calibration:
 
 
 @dataclass
-class _Reader:
-    """Turns documents into token ids as rows ask for them, and counts what was taken."""
+class Source:
+    """One set that documents come from, and how much was taken of it."""
 
-    tokenizer: Any
-    special_tokens: bool
-    documents: int = 0
+    settings: CalibrationConfig
+    share: float
+    documents: list[Document]
+    used: int = 0
+    """Documents tokenised so far."""
     tokens: int = 0
+    """Their tokens."""
+    placed: int = 0
+    """Those that stand in rows, or will if nothing more is cut."""
+    kept: int = 0
+    """Those that stand in finished rows."""
     renderings: set[str] = field(default_factory=set)
 
-    def read(self, documents: list[Document]) -> Iterator[list[int]]:
-        for document in documents:
-            ids = tokenize(document, self.tokenizer, self.special_tokens)
-            if ids:
-                self.documents += 1
-                self.tokens += len(ids)
-                self.renderings.add(rendering(document, self.tokenizer))
-                yield ids
+
+class Packed:
+    """Rows of a calibration set, or of a mixture of sets, as places in one list of tokens.
+
+    Rows hold places and not ids, so that what is known of a token (its set, whether it belongs to an answer) follows
+    it through packing. The next document comes from the set that is furthest behind its share of the tokens placed so
+    far, the first listed of equals; so the interleaving depends on nothing but the settings and the tokenizer.
+    """
+
+    def __init__(
+        self,
+        settings: CalibrationConfig,
+        tokenizer: Any,
+        read: Callable[[CalibrationConfig], list[Document]],
+        tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
+    ) -> None:
+        """`read` gives the documents of a set; `tokenized` the ids of one, with special tokens or not, and a mark
+        of each. UserError for settings that cannot work and for a set that is too short."""
+        check(settings)
+        check_context(settings, tokenizer)
+        self.settings, self.tokenizer, self._tokenized = settings, tokenizer, tokenized
+        self.sources = [Source(part, share, ordered(read(part), part)) for share, part in parts(settings)]
+        self.ids: list[int] = []
+        self.marks: list[bool] = []
+        self._origins: list[Source] = []
+        self._exhausted: Source | None = None
+        self.gap = filler(settings, tokenizer)
+        self.rows = self._packed()
+        if len(self.rows) < row_count(settings):
+            raise self._too_short()
+        self._check_shares()
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(ids (B, S) int64, valid (B, S) bool, marks (B, S) bool), batch after batch."""
+        ids, marks = torch.tensor(self.ids), torch.tensor(self.marks)
+        for start in range(0, len(self.rows), self.settings.batch_size):
+            places = torch.tensor(self.rows[start : start + self.settings.batch_size])
+            valid = places != GAP
+            yield ids[places].masked_fill(~valid, self.gap or 0), valid, marks[places] & valid
+
+    def _packed(self) -> list[list[int]]:
+        """The rows that are asked for, or fewer when a set runs out."""
+        pack = PACKINGS[self.settings.packing]
+        rows = pack(self._documents(), self.settings.length, None if self.gap is None else GAP)
+        packed = []
+        for row, _ in islice(rows, row_count(self.settings)):
+            packed.append(row)
+            for place in row:
+                if place != GAP:
+                    self._origins[place].kept += 1
+            if self.settings.packing != "chunk":  # which cuts nothing off: what is in no row yet goes into the next
+                for source in self.sources:
+                    source.placed = source.kept
+        return packed
+
+    def _documents(self) -> Iterator[list[int]]:
+        """The places of one document's tokens after the other, until a set that is to give the next has none left."""
+        streams = {id(source): self._read(source) for source in self.sources}
+        while True:
+            source = min(self.sources, key=lambda source: source.placed / source.share)
+            places = next(streams[id(source)], None)
+            if places is None:
+                self._exhausted = source
+                return
+            source.placed += len(places)
+            yield places
+
+    def _read(self, source: Source) -> Iterator[list[int]]:
+        """The places of the documents of one set; in a stream shared with other sets at most a row of them at once."""
+        mixed = len(self.sources) > 1 and self.settings.packing == "chunk"
+        for document in source.documents:
+            ids, marks = self._tokenized(document, source.settings.special_tokens)
+            if not ids:
+                continue
+            places = list(range(len(self.ids), len(self.ids) + len(ids)))
+            self.ids += ids
+            self.marks += marks
+            self._origins += [source] * len(ids)
+            source.used += 1
+            source.tokens += len(ids)
+            source.renderings.add(rendering(document, self.tokenizer))
+            step = self.settings.length if mixed else len(places)
+            yield from (places[start : start + step] for start in range(0, len(places), step))
+
+    def _too_short(self) -> UserError:
+        """A set, the first to have nothing left, gives fewer rows than asked for."""
+        settings, filled, source = self.settings, len(self.rows), self._exhausted
+        assert source is not None
+        if filled:
+            fitting = f"calibration.tokens={filled * settings.length} would fit"
+        elif source.tokens > 1 and not settings.sources:
+            fitting = f"calibration.length={source.tokens} calibration.tokens={source.tokens} would fit"
+        else:
+            fitting = "expected a longer text"
+        if settings.sources:
+            return UserError(
+                f"calibration={settings.name}: {source.settings.name} is too short for its share of {source.share:g}: "
+                f"its {source.tokens} tokens are read when {filled} of the {row_count(settings)} rows of "
+                f"calibration.length={settings.length} in calibration.tokens={settings.tokens} are filled; {fitting}"
+            )
+        return UserError(
+            f"calibration.path={settings.path} is too short: its {source.tokens} tokens fill {filled} of the "
+            f"{row_count(settings)} rows of calibration.length={settings.length} in "
+            f"calibration.tokens={settings.tokens}; {fitting}"
+        )
+
+    def _check_shares(self) -> None:
+        """UserError when a set of a mixture has another share of the valid tokens than the one asked for."""
+        total = sum(source.kept for source in self.sources)
+        for source in self.sources:
+            if abs(source.kept / total - source.share) > TOLERANCE:
+                raise UserError(
+                    f"calibration={self.settings.name}: {source.settings.name} makes {source.kept / total:.1%} of the "
+                    f"tokens and not {source.share:.1%}, because documents are long beside "
+                    f"calibration.tokens={self.settings.tokens}: expected more tokens"
+                )
 
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
@@ -55,19 +175,13 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
 
     Raises UserError for settings that cannot work, a source that cannot be read, and one that is too short.
     """
-    check(settings)
-    check_context(settings, tokenizer)
-    documents = read(settings)
-    reader = _Reader(tokenizer, settings.special_tokens)
-    stream = reader.read(ordered(documents, settings))
-    rows = PACKINGS[settings.packing](stream, settings.length, filler(settings, tokenizer))
-    filled = list(islice(rows, row_count(settings)))
-    if len(filled) < row_count(settings):
-        raise too_short(settings, len(filled), reader.tokens)
-    return Calibration(
-        rows=[_tensors(filled[at : at + settings.batch_size]) for at in range(0, len(filled), settings.batch_size)],
-        report=_report(settings, documents, reader, filled),
-    )
+
+    def unmarked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
+        ids = tokenize(document, tokenizer, special_tokens)
+        return ids, [False] * len(ids)
+
+    packed = Packed(settings, tokenizer, read, unmarked)
+    return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
 
 
 def check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
@@ -97,52 +211,41 @@ def filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     return 0 if settings.gap == "zero" else None
 
 
-def _tensors(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows -> (ids (B, S) int64, valid (B, S) bool)."""
-    ids = torch.tensor([ids for ids, _ in rows], dtype=torch.int64)
-    return ids, torch.tensor([valid for _, valid in rows], dtype=torch.bool)
-
-
-def too_short(settings: CalibrationConfig, filled: int, tokens: int) -> UserError:
-    """The source gives `filled` rows, fewer than asked for, out of `tokens` tokens."""
-    if filled:
-        fitting = f"calibration.tokens={filled * settings.length} would fit"
-    elif tokens > 1:
-        fitting = f"calibration.length={tokens} calibration.tokens={tokens} would fit"
-    else:
-        fitting = "expected a longer text"
-    return UserError(
-        f"calibration.path={settings.path} is too short: its {tokens} tokens fill {filled} of the "
-        f"{row_count(settings)} rows of calibration.length={settings.length} in "
-        f"calibration.tokens={settings.tokens}; {fitting}"
-    )
-
-
-def _report(settings: CalibrationConfig, documents: list[Document], reader: _Reader, rows: list[Row]) -> dict[str, Any]:
-    """What was read: the source and its digest, how much of it, and the first row as the model sees it."""
-    valid = sum(sum(flags) for _, flags in rows)
-    ids, flags = rows[0]
-    end = max(at for at, is_token in enumerate(flags) if is_token) + 1
-    file = locate(settings.path)
+def _report(packed: Packed) -> dict[str, Any]:
+    """What was read: the sources and their digests, how much of them, and the first row as the model sees it."""
+    settings, sources = packed.settings, packed.sources
+    digests = [_digest(source) for source in sources]
+    kept = {source.settings.name: source.kept for source in sources}
+    first = packed.rows[0]
+    end = max(at for at, place in enumerate(first) if place != GAP) + 1
+    shares = [
+        {"name": source.settings.name, "source": source.settings.path, "sha256": sha256, "share": source.share}
+        for source, sha256 in zip(sources, digests, strict=True)
+    ]
     return {
         "name": settings.name,
-        "source": settings.path,
-        "sha256": digest(file) if file else _digest(documents),
-        "documents_read": len(documents),
-        "documents_used": reader.documents,
-        "rendered": sorted(reader.renderings),
-        "rows": len(rows),
+        "source": settings.path or ", ".join(f"{name} {kept[name] / sum(kept.values()):.1%}" for name in kept),
+        "sha256": hashlib.sha256(repr(shares).encode()).hexdigest() if settings.sources else digests[0],
+        **({"sources": shares} if settings.sources else {}),
+        "documents_read": sum(len(source.documents) for source in sources),
+        "documents_used": sum(source.used for source in sources),
+        "rendered": sorted(set().union(*(source.renderings for source in sources))),
+        "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,
-        "valid_tokens": {settings.name: valid},
-        "tokens_cut": reader.tokens - valid,
-        "first_row": reader.tokenizer.decode(ids[:end]),
+        "valid_tokens": kept,
+        "tokens_cut": sum(source.tokens - source.kept for source in sources),
+        "first_row": packed.tokenizer.decode(
+            [packed.ids[place] if place != GAP else packed.gap or 0 for place in first[:end]]
+        ),
     }
 
 
-def _digest(documents: list[Document]) -> str:
-    """sha256 of the documents of a hub set, which has no one file."""
+def _digest(source: Source) -> str:
+    """sha256 of the source's file, or of the documents of a hub set, which has no one file."""
+    if (file := locate(source.settings.path)) is not None:
+        return digest(file)
     total = hashlib.sha256()
-    for document in documents:
+    for document in source.documents:
         total.update(repr(document).encode())
     return total.hexdigest()

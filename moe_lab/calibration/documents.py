@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +46,21 @@ PAIRS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
 
 BLANK_LINE = "\n\n"
-"""What parts the two halves of a pair for a model without a chat template."""
+"""What parts the two halves of a pair for a model without a chat template, and the rows of a joined set."""
 
 
-def document(record: Any, field: str | None, where: str) -> Document:
+def document(record: Any, field: str | None, where: str, template: str | None = None) -> Document:
     """The document in one JSON record.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
     `input` of instruction sets), `question` and `answer`, or `prompt` and `completion`, whichever is there first.
+    `template` is a text with fields in braces, read as it stands once they are filled in.
     `where` is the record's place, for the error's sentence.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with fields such as text, found {_kind(record)}")
+    if template is not None:
+        return Text(re.sub(r"\{(\w+)\}", lambda name: _filled_in(record, name[1], where), template))
     if field is not None:
         return _named(record, field, where)
     for known in ("text", "messages"):
@@ -84,6 +88,15 @@ def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
     if isinstance(record[field], list):
         return Chat(tuple(_message(entry, f"{where}, field {field}") for entry in record[field]))
     return Text(_string(record, field, where))
+
+
+def _filled_in(record: Mapping[str, Any], field: str, where: str) -> str:
+    """What stands in a template's field."""
+    if field not in record:
+        close = nearest(field, record)
+        hint = f"did you mean {close}? " if close else ""
+        raise UserError(f"{where}: field {field} of calibration.template is not there: {hint}(found: {_names(record)})")
+    return _string(record, field, where)
 
 
 def _message(entry: Any, where: str) -> Mapping[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from moe_lab.calibration.packing import PACKINGS
@@ -12,22 +14,75 @@ from moe_lab.errors import UserError, unknown
 ORDERS = ("random", "first")
 GAPS = ("none", "eos", "zero")
 ENGINES = ("resident", "streamed")
+OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order", "special_tokens")
+"""Settings of where documents come from and how each is read: those that the sets of a mixture keep."""
+
+
+def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
+    """(share, set) for each set of a mixture, in the order of its seed; a set that is no mixture is its only part."""
+    return [
+        (
+            source.share,
+            source.settings if source.settings.seed is not None else replace(source.settings, seed=settings.seed),
+        )
+        for source in settings.sources
+    ] or [(1.0, settings)]
 
 
 def check(settings: CalibrationConfig) -> None:
-    """UserError for a value that cannot work. Looks at the file's name and size, never into it."""
-    if settings.path in ("", "???"):
-        raise UserError("calibration.path is not set: give a text file, a JSON lines file, or a hub id")
+    """UserError for a value that cannot work. Looks at names and sizes of files, never into them."""
     for name, value, known in (
         ("packing", settings.packing, PACKINGS),
-        ("order", settings.order, ORDERS),
         ("gap", settings.gap, GAPS),
         ("engine", settings.engine, ENGINES),
     ):
         if value not in known:
             raise unknown(f"calibration.{name}", value, known)
     _check_numbers(settings)
+    if settings.sources:
+        _check_mixture(settings)
+    for _, part in parts(settings):
+        _check_documents(part)
+
+
+def _check_documents(settings: CalibrationConfig) -> None:
+    """UserError for a source, or a way to read its documents, that cannot be."""
+    if settings.path in ("", "???"):
+        raise UserError(
+            "calibration.path is not set: give a text file, a JSON lines file, or a hub id; or, for a mixture, "
+            "calibration.sources=[{calibration: NAME, share: 0.5}, ...]"
+        )
+    if settings.order not in ORDERS:
+        raise unknown("calibration.order", settings.order, ORDERS)
+    if settings.field is not None and settings.template is not None:
+        raise UserError(
+            f"calibration.field={settings.field} and calibration.template are both set: expected one, for a template "
+            "names its fields itself"
+        )
     locate(settings.path)
+
+
+def _check_mixture(settings: CalibrationConfig) -> None:
+    """UserError for shares that are no shares, a set that is named twice, and settings that each set has of its own."""
+    usual = CalibrationConfig(name=settings.name)
+    for name in OF_DOCUMENTS:
+        if (value := getattr(settings, name)) != getattr(usual, name):
+            raise UserError(
+                f"calibration.{name}={value} beside calibration.sources: each set of a mixture is read by its own "
+                f"{name}, expected it in the file of that set"
+            )
+    for source in settings.sources:
+        if not 0 < source.share < 1:
+            raise UserError(
+                f"calibration.sources: share={source.share} of {source.calibration} must be in (0, 1), such as 0.5"
+            )
+    total = math.fsum(source.share for source in settings.sources)
+    if abs(total - 1) > 1e-6:
+        raise UserError(f"calibration.sources: the shares add up to {total:g}: expected 1")
+    names = [source.settings.name for source in settings.sources]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"calibration.sources names {twice} twice: expected each set once")
 
 
 def _check_numbers(settings: CalibrationConfig) -> None:
@@ -73,24 +128,36 @@ def identity(settings: CalibrationConfig) -> dict[str, Any]:
     """The settings that change what is read, in one canonical form, JSON-ready.
 
     A file counts by the sha256 of its bytes and its format, wherever it lies; a hub set by its id, subset
-    and split. Left out is what makes no difference: name and batch size, the seed of an order that is not random,
-    the gap of a packing that has none, tokens that fill no row.
+    and split; a mixture by those of its sets and their shares. Left out is what makes no difference: name and batch
+    size, the seed of an order that is not random, the gap of a packing that has none, tokens that fill no row.
     """
     check(settings)
-    seed = order_seed(settings)
+    filling = {
+        "packing": settings.packing,
+        "length": settings.length,
+        "rows": row_count(settings),
+        "gap": settings.gap if settings.packing != "none" else None,
+    }
+    if settings.sources:
+        return {"sources": [{"share": share, **_documents(part)} for share, part in parts(settings)], **filling}
+    return {**_documents(settings), **filling}
+
+
+def _documents(settings: CalibrationConfig) -> dict[str, Any]:
+    """What identifies the documents of one set, and how each is read."""
     file = locate(settings.path)
     if file is None:
         source: dict[str, Any] = {"hub": settings.path, "subset": settings.subset, "split": settings.split}
     else:
         source = {"sha256": digest(file), "format": file_format(settings.path, file)}
+    made = {"template": settings.template} if settings.template is not None else {}
+    joined = {"joined": True} if settings.joined else {}
     return {
         "source": source,
         "field": settings.field,
-        "packing": settings.packing,
-        "length": settings.length,
-        "rows": row_count(settings),
+        **made,
+        **joined,
         "order": settings.order,
-        "seed": seed,
-        "gap": settings.gap if settings.packing != "none" else None,
+        "seed": order_seed(settings),
         "special_tokens": settings.special_tokens,
     }

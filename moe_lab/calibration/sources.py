@@ -10,13 +10,13 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration import hub
-from moe_lab.calibration.documents import Document, Text, document, has_answer, is_empty
+from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import resolve
@@ -33,14 +33,25 @@ def read(settings: CalibrationConfig) -> list[Document]:
     """All documents of the source, in its order; empty ones are left out. UserError when none is left."""
     file = locate(settings.path)
     if file is None and not hub.is_file(settings.path):
-        records = hub.rows(settings)
-        found = [document(record, settings.field, f"{settings.path} row {row}") for row, record in records]
+        rows = ((f"{settings.path} row {row}", record) for row, record in hub.rows(settings))
+        documents = _documents(rows, settings)
     else:
-        found = _documents(file or hub.download(settings.path), settings.field)
-    kept = [one for one in found if not is_empty(one)]
+        documents = _read_file(file or hub.download(settings.path), settings)
+    if settings.joined:
+        documents = [_joined(documents, settings)]
+    kept = [document for document in documents if not is_empty(document)]
     if not kept:
         raise UserError(f"calibration.path={settings.path} holds no document: expected text to calibrate on")
     return kept
+
+
+def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
+    """One text of all documents, empty ones included."""
+    if not all(isinstance(document, Text) for document in documents):
+        raise UserError(
+            f"calibration.joined=true: {settings.path} holds more than plain texts: expected a field of text"
+        )
+    return Text(BLANK_LINE.join(document.text for document in documents if isinstance(document, Text)))
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
@@ -125,12 +136,22 @@ def file_format(path: str, file: Path) -> str:
     )
 
 
-def _documents(file: Path, field: str | None) -> list[Document]:
+def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
     """The documents of a file whose format is known."""
     text = _text(file)
     if file_format(str(file), file) == "json":
-        return [document(record, field, where) for where, record in _records(text, file)]
-    return [Text(paragraph) for paragraph in re.split(r"\n[ \t]*\n", text)]
+        return _documents(_records(text, file), settings)
+    return [Text(part) for part in (lines(text) if settings.joined else re.split(r"\n[ \t]*\n", text))]
+
+
+def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
+    """The documents of (place, record) pairs."""
+    return [document(record, settings.field, where, settings.template) for where, record in records]
+
+
+def lines(text: str) -> list[str]:
+    """The rows of a text as the hub has those of WikiText: a blank line is "", any other keeps its end."""
+    return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
 def _text(file: Path) -> str:

@@ -15,6 +15,7 @@ from moe_lab.config.pruning import (
     GridConfig,
     ModelConfig,
     RecoveryConfig,
+    SourceConfig,
 )
 from moe_lab.config.running import JobConfig, LauncherConfig, ResourcesConfig, TimingConfig, TrackerConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "ProtocolConfig",
     "RecoveryConfig",
     "ResourcesConfig",
+    "SourceConfig",
     "SuiteConfig",
     "TimingConfig",
     "TrackerConfig",

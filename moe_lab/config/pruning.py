@@ -80,19 +80,47 @@ class CriterionConfig:
 
 
 @dataclass
+class SourceConfig:
+    """One set of a mixture of calibration sets."""
+
+    calibration: str = MISSING
+    """Name of a file in conf/calibration: where documents come from, and how each is read."""
+    share: float = MISSING
+    """Share of the mixture's tokens, in (0, 1); the shares of a mixture add up to 1."""
+    path: str | None = None
+    """Read this instead of the set's own path, as in {calibration: text, path: notes.txt, share: 0.5}."""
+    settings: Any = None
+    """Set by `calibration` and `path`: the settings of the set."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.settings, dict):  # as it comes back from a job's JSON
+            self.settings = CalibrationConfig(**self.settings)
+
+
+@dataclass
 class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
 
     name: str = MISSING
     """The word used for the calibration set in tables and file names."""
-    path: str = MISSING
+    path: str = ""
     """A text file, JSON lines with a text field or chat messages, a hub id, or `pocket:calibration/NAME.jsonl`."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """A mixture of sets, instead of a path: {calibration: NAME, share: 0.5} for each."""
+
+    def __post_init__(self) -> None:
+        self.sources = [SourceConfig(**source) if isinstance(source, dict) else source for source in self.sources]
+
     subset: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set."""
     field: str | None = None
     """Field of a JSON line to read; null takes text, messages, instruction and output, or question and answer."""
+    template: str | None = None
+    """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
+    joined: bool = False
+    """Join all records by blank lines, empty ones included, into one document, as papers read WikiText."""
     packing: str = "reap"
     """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream), none (one each)."""
     length: int = 2048

@@ -86,7 +86,8 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
         yield from said(partial(calibrations.check, text))
         if role in ANSWERED:
-            yield from said(partial(sources.check_answers, text))
+            for _, part in calibrations.parts(text):
+                yield from said(partial(sources.check_answers, part))
     yield from _check_plain_weights(config, cells)
     yield from _check_masked(config, cells)
     yield from _check_engines(cells)

@@ -1,0 +1,280 @@
+"""Mixtures of calibration sets: shares of tokens, order, identity, and the sentence for what cannot be mixed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from moe_lab import grid
+from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import TOLERANCE, batches
+from moe_lab.calibration.settings import check, identity
+from moe_lab.config import CalibrationConfig, Config, SourceConfig
+from moe_lab.errors import UserError
+from moe_lab.paths import conf, resolve
+
+Settings = Callable[..., CalibrationConfig]
+W = 5  # the id of w0
+POCKET = ("pocket_general", "pocket_code", "pocket_math")
+
+
+def write(file: Path, *records: Any) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> CalibrationConfig:
+    """A mixture whose sets are at hand, in small rows."""
+    sources = [SourceConfig(part.name, share, settings=part) for share, part in parts]
+    return CalibrationConfig(**{"name": "mix", "length": 8, "tokens": 1600, "sources": sources, "seed": 1, **settings})
+
+
+@pytest.fixture
+def two(tmp_path: Path, settings: Settings) -> tuple[CalibrationConfig, CalibrationConfig]:
+    """600 documents of two words from w0 to w9, and 400 of five words from w10 to w19."""
+    low = write(tmp_path / "low.jsonl", *({"text": f"w{n % 10} w{(n + 1) % 10}"} for n in range(600)))
+    high = write(
+        tmp_path / "high.jsonl", *({"text": " ".join(f"w{10 + (n + k) % 10}" for k in range(5))} for n in range(400))
+    )
+    return settings(low, name="low", order="random"), settings(high, name="high", order="random")
+
+
+def counted(chosen: CalibrationConfig, tokenizer: Any) -> tuple[int, int]:
+    """Valid tokens below and from w10 on."""
+    rows = batches(chosen, tokenizer).rows
+    tokens = torch.cat([ids[valid] for ids, valid in rows])
+    assert bool(((tokens >= W) & (tokens < W + 20)).all())
+    return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
+
+
+@pytest.mark.parametrize("packing", ["chunk", "reap", "none"])
+@pytest.mark.parametrize("gap", ["none", "eos", "zero"])
+def test_tokens_in_rows_have_the_shares_and_are_reported(
+    two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any, packing: str, gap: str
+) -> None:
+    low, high = two
+    chosen = mixture((0.4, low), (0.6, high), packing=packing, gap=gap)
+    below, above = counted(chosen, tokenizer)
+    assert below / (below + above) == pytest.approx(0.4, abs=TOLERANCE)
+    report = batches(chosen, tokenizer).report
+    assert report["valid_tokens"] == {"low": below, "high": above}
+    assert [source["share"] for source in report["sources"]] == [0.4, 0.6]
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_the_seed_decides_the_order_within_each_set(
+    two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
+) -> None:
+    chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk")
+    again, other = batches(chosen, tokenizer), batches(replace(chosen, seed=2), tokenizer)
+    first = batches(chosen, tokenizer)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first.rows, again.rows, strict=True))
+    assert any(not torch.equal(a[0], b[0]) for a, b in zip(first.rows, other.rows, strict=True))
+    kept = replace(chosen, sources=[replace(s, settings=replace(s.settings, seed=7)) for s in chosen.sources])
+    assert identity(kept) == identity(replace(kept, seed=2)), "a set's own seed goes before the cell's"
+
+
+@cache
+def pocket_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
+
+
+def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
+    schema = OmegaConf.structured(CalibrationConfig)
+    sets = [
+        OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(conf() / f"calibration/{n}.yaml"))) for n in POCKET
+    ]
+    return mixture(*zip(shares, sets, strict=False), **{"length": 256, "tokens": 24576, "packing": "chunk", **settings})
+
+
+@hypothesis_settings(max_examples=8, deadline=None)
+@given(
+    weights=st.lists(st.integers(1, 5), min_size=2, max_size=3),
+    seed=st.integers(0, 3),
+    packing=st.sampled_from(["chunk", "reap", "none"]),
+    gap=st.sampled_from(["none", "eos"]),
+)
+def test_shipped_sets_keep_their_shares(weights: list[int], seed: int, packing: str, gap: str) -> None:
+    shares = [weight / sum(weights) for weight in weights]
+    found = batches(pocket(*shares, seed=seed, packing=packing, gap=gap), pocket_tokenizer())
+    kept = found.report["valid_tokens"]
+    assert sum(kept.values()) == sum(int(valid.sum()) for _, valid in found.rows)
+    assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(shares, abs=TOLERANCE)
+
+
+def test_a_document_longer_than_a_row_leaves_room_for_the_others(
+    tmp_path: Path, settings: Settings, two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
+) -> None:
+    book = settings(write(tmp_path / "book.jsonl", {"text": "w3 " * 400}), name="book")
+    below, above = counted(mixture((0.5, book), (0.5, two[1]), packing="chunk", tokens=320), tokenizer)
+    assert below == pytest.approx(above, abs=8)
+
+
+def test_each_set_is_read_by_its_own_settings(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
+    templated = settings(
+        write(tmp_path / "a.jsonl", *({"q": "w1", "a": "w2"} for _ in range(9))), name="a", template="w0 {q} w0 {a}"
+    )
+    named = settings(
+        write(tmp_path / "b.jsonl", *({"text": "w9", "body": "w3 w4 w5"} for _ in range(9))),
+        name="b",
+        field="body",
+        special_tokens=True,
+    )
+    found = batches(mixture((0.5, templated), (0.5, named), packing="none", length=4, tokens=24), tokenizer)
+    rows = {tuple(row) for ids, _ in found.rows for row in ids.tolist()}
+    assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
+
+
+def test_marks_of_answers_follow_their_tokens(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
+    one = settings(write(tmp_path / "a.jsonl", *({"question": "w1", "answer": "w2 w3"} for _ in range(9))), name="a")
+    two = settings(write(tmp_path / "b.jsonl", *({"prompt": "w4 ", "completion": "w5 w6"} for _ in range(9))), name="b")
+    chosen = mixture((0.5, one), (0.5, two), packing="chunk", length=6, tokens=36)
+    marked = answer_batches(chosen, tokenizer)
+    for (ids, valid, answers), (same, same_valid) in zip(marked, batches(chosen, tokenizer).rows, strict=True):
+        assert torch.equal(ids, same) and torch.equal(valid, same_valid)
+        assert set(ids[answers].tolist()) == {W + 2, W + 3, W + 5, W + 6}
+        assert set(ids[~answers].tolist()) == {W + 1, W + 4}
+
+
+def test_a_set_that_runs_out_is_named_with_its_tokens(
+    two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
+) -> None:
+    chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
+    with pytest.raises(
+        UserError, match=r"low is too short for its share of 0.5: its 1200 tokens .* would fit"
+    ) as error:
+        batches(chosen, tokenizer)
+    fitting = int(
+        str(error.value).partition("calibration.tokens=8000")[2].partition("calibration.tokens=")[2].split()[0]
+    )
+    assert batches(replace(chosen, tokens=fitting), tokenizer).report["rows"] == fitting // 8
+    with pytest.raises(UserError, match="is too short"):
+        batches(replace(chosen, tokens=fitting + 8), tokenizer)
+
+
+def test_a_share_that_documents_are_too_long_for_is_refused(
+    tmp_path: Path, settings: Settings, two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
+) -> None:
+    long = settings(write(tmp_path / "long.jsonl", *({"text": "w1 " * 8} for _ in range(9))), name="long")
+    with pytest.raises(UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"):
+        batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)
+
+
+def test_identity_holds_every_set_and_its_share(two: tuple[CalibrationConfig, CalibrationConfig]) -> None:
+    low, high = two
+    chosen = mixture((0.4, low), (0.6, high))
+    before = identity(chosen)
+    assert [source["source"] for source in before["sources"]] == [identity(replace(s, seed=1))["source"] for s in two]
+    assert identity(replace(chosen, name="other", batch_size=1)) == before
+    assert identity(mixture((0.41, low), (0.59, high))) != before
+    assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != before
+    assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == before
+    assert identity(replace(chosen, tokens=1608)) != before
+    Path(high.path).write_text(Path(high.path).read_text() + '{"text": "w1"}\n')
+    assert identity(chosen) != before
+
+
+def test_a_set_that_is_no_mixture_is_identified_as_ever(settings: Settings) -> None:
+    assert identity(settings("owner/set", order="random", seed=3)) == {
+        "source": {"hub": "owner/set", "subset": None, "split": "train"},
+        "field": None,
+        "packing": "reap",
+        "length": 8,
+        "rows": 2,
+        "order": "random",
+        "seed": 3,
+        "gap": "none",
+        "special_tokens": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shares", "changes", "sentence"),
+    [
+        ((0.5, 0.6), {}, r"the shares add up to 1.1: expected 1"),
+        ((1.5, -0.5), {}, r"share=1.5 of low must be in \(0, 1\)"),
+        ((0.5, 0.5), {"order": "first"}, r"calibration.order=first beside calibration.sources"),
+        ((0.5, 0.5), {"path": "a.txt"}, r"calibration.path=a.txt beside calibration.sources"),
+        ((0.5, 0.5), {"packing": "chunks"}, r"did you mean chunk\?"),
+    ],
+)
+def test_mixtures_that_cannot_be(
+    two: tuple[CalibrationConfig, CalibrationConfig], shares: tuple[float, ...], changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check(mixture(*zip(shares, two, strict=True), **changes))
+
+
+def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, CalibrationConfig]) -> None:
+    low, high = two
+    with pytest.raises(UserError, match="names low twice"):
+        check(mixture((0.5, low), (0.5, low)))
+    with pytest.raises(UserError, match="does not exist"):
+        check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
+
+
+def files(folder: Path) -> grid.Files:
+    """The files of a folder as the group calibration."""
+    return grid.Files(
+        lambda group: sorted(file.stem for file in (folder / group).glob("*.yaml")),
+        lambda group, name: OmegaConf.load(folder / group / f"{name}.yaml"),  # type: ignore[arg-type,return-value]
+    )
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> grid.Files:
+    folder = tmp_path / "calibration"
+    folder.mkdir()
+    (folder / "a.yaml").write_text("name: a\npath: owner/a\nfield: body\n")
+    (folder / "b.yaml").write_text("name: b\npath: ???\n")
+    (folder / "nested.yaml").write_text("name: nested\nsources: [{calibration: mix, share: 1}]\n")
+    (folder / "mix.yaml").write_text(
+        "name: mix\nsources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]\n"
+    )
+    (folder / "wrong.yaml").write_text("name: wrong\nsources: [{calibration: aa, share: 1}]\n")
+    return files(tmp_path)
+
+
+def cell(named: grid.Files, *calibration: str) -> grid.Cell:
+    settings = Config(
+        calibration=CalibrationConfig("a", "owner/a"), grid=grid.GridConfig(calibration=list(calibration))
+    )
+    settings.flops_text = "a"
+    return grid.cells(settings, named)[0]
+
+
+def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: grid.Files) -> None:
+    text = cell(named, "mix").calibration
+    assert [(source.settings.name, source.settings.path, source.settings.field) for source in text.sources] == [
+        ("a", "owner/a", "body"),
+        ("notes", "notes.txt", None),
+    ]
+    assert CalibrationConfig(**json.loads(json.dumps(asdict(text)))) == text, "as a job's JSON has it"
+
+
+def test_a_mixture_names_sets_that_exist_and_no_mixture(named: grid.Files) -> None:
+    with pytest.raises(UserError, match=r"source=aa is unknown: did you mean a\?"):
+        cell(named, "wrong")
+    with pytest.raises(UserError, match="mix is a mixture itself"):
+        cell(named, "nested")
+
+
+def test_the_mixture_of_a_search_is_resolved_too(named: grid.Files) -> None:
+    settings = Config(calibration=CalibrationConfig("a", "owner/a"), flops_text="mix")
+    (found,) = grid.cells(settings, named)
+    assert math.fsum(source.share for source in found.texts["flops"].sources) == 1
+    assert found.texts["flops"].sources[0].settings.path == "owner/a"
