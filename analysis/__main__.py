@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from moe_lab.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from analysis.catalogue import Material
+    from analysis.tables import Table
 
 USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
 python -m analysis diff A B [store=store] [out=FOLDER]
@@ -110,7 +112,11 @@ def _compare(request: Request, material: Material, out: Path) -> bool:
     from analysis.published_tables import published_tables
 
     study = material.study
-    made = published_tables(study, material.comparisons, _comparable(request))
+    made: dict[str, Table] = {}
+    for name in _comparable(request):
+        compare = partial(published_tables, study, material.comparisons, [name])
+        made |= material.attempt(f"{name}.published", compare) or {}
+    catalogue.log_failures(material, out)
     for path in catalogue.write((table for table in made.values() if len(table.frame)), out):
         print(path)
     lacking = [name for name in request.names if name in made and made[name].frame.empty]
@@ -173,9 +179,11 @@ def _write(request: Request, material: Material, out: Path) -> bool:
         print(report.write_report(material.study, out))
         return True
     wanted = catalogue.CATALOGUE if "all" in request.names else request.names
-    made = catalogue.make(wanted, material)
-    for path in catalogue.write((output for outputs in made.values() for output in outputs), out):
+    made, written = catalogue.publish(wanted, material, out)
+    catalogue.log_failures(material, out)
+    for path in written:
         print(path)
+    made = {name: outputs for name, outputs in made.items() if name not in material.failed}
     lacking = [name for name in request.names if made.get(ALSO.get(name, name)) == []]
     for name in lacking:
         print(f"analysis: {name} needs {needs(name)}, which study={material.study.name} does not have", file=sys.stderr)

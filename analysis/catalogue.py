@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import pandas as pd
 
@@ -38,12 +40,34 @@ from analysis.needs import unknown_name
 from analysis.style import Figure
 from analysis.winners import winner_map
 
+T = TypeVar("T")
+FAILED = "failed"
+"""Folder beside the tables and figures: NAME.log has the traceback of what could not be made."""
+
 
 class Material:
     """A study and what several outputs need of it, computed once."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
+        self.attempted: dict[str, Exception | None] = {}
+        """What was attempted -> why it failed, if it did."""
+
+    def attempt(self, name: str, make: Callable[[], T]) -> T | None:
+        """What `make` gives. Where it raises: None, and a gap with the name and the reason."""
+        self.attempted.setdefault(name, None)
+        try:
+            return make()
+        except Exception as error:  # noqa: BLE001 - a bug in one output must not take the others with it
+            self.attempted[name] = error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.study.reader.gap(f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name)
+            return None
+
+    @property
+    def failed(self) -> list[str]:
+        """What could not be made."""
+        return [name for name, error in self.attempted.items() if error]
 
     @cached_property
     def measured(self) -> list[Comparison]:
@@ -286,6 +310,33 @@ def make(wanted: Iterable[str], material: Material) -> dict[str, list[Output]]:
             raise unknown_name(name, CATALOGUE)
         made[name] = CATALOGUE[name](material)
     return made
+
+
+def publish(wanted: Iterable[str], material: Material, out: Path) -> tuple[dict[str, list[Output]], list[Path]]:
+    """Make the named outputs and write their files into `out`: name -> those that were written, and all files.
+
+    One that raises while it is made or written is a gap of the study, and the others go on.
+    """
+    made: dict[str, list[Output]] = {}
+    written: list[Path] = []
+    for name in dict.fromkeys(ALSO.get(each, each) for each in wanted):
+        made[name] = []
+        for output in material.attempt(name, partial(CATALOGUE[name], material)) or []:
+            files = material.attempt(output.name, partial(write, [output], out)) or []
+            made[name] += [output] if files else []
+            written += files
+    return made, written
+
+
+def log_failures(material: Material, out: Path) -> None:
+    """Write OUT/failed/NAME.log for what could not be made, and remove that of what could be made this time."""
+    for name, error in material.attempted.items():
+        log = out / FAILED / f"{name}.log"
+        if error is None:
+            log.unlink(missing_ok=True)
+        else:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
 
 
 def write(outputs: Iterable[Output], out: Path) -> list[Path]:

@@ -218,11 +218,9 @@ SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex"
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html into `folder`."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html into `folder`: all of them or, on an error, none."""
+    texts = {folder / f"{table.name}.{suffix}": function(table) for suffix, function in SUFFIXES.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for suffix, function in SUFFIXES.items():
-        path = folder / f"{table.name}.{suffix}"
-        path.write_text(function(table), encoding="utf-8")
-        written.append(path)
-    return written
+    for path, content in texts.items():
+        path.write_text(content, encoding="utf-8")
+    return list(texts)

@@ -11,9 +11,11 @@ from analysis.catalogue import Material
 from analysis.load import Study, load
 from analysis.made import Output
 from analysis.page import Page, Section, html
-from analysis.sections import sections
+from analysis.sections import gaps, sections
 
 PAGE = "report.html"
+GAPS = "gaps"
+"""The table of what is missing, made last."""
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
@@ -22,33 +24,41 @@ def write(store: Path | str, study: str, out: Path | str) -> Path:
 
 
 def write_report(study: Study, out: Path) -> Path:
-    """Write all tables and figures of a loaded study, and the page that shows them, into `out`."""
+    """Write all tables and figures of a loaded study, and the page that shows them, into `out`.
+
+    What cannot be made is a gap on the page; its traceback is in OUT/failed.
+    """
     material = Material(study)
-    made = catalogue.make(catalogue.CATALOGUE, material)
-    catalogue.write((output for outputs in made.values() for output in outputs), out)
+    made, _ = catalogue.publish([name for name in catalogue.CATALOGUE if name != GAPS], material, out)
     page = out / PAGE
-    page.write_text(html(_page(material, made)), encoding="utf-8")
+    page.write_text(html(_page(material, made, out)), encoding="utf-8")
+    catalogue.log_failures(material, out)
     return page
 
 
-def _page(material: Material, made: Mapping[str, Sequence[Output]]) -> Page:
+def _page(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -> Page:
     study = material.study
+    headline = material.attempt(
+        "text.headline", lambda: findings.headline(study, material.comparisons, material.winners)
+    )
+    chapters = _chapters(material, made, out)
     return Page(
         title=findings.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=findings.what_was_run(study),
-        findings=findings.headline(study, material.comparisons, material.winners),
+        findings=headline or [],
         tiles=_tiles(study),
-        chapters=_chapters(material, made),
+        chapters=chapters,
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
     )
 
 
-def _chapters(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:
-    """All chapters of the page; the comparison with the papers stands before what is missing."""
-    own = sections(material, made)
-    place = [section.anchor for section in own].index("gaps")
-    return [*own[:place], beside.chapter(material), *own[place:]]
+def _chapters(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -> list[Section]:
+    """All chapters of the page; the comparison with the papers and what is missing stand before how it came about."""
+    *own, provenance = sections(material, made)
+    published = material.attempt("text.published", lambda: [beside.chapter(material)]) or []
+    missing, _ = catalogue.publish([GAPS], material, out)
+    return [*own, *published, gaps(material.study, missing[GAPS]), provenance]
 
 
 def _kicker(study: Study) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from analysis import convergence, findings
 from analysis.catalogue import Material
+from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.made import Output
 from analysis.page import Section
@@ -19,11 +20,19 @@ from analysis.views import winner_views
 
 
 def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:
-    """All chapters in the order of the page, empty ones included; `made`: all outputs by the catalogue's names."""
+    """All chapters but that about gaps, in the order of the page, empty ones included.
+
+    made: all outputs by the catalogue's names. Sentences that cannot be made are gaps, as outputs are.
+    """
     study = material.study
-    effect = [sentence for comparison in material.comparisons for sentence in findings.calibration_effect(comparison)]
-    recovery = [sentence for comparison in material.comparisons for sentence in recovery_findings(study, comparison)]
-    maps = winner_views(material)
+    effect = _said(material, "task", findings.calibration_effect)
+    recovery = _said(material, "recovery", lambda one: recovery_findings(study, one))
+    agreed = material.attempt("text.overlap", lambda: findings.overlap_finding(material.overlaps)) or []
+    reached = (
+        material.attempt("text.coverage", lambda: [*findings.coverage_finding(study), *convergence.finding(study)])
+        or []
+    )
+    maps = material.attempt("text.winners", lambda: winner_views(material)) or []
     return [
         Section(
             "winners",
@@ -109,14 +118,14 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "overlap",
             "Overlap",
             "Do calibration sets agree on which experts matter?",
-            findings.overlap_finding(material.overlaps),
+            agreed,
             [*made["unified.fig4"][:1], *_several_models(study, made["unified.fig5"]), *made["unified.fig3"][:1]],
         ),
         Section(
             "coverage",
             "Coverage",
             "Did calibration reach every expert?",
-            [*findings.coverage_finding(study), *convergence.finding(study)],
+            reached,
             [*made["coverage"], *made["convergence"]],
             filters=dict.fromkeys(("convergence", "convergence.channels"), "*Model|Pruned|Calibration"),
         ),
@@ -147,7 +156,6 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "Architectures and loading memory",
             outputs=[*made["unified.table4"], *made["unified.table3"]],
         ),
-        Section("gaps", "Gaps", "What is missing", [findings.completeness(study), *study.notes], made["gaps"]),
         Section(
             "provenance",
             "Provenance",
@@ -158,6 +166,18 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             filters={"artefacts": "Model|Pruned|Calibration|Criterion"},
         ),
     ]
+
+
+def _said(material: Material, chapter: str, say: Callable[[Comparison], Sequence[str]]) -> list[str]:
+    """Sentences about every model, for a chapter."""
+    return (
+        material.attempt(f"text.{chapter}", lambda: [line for one in material.comparisons for line in say(one)]) or []
+    )
+
+
+def gaps(study: Study, outputs: Sequence[Output]) -> Section:
+    """The chapter about what is missing: made last, when all gaps are known."""
+    return Section("gaps", "Gaps", "What is missing", [findings.completeness(study), *study.notes], outputs)
 
 
 _MAP_TEXT = (

@@ -47,8 +47,10 @@ def memory_figure(study: Study, comparison: Comparison, *, name: str) -> Figure 
 def blocks_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Tokens a second by the block that channels are rounded to and the smallest expert, a panel per ratio and
     recovery."""
-    rounded = artefacts.blocks(comparison.cells, study.reader)
-    found = _largest(study, comparison).merge(rounded, on="cell") if len(rounded) else pd.DataFrame()
+    timed, rounded = _largest(study, comparison), artefacts.blocks(comparison.cells, study.reader)
+    if timed.empty or rounded.empty:
+        return None
+    found = timed.merge(rounded, on="cell")
     if len(found) < 2:
         return None
     cells = comparison.cells.loc[found["cell"], ["ratio", "recovery"]].reset_index(drop=True)

@@ -31,7 +31,8 @@ def requests(study: Study) -> pd.DataFrame:
         weights = float(found["weight_bytes"].iloc[0])
         peak = weights + float(found["working_bytes"].iloc[0])
         rows.append({**key, **measured, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
-    return pd.DataFrame(rows)
+    columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _speeds(found: pd.DataFrame) -> pd.DataFrame:

@@ -85,12 +85,17 @@ def _report(config: Config, store: Store) -> int:
         start = time.monotonic()
         command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.study}"]
         done = subprocess.run([*command, f"out={page.parent}"], capture_output=True, text=True)
-        if done.returncode not in (0, 1) or not page.exists():
+        if not done.stdout.strip():  # it prints where the page is
             say(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", style="red")
             return 1
-        record.mark_report(store, config.study)
         _track(config, store, page.parent)
         say(f"report written in {time.monotonic() - start:.0f} s")
+        say(f"report: {page.absolute()}")
+        if failed := sorted(log.stem for log in (page.parent / "failed").glob("*.log")):
+            say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {page.parent / 'failed'}", style="red")
+            return 1
+        record.mark_report(store, config.study)
+        return 0
     say(f"report: {page.absolute()}")
     return 0
 

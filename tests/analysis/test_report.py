@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from budgets import within
 from PIL import Image
 from synthetic import write_store
 
-from analysis import report
+from analysis import findings, published_cells, report
 from analysis.__main__ import main
+from analysis.catalogue import CATALOGUE, Material
+from analysis.made import Output
+from analysis.tables import Table
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
 
@@ -116,6 +120,60 @@ def test_mistakes_get_the_nearest_name(
 ) -> None:
     assert main([*words, f"store={small}"] if not any("store" in word for word in words) else words) == 2
     assert sentence in capsys.readouterr().err
+
+
+FEW = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte")}
+
+
+def _raises(material: Material) -> list[Output]:
+    raise KeyError("cell")
+
+
+def _cannot_be_written(material: Material) -> list[Output]:
+    return [Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})]
+
+
+@pytest.mark.parametrize("word", ["report", "all"])
+def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
+    out = tmp_path / "out"
+    with monkeypatch.context() as broken:
+        broken.setitem(CATALOGUE, "ranks", _raises)  # type: ignore[call-overload]
+        broken.setitem(CATALOGUE, "pareto", _cannot_be_written)  # type: ignore[call-overload]
+        broken.setattr(findings, "headline", _raises)
+        assert main([word, f"store={store}", f"out={out}"]) == 1
+    said = capsys.readouterr()
+    for name, reason in {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}.items():
+        assert f"analysis: {name}: could not be made ({reason}" in said.err and f"{name} needs" not in said.err
+        assert "Traceback (most recent call last)" in (out / "failed" / f"{name}.log").read_text()
+        assert name in (out / "tables" / "gaps.csv").read_text()
+        assert not (out / "tables" / f"{name}.csv").exists()
+    assert (out / "figures" / "averages.png").exists() and (out / "tables" / "winners.csv").exists()
+    if word == "report":
+        assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "text.headline.log").exists()
+    assert main([word, f"store={store}", f"out={out}"]) == 0
+    assert not list((out / "failed").glob("*")), "what is mended leaves no trace"
+
+
+def test_one_output_by_name_that_cannot_be_made_says_why_in_a_sentence(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CATALOGUE, "ranks", _raises)  # type: ignore[call-overload]
+    assert main(["ranks", "unified.table2", f"store={small}", f"out={tmp_path}"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "analysis: ranks: could not be made (KeyError: 'cell'), traceback in failed/ranks.log\n"
+    assert "unified.table2.csv" in said.out and (tmp_path / "failed" / "ranks.log").exists()
+
+
+def test_a_comparison_with_the_papers_that_fails_is_a_gap(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_cells, "key_of", _raises)
+    assert main(["unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
+    assert "unified.table1.published: could not be made (KeyError: 'cell')" in capsys.readouterr().err
+    assert (tmp_path / "tables" / "unified.table1.csv").exists()
 
 
 def test_an_empty_store_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
