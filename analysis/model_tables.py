@@ -14,6 +14,7 @@ import pandas as pd
 from analysis import names
 from analysis.load import Study
 from analysis.tables import Table
+from moe_lab.config import GATES
 
 if TYPE_CHECKING:
     from moe_lab.criteria.layer import Array
@@ -130,7 +131,7 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
     gated = phi * route(*channels)
     return {
         "tokens": tokens,
-        **{f"sums_{gate}": sums for gate in ("model", "renormalized", "double_softmax")},
+        **{f"sums_{gate}": sums for gate in GATES},
         "output_sum": act(EXPERTS, HIDDEN) * 0.1,
         **{sums_of: act(EXPERTS) * route(EXPERTS) for sums_of in ("damage", "ala_first", "ala_second")},
         "layer_loss": act().reshape(()),

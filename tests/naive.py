@@ -26,6 +26,8 @@ class Served:
     """What the model multiplies with."""
     gates: torch.Tensor
     """Those of all experts of the token."""
+    probability: torch.Tensor
+    """softmax(logits) over all experts, at this one."""
     softmax_gate: torch.Tensor
     """softmax(softmax(logits)) at this expert."""
     f: torch.Tensor
@@ -35,7 +37,8 @@ class Served:
         """The gate (N,) of that name."""
         if gate == "renormalized":
             return self.gate / self.gates.sum(-1)
-        return self.softmax_gate if gate == "double_softmax" else self.gate
+        others = {"full_softmax": self.probability, "double_softmax": self.softmax_gate}
+        return others.get(gate, self.gate)
 
 
 @dataclass
@@ -107,7 +110,7 @@ def routed(name: str) -> dict[int, Seen]:
 def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     hidden, index, weights = (part.clone() for part in call["experts"])
     hidden, weights = hidden.double(), weights.double()
-    double = call["logits"].double().reshape(-1, layer.n_experts).softmax(-1).softmax(-1)
+    full = call["logits"].double().reshape(-1, layer.n_experts).softmax(-1)
     module = copy.deepcopy(layer.experts).double()
     experts = []
     mixed = torch.zeros_like(hidden)
@@ -120,7 +123,8 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
             token[keep],
             weights[token, column][keep],
             weights[token][keep],
-            double[token, expert][keep],
+            full[token, expert][keep],
+            full.softmax(-1)[token, expert][keep],
             f[keep],
             _channels(module, hidden[token[keep]], expert),
         )

@@ -16,6 +16,8 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from analysis import published_numbers
+from analysis.published_numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import UserError
@@ -192,6 +194,16 @@ def test_unified_tables_have_their_blocks() -> None:
         "qwen3_30b_a3b_instruct",
     }
     assert len(request("unified_table2")[1]) == (4 + 2) * 10 * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_are_those_of_the_printed_numbers(name: str) -> None:
+    papers = {paper: number for number, paper in published_numbers.PAPERS.items()}
+    paper, _, table = name.partition("_table")
+    for cell in request(name)[1]:
+        key = (cell.model.name, cell.ratio, cell.criterion.name, "", "", "")
+        gate = published_numbers.protocol(Printed(papers[paper], table, key, "gsm8k", "0", "")).gate
+        assert cell.gate == (gate or "model"), (cell.model.name, cell.criterion.name)
 
 
 def test_evoesap_tables_search_as_published() -> None:

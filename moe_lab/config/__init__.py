@@ -80,7 +80,8 @@ class Config:
     seed: int = 42
     """Seed of the calibration order and of random choices."""
     gate: str = "model"
-    """What multiplies an expert's output: model (its own), renormalized (the papers' equation), double_softmax."""
+    """What multiplies an expert's output: model (its own), renormalized (the papers' equation), full_softmax (its
+    probability among all experts), double_softmax (the softmax of these once more)."""
     study: str = "study"
     """Name of the study: its list of cells and its report are stored under it."""
     store: str = "store"

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-GATES = ("model", "renormalized", "double_softmax")
+GATES = ("model", "renormalized", "full_softmax", "double_softmax")
 
 
 @dataclass

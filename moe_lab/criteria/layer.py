@@ -56,10 +56,11 @@ class Layer:
         return numpy.asarray(self.arrays[name], dtype=numpy.float64)
 
     def _reason(self, name: str) -> str:
-        if name == "sums_double_softmax":
+        if name in ("sums_full_softmax", "sums_double_softmax"):
             return (
-                "gate=double_softmax needs a router that is a softmax over all experts, choose gate=model or "
-                "renormalized"
+                f"gate={name.removeprefix('sums_')} needs a router that is a softmax over all experts, choose "
+                "gate=model or renormalized; if it is one, these statistics are older than the gate: remove their step "
+                "from the store"
             )
         return (
             f"criterion={self.criterion} needs it, `python -m moe_lab criterion={self.criterion} model=... "

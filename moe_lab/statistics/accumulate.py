@@ -5,6 +5,8 @@ Columns (channels, hidden units) are summed in fp32 within a call, to be added t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from moe_lab.models.experts import Rows, parts
@@ -16,8 +18,8 @@ EPSILON = 1e-6
 class Call:
     """The statistics of one call, names as in sums.py; `add` for each expert, then `finish`, then `normalize`.
 
-    `rows`: the routed pairs. `weights` (T, K): gates as the model multiplies with them. `softmax_gates` (T, K): what
-    double_softmax uses, None where the router gives none. `valid`: (T,) bool, which tokens count, None for all.
+    `rows`: the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further gates (T, K)
+    by name. `valid`: (T,) bool, which tokens count, None for all.
     """
 
     def __init__(
@@ -25,15 +27,14 @@ class Call:
         n_experts: int,
         rows: Rows,
         weights: torch.Tensor,
-        softmax_gates: torch.Tensor | None,
+        others: Mapping[str, torch.Tensor],
         valid: torch.Tensor | None,
     ) -> None:
         self.n_experts = n_experts
         self.rows = rows
         self.gates = {"model": weights.double()}
         self.gates["renormalized"] = self.gates["model"] / self.gates["model"].sum(-1, keepdim=True)
-        if softmax_gates is not None:
-            self.gates["double_softmax"] = softmax_gates.double()
+        self.gates |= {name: gates.double() for name, gates in others.items()}
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
         self.gate_square = wide(weights)[rows.token, rows.column].square()

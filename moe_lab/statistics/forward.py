@@ -65,13 +65,15 @@ class ForwardTap(Tap):
                 self.add(name, sums)
             self.call = None
 
-    def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """The double_softmax gates (T, K), if the router is a softmax over all experts; its first call tells."""
+    def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts; its first call
+        tells."""
         if self.softmax_router is None:
             self.softmax_router = self.logits is not None and is_softmax(self.logits, index, weights)
         if not self.softmax_router or self.logits is None:
-            return None
-        return self.logits.double().softmax(-1).softmax(-1).gather(-1, index)
+            return {}
+        full = self.logits.double().softmax(-1)
+        return {"full_softmax": full.gather(-1, index), "double_softmax": full.softmax(-1).gather(-1, index)}
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from moe_lab.statistics.snapshots import Snapshots
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
 from moe_lab.statistics_file import header
 
-CHECKPOINT = "sums.safetensors"
+CHECKPOINT = "checkpoint.safetensors"
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 

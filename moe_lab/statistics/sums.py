@@ -6,7 +6,8 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     tokens               (E,)      N_j, the number of such tokens
     sums_model           (E, 3, 3) sum_t g^alpha * ||f||^beta at [j, alpha, beta], g as the model multiplies with it
     sums_renormalized    (E, 3, 3) the same with g divided by its sum over the token's top-k
-    sums_double_softmax  (E, 3, 3) the same with g = softmax over all experts of a softmax router's probabilities
+    sums_full_softmax    (E, 3, 3) the same with g = p_j of p = softmax(logits) over all experts, of softmax routers
+    sums_double_softmax  (E, 3, 3) the same with g = softmax(p)_j over all experts, of softmax routers
     output_sum           (E, H)    sum_t f
     ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream after
     ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)

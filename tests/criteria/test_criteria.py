@@ -198,6 +198,8 @@ def test_bad_statistics_and_gates() -> None:
         criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
     with pytest.raises(UserError, match=r"layer 1 has no sums_double_softmax: gate=double_softmax needs a router"):
         criteria.score("reap", inputs, experts=experts(inputs), gate="double_softmax")
+    with pytest.raises(UserError, match=r"layer 1 has no sums_full_softmax: gate=full_softmax needs a router"):
+        criteria.score("reap", inputs, experts=experts(inputs), gate="full_softmax")
     assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")  # it has no gate
     with pytest.raises(UserError, match="layer 0 has no damage"):
         criteria.score("exact_damage", edge(), experts={0: 3})

@@ -55,7 +55,7 @@ def play_interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
     deadline = time.monotonic() + LONG
     while not list(store.glob("statistics/*/manifest.json")):
         assert time.monotonic() < deadline, f"{saved} of 32 batches"
-        for file in store.glob("partial/*/sums.safetensors"):
+        for file in store.glob("partial/*/checkpoint.safetensors"):
             if (now := file.stat().st_mtime_ns) != seen:
                 seen = now
                 saved.append(header(file)["done"])

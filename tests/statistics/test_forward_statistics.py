@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 
+from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import sort_by_expert
@@ -50,8 +51,9 @@ def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
         named = layers[index]
         assert all(tensor.dtype == torch.float64 for tensor in named.values())
         assert named["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
-        assert ("sums_double_softmax" in named) == (name in SOFTMAX_ROUTERS)
-        for gate in ("model", "renormalized", "double_softmax"):
+        softmax = {gate for gate in ("full_softmax", "double_softmax") if f"sums_{gate}" in named}
+        assert softmax == ({"full_softmax", "double_softmax"} if name in SOFTMAX_ROUTERS else set())
+        for gate in GATES:
             if f"sums_{gate}" in named:
                 expected = torch.stack([moments(expert, gate) for expert in seen.experts])
                 assert naive.relative(named[f"sums_{gate}"], expected) < 1e-5
@@ -194,7 +196,7 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     index = torch.tensor([[0, 1], [1, 0], [0, 1]])
     valid = torch.tensor([True, False, True])
     rows = sort_by_expert(index, 2)
-    call = Call(2, rows, torch.full((3, 2), 0.5), None, valid)
+    call = Call(2, rows, torch.full((3, 2), 0.5), {}, valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
     for expert, part in rows.parts():
         call.add(expert, part, values[rows.token[part]], values[rows.token[part]])
@@ -209,7 +211,7 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     index = torch.zeros(300, 1, dtype=torch.int64)
     gates, f = (torch.rand(300, n, generator=generator).bfloat16() for n in (1, 4))
     rows = sort_by_expert(index, 1)
-    call = Call(1, rows, gates, None, None)
+    call = Call(1, rows, gates, {}, None)
     call.add(0, slice(0, 300), f, f)
     sums = call.finish(gates * f)
     g, exact = gates.double(), f.double()
