@@ -20,7 +20,7 @@ def coverage(
     problem: Channels,
     *,
     inter: Literal["coverage", "uniform", "u_shaped", "loss_based"] = "coverage",
-    intra: Literal["coverage", "uniform", "ranking"] = "coverage",
+    intra: Literal["coverage", "proportional", "uniform", "ranking"] = "coverage",
     layer_prior: Literal["loss", "none"] = "loss",
     prior: Prior = "ala1",
     layer_smoothing: Smoothing = "sqrt",
@@ -33,10 +33,10 @@ def coverage(
 
     First `inter` gives each layer its budget: CBA over the pooled channels of the layers with the smoothed layer loss
     (or 1) as target, the same share, a U over the depth (`beta`, `floor`), or in proportion to the smoothed layer loss.
-    Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, evenly, or the best channels of
-    the layer. `layer_smoothing` is of the layer loss, which MoE-Slimming's Tables 7 and 15 vary; `expert_smoothing` is
-    of `prior`. search=exact meets every budget to the channel; search=paper stops within 1 %, half of it in each stage
-    when both stages search.
+    Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, in proportion to it, evenly, or
+    the best channels of the layer. `layer_smoothing` is of the layer loss, which MoE-Slimming's Tables 7 and 15 vary;
+    `expert_smoothing` is of `prior`. search=exact meets every budget to the channel; search=paper stops within 1 %,
+    half of it in each stage when both stages search.
     """
     searching = (inter, intra).count("coverage")
     tolerance = TOLERANCE / max(searching, 1)
@@ -60,6 +60,8 @@ def coverage(
             return best(values, budgets[layer])
         measured = expert_prior(prior, problem.evidence, layer, (values.shape[0], values.shape[1]))
         target = smooth(measured, expert_smoothing)
+        if intra == "proportional":
+            return apportion(target, budgets[layer], 0, values.shape[1])
         return cover(list(values), target, budgets[layer], search=search, tolerance=tolerance)
 
     return {layer: divide(layer, values) for layer, values in scores.items()}
@@ -77,6 +79,6 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     found = set()
     if inter == "loss_based" or (inter == "coverage" and parameters.get("layer_prior", "loss") == "loss"):
         found.add("statistics")
-    if parameters.get("intra", "coverage") == "coverage":
+    if parameters.get("intra", "coverage") in ("coverage", "proportional"):
         found.update({NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in NEEDS})
     return tuple(sorted(found))

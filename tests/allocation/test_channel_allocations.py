@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import budgets
+from moe_lab.allocation import budgets, needs
 from moe_lab.allocation.settings import check
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
@@ -21,7 +21,10 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("u_shaped", {"beta": 0.1}),
     ("loss_based", {"smoothing": "log"}),
     *(("coverage", {"inter": inter, "zero_expert": "keep_null"}) for inter in ("uniform", "u_shaped", "loss_based")),
-    *(("coverage", {"intra": intra, "zero_expert": "keep_null"}) for intra in ("coverage", "uniform", "ranking")),
+    *(
+        ("coverage", {"intra": intra, "zero_expert": "keep_null"})
+        for intra in ("coverage", "proportional", "uniform", "ranking")
+    ),
     ("coverage", {"layer_prior": "none", "prior": "none", "zero_expert": "keep_null"}),
     ("coverage", {"prior": "ala_lm", "expert_smoothing": "huber", "zero_expert": "keep_null"}),
 ]
@@ -121,6 +124,10 @@ def test_coverage_by_hand() -> None:
     assert budgets(settings("coverage", 0.5, search="paper"), layers, scores, evidence)[4].tolist() == [1, 3, 2]
     assert budgets(settings("coverage", 0.5, intra="uniform"), layers, scores, evidence)[4].tolist() == [2, 2, 2]
     assert budgets(settings("coverage", 0.5, intra="ranking"), layers, scores, evidence)[4].tolist() == [1, 2, 3]
+    plain = settings("coverage", 0.5, intra="proportional", expert_smoothing="none")  # 6 of .25 : 1 : .64, at most 4
+    assert budgets(plain, layers, scores, evidence)[4].tolist() == [1, 3, 2]
+    second = settings("coverage", 0.5, intra="proportional", prior="ala2", expert_smoothing="none")  # 1 : .01 : .01
+    assert budgets(second, layers, scores, evidence)[4].tolist() == [4, 1, 1]
     ablated = settings("coverage", 0.5, prior="true_ablation")  # targets (1, .1, .1)
     assert budgets(ablated, layers, scores, evidence)[4].tolist() == [3, 2, 1]
 
@@ -201,3 +208,21 @@ def test_scores_of_another_model() -> None:
             budgets(settings("global", 0.5), layers, scores)
     with pytest.raises(UserError, match=r"ratio=1.0: expected a number in \[0, 1\)"):
         budgets(settings("global", 1.0), layers, {0: numpy.ones((2, 4))})
+
+
+@pytest.mark.parametrize("prior", ["usage", "router_weight", "loss"])
+def test_plain_shares_are_proportional_to_the_prior(prior: str) -> None:
+    """The naive way: share e of the layer is budget * prior_e / sum(prior), in whole channels."""
+    random = numpy.random.default_rng(5)
+    measured = random.uniform(1, 2, 6)
+    layers, scores = {0: layer(6, width=50)}, {0: random.random((6, 50))}
+    sums = numpy.zeros((6, 3, 3))
+    sums[:, 1, 0] = measured
+    evidence = {
+        "statistics": {0: {"layer_loss": 1.0, "tokens": measured, "sums_model": sums}},
+        "ablation": {0: {"ablation": measured}},
+    }
+    plain = settings("coverage", 0.5, intra="proportional", prior=prior, expert_smoothing="none")
+    kept = budgets(plain, layers, scores, evidence)[0]
+    assert kept.sum() == 150 and abs(kept - 150 * measured / measured.sum()).max() < 1
+    assert needs({**plain, "by": None}) == (("ablation", "statistics") if prior == "loss" else ("statistics",))
