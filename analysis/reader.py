@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Reader:
         self.root = root
         self.gaps: dict[tuple[str, str], Gap] = {}
         self._by_id: dict[str, dict[str, Path]] = {}
+        self._published: dict[Path, dict[str, str]] = {}
 
     def gap(self, what: str, where: str) -> None:
         self.gaps.setdefault((what, where), Gap(what, where))
@@ -65,11 +67,11 @@ class Reader:
     def json(self, folder: Path, file: str) -> dict[str, Any] | None:
         """A JSON document, or None with a gap."""
         try:
-            document = json.loads((folder / file).read_bytes())
+            document = json.loads(self._bytes(folder, file))
         except FileNotFoundError:
             self._unreadable(f"{file} is missing", folder)
             return None
-        except (OSError, ValueError):
+        except (OSError, ValueError, KeyError):
             self._unreadable(f"{file} is damaged", folder)
             return None
         if not isinstance(document, dict):
@@ -80,18 +82,34 @@ class Reader:
     def table(self, folder: Path, file: str, columns: Sequence[str]) -> pa.Table | None:
         """Columns of a Parquet file, or None with a gap."""
         try:
-            with pq.ParquetFile(folder / file) as opened:
+            with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
                 table = opened.read(columns=list(columns), use_threads=False)
         except FileNotFoundError:
             self._unreadable(f"{file} is missing", folder)
             return None
-        except (OSError, pa.ArrowException):
+        except (OSError, ValueError, KeyError, pa.ArrowException):
             self._unreadable(f"{file} is damaged", folder)
             return None
         if table.column_names != list(columns):
             self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
             return None
         return table
+
+    def _bytes(self, folder: Path, file: str) -> bytes:
+        """The content of a file. ValueError if it is not what its step published, as far as a manifest says so."""
+        content = (folder / file).read_bytes()
+        published = self._checksums(folder).get(file)
+        if published is not None and sha256(content).hexdigest() != published:
+            raise ValueError(f"{file} is not what was published")
+        return content
+
+    def _checksums(self, folder: Path) -> dict[str, str]:
+        """File of a step -> sha256; {} for a folder without a manifest."""
+        if folder not in self._published:
+            manifest = folder / "manifest.json"
+            files = json.loads(manifest.read_bytes())["files"] if manifest.exists() else {}
+            self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
+        return self._published[folder]
 
     def _unreadable(self, what: str, folder: Path) -> None:
         self.gap(what, str(folder.relative_to(self.root)))

@@ -1,4 +1,4 @@
-"""`python -m moe_lab.study status|cancel|logs|why NAME`: what became of a study that was started."""
+"""`python -m moe_lab.study status|cancel|logs|why|verify NAME`: what became of a study that was started."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.study.ask import cancel, logs, status, why
+from moe_lab.study.ask import cancel, logs, status, verify, why
 from moe_lab.study.state import StepState, StudyState, study_state
 from moe_lab.study.store import Store
 
-COMMANDS: Mapping[str, Callable[[Store, str, StudyState, list[StepState]], None]] = {
+COMMANDS: Mapping[str, Callable[[Store, str, StudyState, list[StepState]], int | None]] = {
     "status": status,
     "cancel": cancel,
     "logs": logs,
     "why": why,
+    "verify": verify,
 }
 
 
 def main() -> int:
-    """Answer; exit code 2 with a sentence for a name nobody knows."""
+    """Answer; exit code 1 for damaged steps, 2 with a sentence for a name nobody knows."""
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("name", help="a study (by default called as its experiment), or a step: kind/label, or its id")
@@ -33,11 +34,10 @@ def main() -> int:
             raise UserError(f"store={folder} is no store: name the folder the study was run with")
         store = Store(folder)
         study, state, steps = find(store, words.name)
-        COMMANDS[words.command](store, study, state, steps)
+        return COMMANDS[words.command](store, study, state, steps) or 0
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:

@@ -15,7 +15,7 @@ from moe_lab.study.logs import job_log, step_log
 from moe_lab.study.runs import RECORD
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.state import STATES, StepState, StudyState, left
-from moe_lab.study.store import Store
+from moe_lab.study.store import Store, damaged
 
 SAMPLE = 50
 """Steps of a kind whose times are read for its mean."""
@@ -90,6 +90,21 @@ def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState])
             _print_log(step_log(store, state, alike[0]))
     if not reasons:
         print(f"{study}: all {len(steps)} steps are done")
+
+
+def verify(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> int:
+    """Hash every file of the finished steps, and name each that is missing or damaged. Gives 1 if one is."""
+    folders = [store.place(step.name, step.id) for step in steps if step.state == "done"]
+    bad = {folder: files for folder in folders if (files := damaged(folder))}
+    for folder, files in bad.items():
+        for file, what in files.items():
+            print(f"{what}: {folder / file}")
+    if bad:
+        print(f"{study}: {len(bad)} of {len(folders)} finished steps are damaged")
+        print("start the study again: they are set aside and made anew; what was made from them is kept")
+        return 1
+    print(f"{study}: all {len(folders)} finished steps are as they were published")
+    return 0
 
 
 def _reason(store: Store, state: StudyState, step: StepState) -> str:

@@ -139,6 +139,12 @@ def report_is_current(store: Store, study: str) -> bool:
     return (folder / "report.html").exists() and mark.exists() and mark.read_text() == _fingerprint(store, study)
 
 
+def outdate_reports(store: Store) -> None:
+    """Forget what reports were made from: a step that was set aside may be missing in them."""
+    for mark in (store.root / "reports").glob("*/.made_from"):
+        mark.unlink(missing_ok=True)
+
+
 def mark_report(store: Store, study: str) -> None:
     """Remember what the report was made from."""
     (report_folder(store, study) / ".made_from").write_text(_fingerprint(store, study))

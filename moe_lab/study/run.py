@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.study import room
+from moe_lab.study import record, room
 from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
@@ -38,6 +38,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     done = {step.id for step in steps if store.done(step)}
     for notice in store.notices:
         say(f"moe_lab: {notice}")
+    if store.notices:
+        record.outdate_reports(store)
     say(_summary(config, graph, steps, done))
     undone = [step for step in steps if step.id not in done]
     full = room.lacking(config.store, undone)

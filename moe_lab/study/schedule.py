@@ -100,6 +100,7 @@ def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None])
         try:
             with store.claim(step) as scratch:
                 if scratch is not None:
+                    _check_inputs(step, store)
                     execute(step, scratch)
         except Busy:
             schedule.postpone(step)
@@ -111,3 +112,14 @@ def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None])
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         else:
             schedule.finish(step)
+
+
+def _check_inputs(step: Step, store: Store) -> None:
+    """StepError when what the step is about to read is no longer what was published."""
+    for needed in step.inputs.values():
+        if not store.readable(needed):
+            message = (
+                f"{needed.folder} was damaged after it was finished, and is set aside: start the study again, and it "
+                "is made anew"
+            )
+            raise StepError({"message": message, "transient": True, "user": True})

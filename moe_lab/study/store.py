@@ -8,10 +8,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -20,6 +20,15 @@ from moe_lab.study.identity import Step
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+"""In the folder of a finished step: size and sha256 of each file, and the modification time all of them were given.
+
+Hashing takes most of a second per GiB, so a start compares sizes and times. The time is a whole, even second before the
+step was published: clocks and copies that keep seconds keep it, and whoever writes to a file afterwards, be it within
+the same tick of a coarse clock, changes it.
+"""
+TICK = 2
+"""Seconds between two times of the file systems whose clocks are coarsest."""
+NANO = 10**9
 
 
 class Busy(Exception):
@@ -33,20 +42,13 @@ def write_json(path: Path, document: Any) -> None:
     beside.replace(path)
 
 
-def _sha256(path: Path) -> str:
-    total = sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()
-
-
 class Store:
     """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         self.notices: list[str] = []
+        self._hashed: set[str] = set()
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
         self._open()
 
@@ -94,28 +96,33 @@ class Store:
         return self.root / "partial" / step.id[:16]
 
     def done(self, step: Step) -> bool:
-        """Whether the step is finished and undamaged. A damaged one is set aside, and `notices` says so."""
-        folder = self.path(step)
-        try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-        except FileNotFoundError:
-            if not folder.exists():
-                return False
-            manifest = None
-        except ValueError:
-            manifest = None
-        reason = "has no readable manifest" if manifest is None else _damage(folder, manifest)
-        if reason is None:
-            return True
-        self._set_aside(folder, reason)
-        return False
+        """Whether the step is finished and undamaged, as far as sizes and modification times tell. A file of another
+        time, as in a copied store, is hashed, once. A damaged step is set aside, and `notices` says so."""
+        return self._keep(self.path(step), changed(self.path(step)))
 
-    def _set_aside(self, folder: Path, reason: str) -> None:
+    def readable(self, step: Step) -> bool:
+        """`done`, with every file hashed the first time this object is asked: for what is about to be read, because
+        times tell nothing of bits that flip on a disk."""
+        folder = self.path(step)
+        if not self._keep(folder, changed(folder) if step.id in self._hashed else damaged(folder)):
+            return False
+        self._hashed.add(step.id)
+        return True
+
+    def _keep(self, folder: Path, damage: Mapping[str, str]) -> bool:
+        """Whether the folder is there and has no damage; if it has, it is set aside."""
+        if damage and folder.exists():
+            self._set_aside(folder, damage)
+            return False
+        return not damage
+
+    def _set_aside(self, folder: Path, damage: Mapping[str, str]) -> None:
         aside = self.root / "damaged" / f"{folder.parent.name}-{folder.name}-{uuid.uuid4().hex[:6]}"
         aside.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another run may have set it aside first
             folder.rename(aside)
-            self.notices.append(f"{folder.relative_to(self.root)} {reason}: moved to {aside} and computed again")
+            what = ", ".join(f"{file} is {state}" for file, state in damage.items())
+            self.notices.append(f"{folder.relative_to(self.root)}: {what}: moved to {aside} and computed again")
 
     def error(self, step: Step) -> dict[str, Any] | None:
         """What the step failed with in an earlier run, if it did."""
@@ -182,18 +189,79 @@ class Store:
     def _publish(self, step: Step, scratch: Path) -> None:
         write_json(scratch / "step.json", step.document())
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
-        manifest = {str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-        write_json(scratch / MANIFEST, {"schema": SCHEMA, "files": manifest})
+        _seal(scratch, {str(path.relative_to(scratch)): _entry(path) for path in files})
         scratch.rename(self.root / step.folder)
+        self._hashed.add(step.id)
         shutil.rmtree(self.partial(step), ignore_errors=True)
         self.forget(step)
 
 
-def _damage(folder: Path, manifest: dict[str, Any]) -> str | None:
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.exists():
-            return f"lacks {name}"
-        if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
-            return f"has a damaged {name}"
-    return None
+def changed(folder: Path) -> dict[str, str]:
+    """File -> "missing" or "damaged", of a step's folder, as far as sizes and modification times tell.
+
+    A file of another time is hashed, and gets its time back if it is what was published. So is every file of a manifest
+    without a time, as earlier versions wrote them, which then gets one.
+    """
+    return _damage(folder, hash_all=False)
+
+
+def damaged(folder: Path) -> dict[str, str]:
+    """The same with every file hashed. A damaged one gets another time, so that `changed` tells of it too."""
+    return _damage(folder, hash_all=True)
+
+
+def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files, moment = manifest["files"], manifest.get("time")
+    except FileNotFoundError:
+        return {MANIFEST: "missing"}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {MANIFEST: "damaged"}
+    found = {}
+    for name, expected in files.items():
+        try:
+            with (folder / name).open("rb") as file:
+                if not _as_published(file, expected, moment, hash_all):
+                    found[name] = "damaged"
+        except FileNotFoundError:
+            found[name] = "missing"
+    if moment is None and not found:
+        with contextlib.suppress(OSError):  # another owner's, or set aside by another run
+            _seal(folder, files)
+    return found
+
+
+def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int | None, hash_all: bool) -> bool:
+    status = os.fstat(file.fileno())
+    timely = moment is not None and status.st_mtime_ns == moment * NANO
+    if status.st_size != expected["bytes"]:
+        return False
+    if timely and not hash_all:
+        return True
+    same = bool(_sha256(file) == expected["sha256"])
+    if same != timely and moment is not None and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+        with contextlib.suppress(OSError):  # another owner's: hashed again next time
+            mended = moment * NANO if same else time.time_ns()
+            os.utime(file.fileno(), ns=(mended, mended))
+    return same
+
+
+def _sha256(file: BinaryIO) -> str:
+    total = sha256()
+    while block := file.read(1 << 20):
+        total.update(block)
+    return total.hexdigest()
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
+
+
+def _seal(folder: Path, files: Mapping[str, Any]) -> None:
+    """Give `files` their time, and write the manifest."""
+    moment = (int(time.time()) // TICK - 1) * TICK
+    for name in files:
+        os.utime(folder / name, ns=(moment * NANO, moment * NANO))
+    write_json(folder / MANIFEST, {"schema": SCHEMA, "time": moment, "files": files})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,17 @@ def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
         low, high = compare(study)[0].interval(("rte",))
         stderr = study.results.query("cell == 3 and benchmark == 'rte'")["stderr"].item()
         assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
+
+
+def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
+    store = copied()
+    file = folder(store, 3, "rte") / "result.json"
+    published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
+    (file.parent / "manifest.json").write_text(json.dumps({"schema": 1, "files": {file.name: published}}))
+    assert not load(store, "made_up").gaps
+    change_result(store, 3, "rte", score=0.5)
+    study = load(store, "made_up")
+    assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(score(study, 3, "rte"))
 
 
 def test_nan_and_duplicates(copied: Copy) -> None:

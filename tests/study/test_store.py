@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_lab.errors import UserError
+from moe_lab.study import __main__ as command
+from moe_lab.study import store as storing
 from moe_lab.study.identity import Part, Step
-from moe_lab.study.store import Busy, Store
+from moe_lab.study.runs import begin
+from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.store import Busy, Store, write_json
 
 
 @pytest.fixture
@@ -77,6 +83,124 @@ def test_damage_is_noticed_set_aside_and_said(store: Store, harm: str) -> None:
     assert len(list((store.root / "damaged").iterdir())) == 1
     publish(store, step)
     assert store.done(step)
+
+
+def rot(file: Path) -> None:
+    """Change a file as a failing disk does: neither its size nor its time tells."""
+    status = file.stat()
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are hashed from now on."""
+    names: list[str] = []
+    whole = storing._sha256
+
+    def sha256(file: Any) -> str:
+        names.append(Path(file.name).name)
+        return whole(file)
+
+    monkeypatch.setattr(storing, "_sha256", sha256)
+    return names
+
+
+def test_a_start_hashes_nothing(store: Store, hashed: list[str]) -> None:
+    publish(store, a_step())
+    assert sorted(hashed) == ["result.txt", "step.json"]
+    hashed.clear()
+    assert all(Store(store.root).done(a_step()) for _ in range(2))
+    assert hashed == []
+
+
+@pytest.mark.parametrize("way", ["cp -r", "cp -a", "seconds", "same tick"])
+def test_a_copied_store_is_hashed_once_and_nothing_is_made_again(
+    store: Store, hashed: list[str], tmp_path: Path, way: str
+) -> None:
+    publish(store, a_step())
+    hashed.clear()
+    other = tmp_path / "copy"
+    shutil.copytree(store.root, other, copy_function=shutil.copy if way == "cp -r" else shutil.copy2)
+    for file in other.rglob("*"):
+        if way == "seconds":  # as tar keeps them
+            os.utime(file, (int(file.stat().st_mtime),) * 2)
+        elif way == "same tick":
+            os.utime(file, (1_800_000_001,) * 2)
+    copy = Store(other)
+    assert copy.done(a_step()) and sorted(hashed) == (
+        [] if way in ("cp -a", "seconds") else ["result.txt", "step.json"]
+    )
+    hashed.clear()
+    assert Store(other).done(a_step()) and hashed == []
+
+
+def test_a_file_damaged_before_its_store_was_copied_is_noticed(store: Store, tmp_path: Path) -> None:
+    publish(store, a_step())
+    rot(store.path(a_step()) / "result.txt")
+    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copy)
+    assert not Store(tmp_path / "copy").done(a_step())
+
+
+def test_a_manifest_of_an_earlier_version_is_as_good(store: Store, hashed: list[str]) -> None:
+    publish(store, a_step())
+    manifest = store.path(a_step()) / "manifest.json"
+    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "time"}
+    write_json(manifest, old)
+    os.utime(manifest.with_name("result.txt"))
+    hashed.clear()
+    assert Store(store.root).done(a_step()) and sorted(hashed) == ["result.txt", "step.json"]
+    hashed.clear()
+    assert Store(store.root).done(a_step()) and hashed == []
+    write_json(manifest, old)
+    rot(manifest.with_name("result.txt"))
+    assert not Store(store.root).done(a_step())
+
+
+def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of two seconds stands still from before the step is published until after it is damaged."""
+    monkeypatch.setattr(storing.time, "time", lambda: 1_800_000_000.9)
+    publish(store, a_step())
+    file = store.path(a_step()) / "result.txt"
+    file.write_text("resulT")
+    os.utime(file, (1_800_000_000,) * 2)
+    assert not store.done(a_step())
+
+
+def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
+    first = a_step()
+    second = Step("scores", "after", inputs={"plan": first})
+    publish(store, first)
+    rot(store.path(first) / "result.txt")
+    later = Store(store.root)
+    assert later.done(first)
+    schedule = Schedule([second], finished={first.id})
+    work(schedule, later, lambda step, scratch: pytest.fail("it read a damaged file"))
+    assert "plan/example" in str(schedule.failed[second.id]) and later.error(second) is None
+    assert not later.done(first) and len(list((later.root / "damaged").iterdir())) == 1
+    publish(later, first)
+    hashed.clear()
+    work(schedule := Schedule([second], finished={first.id}), later, lambda step, scratch: None)
+    assert second.id in schedule.finished and "result.txt" not in hashed, "it was just hashed, as it was published"
+
+
+def test_verify_names_damaged_files_and_the_next_run_makes_them_anew(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [a_step(number, f"number{number}") for number in range(3)]
+    for step in steps[:2]:
+        publish(store, step)
+    begin(store, "mine", steps)
+    monkeypatch.setattr(sys, "argv", ["study", "verify", "mine", f"store={store.root}"])
+    assert command.main() == 0 and "all 2 finished steps" in capsys.readouterr().out
+    file = store.path(steps[1]) / "result.txt"
+    rot(file)
+    assert Store(store.root).done(steps[1])
+    assert command.main() == 1
+    said = capsys.readouterr().out
+    assert f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
+    assert [Store(store.root).done(step) for step in steps] == [True, False, False]
+    assert command.main() == 0
 
 
 def test_another_label_is_the_same_step(store: Store) -> None:

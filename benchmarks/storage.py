@@ -1,0 +1,63 @@
+"""What a start takes to see that finished steps are whole: sizes and times compared, against every byte hashed.
+
+python -m benchmarks.storage --gib 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.store import Store, damaged
+
+MIB = 2**20
+
+
+def fill(store: Store, gib: float, steps: int) -> list[Step]:
+    """Publish `steps` steps that hold `gib` GiB together."""
+    made = [Step("plan", f"step{number}", {"settings": Part({"number": number})}) for number in range(steps)]
+    block = os.urandom(int(gib * 2**30 / steps))
+    for step in made:
+        with store.claim(step) as scratch:
+            assert scratch is not None
+            (scratch / "data.bin").write_bytes(block)
+    return made
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--pairs", type=int, default=5)
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = fill(Store(folder), words.gib, words.steps)
+
+        def compare() -> None:
+            store = Store(folder)
+            assert all(store.done(step) for step in steps)
+
+        def hash_all() -> None:
+            store = Store(folder)
+            assert not any(damaged(store.path(step)) for step in steps)
+
+        pairs = [(seconds(compare), seconds(hash_all)) for _ in range(words.pairs)]
+    ratio = median(quick / slow for quick, slow in pairs)
+    quick, slow = (median(times) for times in zip(*pairs, strict=True))
+    print(f"{words.gib:g} GiB in {words.steps} steps: compared in {quick:.3f} s, hashed in {slow:.2f} s, {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
