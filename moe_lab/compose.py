@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from typing import Any, cast
 
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -25,24 +29,95 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
 
 
-def group_files(overrides: Sequence[str] = ()) -> grid.Files:
-    """The configuration groups Hydra was started with, and what `overrides` set inside them."""
-    loader = GlobalHydra.instance().config_loader()
-    entries = [entry.path.removeprefix("file://") for entry in loader.get_search_path().get_path() if entry.path]
-    folders = [Path(path) for path in entries if "://" not in path]
+class Groups:
+    """The configuration groups as Hydra sees them, user folders and hydra.searchpath included; each choice is composed
+    once.
 
-    def names(group: str) -> list[str]:
-        return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    Hydra's public `compose` adds and parses its own configuration every time, which takes longer than reading a grid of
+    choices; so this calls what it is made of, which tests/test_groups.py names.
+    """
 
-    def load(group: str, name: str) -> DictConfig:
-        file = next(file for folder in folders if (file := folder / group / f"{name}.yaml").exists())
-        content = OmegaConf.load(file)
+    def __init__(self, searchpath: Sequence[str] = ()) -> None:
+        self._loader = cast(Any, GlobalHydra.instance().config_loader())
+        words = [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
+        _, self._repository = self._loader._parse_overrides_and_create_caching_repo(None, words)
+        self._composed: dict[tuple[str, str], DictConfig] = {}
+
+    def names(self, group: str) -> list[str]:
+        """The choices of a group, those of its subgroups as subgroup/name."""
+        inner = self._repository.get_group_options(group, ObjectType.GROUP)
+        nested = [f"{folder}/{name}" for folder in inner for name in self.names(f"{group}/{folder}")]
+        return sorted([*self._repository.get_group_options(group, ObjectType.CONFIG), *nested])
+
+    def load(self, group: str, name: str) -> DictConfig:
+        """What `group=name` puts into the group. UserError when it cannot be composed, or sets anything else."""
+        if (group, name) not in self._composed:
+            self._composed[group, name] = self._compose(group, name)
+        return self._composed[group, name].copy()
+
+    def _compose(self, group: str, name: str) -> DictConfig:
+        choice = Override(OverrideType.ADD, group, ValueType.ELEMENT, name, input_line=f"+{group}={name}")
+        try:
+            listed = create_defaults_list(self._repository, None, [choice], prepend_hydra=False, skip_missing=False)
+            composed = self._loader._compose_config_from_defaults_list(listed.defaults, self._repository)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UserError(f"{group}={name}: {explain(error)}") from None
+        if outside := [key for key in composed if key != group]:
+            raise UserError(
+                f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that sets several groups "
+                "is an experiment"
+            )
+        content = composed.get(group, OmegaConf.create())
         assert isinstance(content, DictConfig)
         return content
 
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    values = ((item.key_or_group, item.value()) for item in parsed if "." in item.key_or_group)
-    return grid.Files(names, load, tuple(values))
+
+def group_files(
+    groups: Groups,
+    config: DictConfig,
+    several: Collection[str] = (),
+    words: Sequence[str] = (),
+    choices: Mapping[str, str] | None = None,
+) -> grid.Files:
+    """The groups as the grid of one job takes them.
+
+    `config`: the job's composed configuration, to which interpolations refer. `several`: axes of which its grid lists
+    values. `words`: what its command line sets. `choices`: the file that Hydra took for each group. What the
+    configuration sets beyond that file, such as the body of an experiment, holds for every choice of the group, and so
+    does what the command line sets.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    values = [(item.key_or_group, item.value()) for item in parsed if "." in item.key_or_group]
+    chosen = {group: name for group, name in (choices or {}).items() if group in several}
+    beyond = [
+        (f"{group}.{key}", value)
+        for group, name in chosen.items()
+        for key, value in _differing(_usual(config[group], groups.load(group, name)), _plain(config[group]))
+    ]
+    return grid.Files(groups.names, groups.load, (*beyond, *values), _plain(config), frozenset(several))
+
+
+def _plain(config: DictConfig) -> dict[Any, Any]:
+    """A configuration as plain dictionaries, interpolations as they are written."""
+    content = OmegaConf.to_container(config)
+    assert isinstance(content, dict)
+    return {key: value for key, value in content.items() if key != "hydra"}
+
+
+def _usual(own: DictConfig, file: DictConfig) -> dict[Any, Any]:
+    """What a group would hold if there were nothing but the file chosen for it."""
+    merged = OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(own)), file)
+    assert isinstance(merged, DictConfig)
+    return _plain(merged)
+
+
+def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Values of `own` that `usual` has not, by dotted key."""
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(usual.get(key), dict):
+            yield from ((f"{key}.{inner}", found) for inner, found in _differing(usual[key], value))
+        elif key not in usual or usual[key] != value:
+            yield str(key), value
 
 
 def typed(config: DictConfig) -> Config:
@@ -58,18 +133,30 @@ def typed(config: DictConfig) -> Config:
     return result
 
 
-def ask(configs: Sequence[DictConfig], overrides: Sequence[Sequence[str]] | None = None) -> int:
-    """Run one study over the cells of all `configs`; the exit code.
-
-    `overrides`: what the command line set for each of them; None takes those of the job that runs now.
-    """
+def ask(configs: Sequence[DictConfig]) -> int:
+    """Run one study over the cells of all `configs`, jobs of a multirun or the one that runs now; the exit code."""
     from moe_lab.study.run import run
 
-    words = [list(HydraConfig.get().overrides.task)] * len(configs) if overrides is None else overrides
-    files = group_files([word for word in words[0] if all(word in others for others in words)])
-    settings = [grid.chosen(typed(config), _axes(own)) for config, own in zip(configs, words, strict=True)]
-    requests = [(grid.cells(one, files), grid.benchmarks(one, files)) for one in settings]
-    return run(settings[0], requests, add=overrides is None and HydraConfig.get().mode == RunMode.MULTIRUN)
+    hydra = [config.hydra if "hydra" in config else HydraConfig.get() for config in configs]
+    groups = Groups(hydra[0].searchpath)
+    jobs = [
+        requests(config, groups, own.overrides.task, own.runtime.choices)
+        for config, own in zip(configs, hydra, strict=True)
+    ]
+    alone = "hydra" not in configs[0] and HydraConfig.get().mode == RunMode.MULTIRUN
+    return run(jobs[0][0], [request for _, asked in jobs for request in asked], add=alone)
+
+
+def requests(
+    config: DictConfig, groups: Groups, words: Sequence[str] = (), choices: Mapping[str, str] | None = None
+) -> tuple[Config, list[grid.Request]]:
+    """What one composed configuration asks for: its settings, and its cells with their benchmarks."""
+    settings = grid.chosen(typed(config), _axes(words))
+    files = group_files(groups, config, grid.several(settings), words, choices)
+    for group in set(grid.AXES) - files.several:
+        if isinstance(config.get(group), DictConfig):
+            grid.check_references(group, group, config[group], files)
+    return settings, [(grid.cells(settings, files), grid.benchmarks(settings, files))]
 
 
 def _axes(overrides: Sequence[str]) -> set[str]:

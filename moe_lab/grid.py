@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -59,6 +60,10 @@ class Cell:
         return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
 
 
+Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
+"""Cells, and the benchmarks that all of them are asked."""
+
+
 @dataclass(frozen=True)
 class Files:
     """The configuration groups as files: what they are called and what is in them."""
@@ -68,13 +73,24 @@ class Files:
     load: Callable[[str, str], DictConfig]
     """Group, name -> the content of the file."""
     overrides: tuple[tuple[str, Any], ...] = ()
-    """What the command line sets inside groups (calibration.tokens=1000); holds for every choice of that group."""
+    """What is set inside groups besides the choice of a file (calibration.tokens=1000); holds for every choice of that
+    group."""
+    surroundings: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration that interpolations in a file refer to, unresolved."""
+    several: frozenset[str] = frozenset()
+    """Axes of which the grid lists values, so that there is no one value an interpolation could refer to."""
 
 
-def typed(schema: type[Group], content: DictConfig, origin: str) -> Group:
-    """`content` checked against the dataclass `schema`. UserError naming `origin`, the field and what is wrong."""
+def typed(
+    schema: type[Group], content: DictConfig, origin: str, surroundings: Mapping[str, Any] | None = None
+) -> Group:
+    """`content` checked against the dataclass `schema`, its interpolations resolved inside `surroundings`. UserError
+    naming `origin`, the field and what is wrong."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), content)
+        if surroundings and "${" in str(content):
+            group = origin.partition("=")[0]
+            merged = OmegaConf.create({**surroundings, group: merged})[group]
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
@@ -94,7 +110,18 @@ def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
         head, _, rest = key.partition(".")
         if head == group:
             OmegaConf.update(content, rest, value, force_add=True)
-    return typed(schema, content, f"{group}={name}")
+    check_references(f"{group}={name}", group, content, files)
+    return typed(schema, content, f"{group}={name}", files.surroundings)
+
+
+def check_references(origin: str, group: str, content: DictConfig, files: Files) -> None:
+    """UserError when an interpolation in a file of `group` refers to an axis of which the grid lists values."""
+    for name in re.findall(r"\$\{(\w+)[.}]", str(content)):
+        if name in files.several - {group}:
+            raise UserError(
+                f"{origin} takes ${{{name}}} from the configuration, but grid.{name} lists values: expected a value of "
+                f"its own, or a sweep with -m {name}=..."
+            )
 
 
 def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
@@ -128,6 +155,12 @@ def chosen(config: Config, axes: Iterable[str]) -> Config:
     without: dict[str, Any] = {axis: [] for axis in axes}
     grids = [replace(grid, **without) for grid in (config.grid, *config.more)]
     return replace(config, grid=grids[0], more=grids[1:])
+
+
+def several(config: Config) -> frozenset[str]:
+    """The axes of which a grid of the configuration lists values; a model of each top_k is a model of its own."""
+    listed = {axis for axis in AXES for grid in (config.grid, *config.more) if getattr(grid, axis)}
+    return frozenset(listed | {"model"} if "top_k" in listed else listed)
 
 
 def _filled(grid: GridConfig, main: GridConfig) -> GridConfig:
@@ -229,9 +262,16 @@ class _Texts:
         if name not in self._loaded:
             if name not in self.files.names("calibration"):
                 raise unknown(setting, name, self.files.names("calibration"))
-            text = typed(CalibrationConfig, self.files.load("calibration", name), f"calibration={name}")
-            self._loaded[name] = mixed(text, self.files)
+            self._loaded[name] = mixed(_text(name, self.files), self.files)
         return self._loaded[name]
+
+
+def _text(name: str, files: Files, **changes: str) -> CalibrationConfig:
+    """The file `name` of the calibration sets, with `changes`, for something else than the axis."""
+    content, origin = files.load("calibration", name), f"calibration={name}"
+    content.update(changes)
+    check_references(origin, "calibration", content, files)
+    return typed(CalibrationConfig, content, origin, files.surroundings)
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
@@ -249,10 +289,8 @@ def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
     name = source.calibration
     if name not in files.names("calibration"):
         raise unknown(f"calibration={mixture}: source", name, files.names("calibration"))
-    content = files.load("calibration", name)
-    if source.path is not None:
-        content.update({"name": Path(source.path).stem, "path": source.path})
-    settings = typed(CalibrationConfig, content, f"calibration={name}")
+    own = {"name": Path(source.path).stem, "path": source.path} if source.path is not None else {}
+    settings = _text(name, files, **own)
     if settings.sources:
         raise UserError(
             f"calibration={mixture}: source {name} is a mixture itself, and a mixture takes none: expected its sets, "

@@ -60,9 +60,8 @@ def hydra() -> Iterator[None]:
 
 @cache
 def request(name: str) -> tuple[config.Config, list[grid.Cell], list[config.BenchmarkConfig]]:
-    settings = composition.typed(compose(name))
-    files = composition.group_files()
-    return settings, grid.cells(settings, files), grid.benchmarks(settings, files)
+    settings, [(cells, benchmarks)] = composition.requests(compose(name), composition.Groups())
+    return settings, list(cells), list(benchmarks)
 
 
 @cache
@@ -164,13 +163,14 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: py
 
 def refusals(name: str, *overrides: str, **allocation: Any) -> list[str]:
     """What is said of a sweep with other settings, and with other parameters of its allocations."""
-    settings = composition.typed(compose(name, overrides=list(overrides)))
-    files = composition.group_files()
-    cells = [
+    settings, [(cells, benchmarks)] = composition.requests(
+        compose(name, overrides=list(overrides)), composition.Groups(), overrides
+    )
+    changed = [
         replace(cell, allocation=replace(cell.allocation, parameters={**cell.allocation.parameters, **allocation}))
-        for cell in grid.cells(settings, files)
+        for cell in cells
     ]
-    return preflight(settings, [(cells, grid.benchmarks(settings, files))])
+    return preflight(settings, [(changed, benchmarks)])
 
 
 def test_what_the_models_cannot_have_is_refused_before_they_are_there() -> None:

@@ -28,7 +28,7 @@ class StudyLauncher(Launcher):
         from moe_lab.compose import ask
 
         jobs = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
-        code = ask(jobs, job_overrides)
+        code = ask(jobs)
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=code)
             for overrides in job_overrides

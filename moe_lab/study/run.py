@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe_lab.config import BenchmarkConfig, Config
+from moe_lab.config import Config
 from moe_lab.errors import UserError
-from moe_lab.grid import Cell
+from moe_lab.grid import Request
 from moe_lab.study import record, room
 from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
@@ -18,8 +18,6 @@ from moe_lab.study.progress import say
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
-
-Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:

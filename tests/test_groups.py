@@ -1,0 +1,123 @@
+"""A choice means the same in every form: `GROUP=x`, `grid.GROUP=[x]`, `-m GROUP=x,y`, however its file is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+from moe_lab import __main__ as command_line
+from moe_lab import grid
+from moe_lab.config import Config
+from moe_lab.errors import UserError
+from moe_lab.study import run
+from moe_lab.study.graph import build
+
+FILES: dict[str, dict[str, Any]] = {
+    "model/first": {"defaults": ["pocket_olmoe"], "dtype": "float32"},
+    "model/second": {"defaults": ["pocket_qwen3_moe", "_self_"], "name": "second"},
+    "criterion/first": {"defaults": ["s_family", "/mine/exponents@parameters", "_self_"], "parameters": {"b": 1}},
+    "criterion/second": {"defaults": ["first"], "parameters": {"alpha": 0, "beta": "${seed}"}},
+    "mine/exponents": {"alpha": 1, "beta": 2},
+    "calibration/first": {"defaults": ["pocket_code"], "tokens": 8192, "length": 512, "batch_size": "${.length}"},
+    "calibration/second": {"defaults": ["/mine/rows@_here_", "pocket_math"], "name": "second"},
+    "mine/rows": {"length": 128, "gap": "eos"},
+    "calibration/answered": {"defaults": ["pocket_math_search"], "name": "answered", "tokens": 4096},
+    "allocation/first": {"defaults": ["global"], "by": "frequency"},
+    "allocation/second": {"defaults": ["pocket_evolutionary"], "label": "second", "search": "answered"},
+    "recovery/first": {"defaults": ["nf4"], "modules": ["experts"]},
+    "recovery/second": {"defaults": ["pocket_dora"], "rank": 4, "instructions": "answered"},
+    "benchmark/first": {"defaults": ["pocket_rte"], "limit": "${seed}"},
+    "suite/first": {"name": "first", "benchmarks": ["first", "pocket_boolq"]},
+}
+"""Group and name -> content; each needs more than its own file."""
+GROUPS = ["model", "criterion", "calibration", "allocation", "recovery"]
+ALWAYS = ["suite=first", "flops_text=first", "seed=2"]
+Asked = Callable[..., set[str]]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The ids of the steps that a command line asks for, with FILES in a folder of the user's."""
+    folder = tmp_path / "configs"
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    steps: set[str] = set()
+
+    def noting(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> int:
+        steps.update(step.id for step in build(config, requests).steps())
+        return 0
+
+    monkeypatch.setattr(run, "run", noting)
+
+    def ids(*words: str, found_by: Sequence[str] = ("--config-dir", str(folder))) -> set[str]:
+        steps.clear()
+        monkeypatch.setattr(sys, "argv", ["moe_lab", *found_by, *words, *ALWAYS, f"store={tmp_path / 'store'}"])
+        with pytest.raises(SystemExit) as ended:
+            command_line.main()
+        assert ended.value.code == 0
+        return set(steps)
+
+    return ids
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str) -> None:
+    alone = [f"{group}={name}" for group in GROUPS]
+    assert asked(*alone) == asked(*(f"grid.{group}=[{name}]" for group in GROUPS)) == asked("-m", *alone)
+
+
+def test_choices_in_a_list_are_those_of_a_multirun(asked: Asked) -> None:
+    both = asked("grid.model=[first,second]", "grid.allocation=[first,second]")
+    assert both == asked("-m", "model=first,second", "allocation=first,second")
+
+
+def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path: Path) -> None:
+    (tmp_path / "configs" / "experiment").mkdir()
+    body = {"calibration": {"tokens": 4096}, "criterion": {"parameters": {"b": 0}}}
+    text = "# @package _global_\n" + yaml.safe_dump({"defaults": [{"override /criterion": "first"}], **body})
+    (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
+    words = ("+experiment=mine", "calibration.gap=zero")
+    chosen = ("grid.calibration=[second]", "grid.criterion=[second]")
+    assert asked(*words, *chosen) == asked(*words, "calibration=second", "criterion=second") != asked(*chosen)
+
+
+def test_jobs_of_a_multirun_keep_what_is_set_for_each(asked: Asked) -> None:
+    found = asked("-m", "calibration.tokens=4096,8192", "grid.calibration=[second]")
+    assert found == asked("-m", "calibration.tokens=4096,8192", "calibration=second")
+
+
+def test_a_folder_can_be_said_by_hydras_search_path(asked: Asked, tmp_path: Path) -> None:
+    path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
+    assert asked(path, "grid.criterion=[second]", found_by=()) == asked("criterion=second")
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "says"),
+    [
+        ({"defaults": ["nobody"]}, (), "criterion=wrong: .*nobody"),
+        ({"defaults": ["/calibration@_global_.calibration: pocket_code"]}, (), "criterion=wrong"),
+        ({"name": "man", "parameters": {"b": "${ratio}"}}, ("grid.ratio=[0.25,0.5]",), r"wrong takes \$\{ratio\}"),
+        ({"name": "man", "parameters": {"b": "${nothing}"}}, (), "criterion=wrong: .*nothing"),
+    ],
+)
+def test_a_file_that_cannot_be_a_choice_is_one_sentence(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, words: tuple[str, ...], says: str
+) -> None:
+    (tmp_path / "configs" / "criterion" / "wrong.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(AssertionError):
+        asked("grid.criterion=[man,wrong]", *words)
+    with pytest.raises(UserError, match=says):
+        raise UserError(capsys.readouterr().err)
+
+
+def test_what_hydra_keeps_to_itself_is_there() -> None:
+    """`Groups` uses these; hydra-core is pinned in constraints.txt."""
+    assert callable(ConfigLoaderImpl._parse_overrides_and_create_caching_repo)
+    assert callable(ConfigLoaderImpl._compose_config_from_defaults_list)
