@@ -266,7 +266,7 @@ class _Texts:
         return self._loaded[name]
 
 
-def _text(name: str, files: Files, **changes: str) -> CalibrationConfig:
+def _text(name: str, files: Files, /, **changes: str) -> CalibrationConfig:
     """The file `name` of the calibration sets, with `changes`, for something else than the axis."""
     content, origin = files.load("calibration", name), f"calibration={name}"
     content.update(changes)

@@ -49,14 +49,15 @@ def _composed(words: list[str]) -> Config:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import addable, explain, group_files, register, typed
+    from moe_lab.compose import Groups, addable, explain, group_files, register, typed
     from moe_lab.grid import mixed
 
     register()
     try:
         with initialize_config_dir(str(conf()), version_base="1.3"):
-            config = typed(compose("config", overrides=[addable(word) for word in words]))
-            return replace(config, calibration=mixed(config.calibration, group_files()))
+            composed = compose("config", overrides=[addable(word) for word in words])
+            config = typed(composed)
+            return replace(config, calibration=mixed(config.calibration, group_files(Groups(), composed)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from None
 
