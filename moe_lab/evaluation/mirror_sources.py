@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_lab.calibration.sources import lines
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
@@ -179,11 +180,11 @@ def _labelled(about: Mapping[str, Any], file: Path, rows: Rows) -> Rows:
 
 def _text(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> Rows:
     """Rows of a text, as the hub has them: a blank line is "", any other keeps its end; or a document each."""
-    lines = file.read_text(encoding="utf-8").split("\n")
+    text = file.read_text(encoding="utf-8")
     if about.get("text") == "lines":
-        return [{"text": f"{line}\n" if line.strip() else ""} for line in lines[:-1]]
+        return [{"text": line} for line in lines(text)]
     if about.get("text") == "documents":
-        return [{"page": page} for page in _documents(lines)]
+        return [{"page": page} for page in _documents(text.split("\n"))]
     raise UserError(f"benchmark {benchmark.name}: {file} is a text, and {benchmark.data} has rows with fields")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
@@ -58,11 +59,12 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
 
 
 def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
-    """Where it is from, and the whole text; rows of a mirror are joined by blank lines, as papers read WikiText."""
+    """Where it is from, and the whole text; rows of a mirror are joined by blank lines, as papers read WikiText
+    and as `calibration.joined` reads it."""
     if benchmark.data is None:
         file = data_files(benchmark)[-1]
         return str(file), file.read_text(encoding="utf-8")
-    return str(mirror.folder(benchmark)), "\n\n".join(row["text"] for row in mirror.rows(benchmark))
+    return str(mirror.folder(benchmark)), BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
 
 
 def _length(subject: Subject, benchmark: BenchmarkConfig) -> int:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
+from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
+from moe_lab.calibration.settings import check, identity
 from moe_lab.calibration.sources import digest, locate, read
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
+from moe_lab.paths import conf
 
 Settings = Callable[..., CalibrationConfig]
 
@@ -214,3 +220,57 @@ def test_a_changed_file_has_another_digest(tmp_path: Path) -> None:
     assert len(before) == 64
     written(file, "three")
     assert digest(file) != before
+
+
+WIKI = Path(__file__).parents[3] / "shared" / "data"
+LINES = "\n = Heading = \n \n One sentence . \n\n\n Another , after two empty rows . \n"
+
+
+@pytest.mark.parametrize("file", ["tiny", "wikitext2_test.txt", "wikitext2_valid.txt"])
+def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path) -> None:
+    """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
+    from moe_lab.evaluation import mirror_make, perplexity
+
+    if file == "tiny":
+        text = LINES
+    elif (WIKI / file).exists():
+        text = (WIKI / file).read_text(encoding="utf-8")
+    else:
+        pytest.skip("the real text is not at hand")
+    rows = [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
+    (tmp_path / "wikitext2_test.txt").write_text(text, encoding="utf-8")
+    records = written(tmp_path / "rows.jsonl", lines(*({"text": row} for row in rows)))
+    (benchmark,) = mirror_make.benchmarks(["wikitext2"], str(tmp_path / "data"))
+    mirror_make.make(benchmark, tmp_path)
+    _, measured = perplexity._text(benchmark)
+    chosen = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(CalibrationConfig), OmegaConf.load(conf() / "calibration/wikitext2.yaml"))
+    )
+    assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
+    for path in (tmp_path / "wikitext2_test.txt", records):
+        assert read(replace(chosen, path=str(path))) == [Text(measured)]
+
+
+def test_windows_of_perplexity_are_rows_of_calibration(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
+    file = written(tmp_path / "a.jsonl", lines(*({"text": text} for text in ("w1 w2", "", "w3", "w4 w5 w6", "w7"))))
+    chosen = settings(file, joined=True, packing="chunk", length=4, tokens=8, special_tokens=True)
+    windows = torch.tensor(tokenizer("\n\n".join(["w1 w2", "", "w3", "w4 w5 w6", "w7"])).input_ids).split(4)
+    ((ids, valid),) = batches(chosen, tokenizer).rows
+    assert torch.equal(ids, torch.stack(windows[:2])) and bool(valid.all())
+
+
+def test_only_texts_can_be_joined_and_a_joined_set_is_another(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"messages": MESSAGES}))
+    with pytest.raises(UserError, match=r"calibration.joined=true: .* more than plain texts"):
+        read(settings(file, joined=True))
+    assert identity(settings(file)) != identity(settings(file, joined=True))
+    assert identity(settings(file)) != identity(settings(file, template="{text}"))
+
+
+def test_a_template_names_fields_that_are_there(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"question": "w1 {answer}", "answer": "w2"}))
+    assert read(settings(file, template="Q: {question}\nA: {answer}")) == [Text("Q: w1 {answer}\nA: w2")]
+    with pytest.raises(UserError, match=r"line 1: field answers of calibration.template .* did you mean answer\?"):
+        read(settings(file, template="{answers}"))
+    with pytest.raises(UserError, match="both set"):
+        check(settings(file, template="{answer}", field="answer"))
