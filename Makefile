@@ -1,6 +1,7 @@
 # make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
-# JOBS: processes of the tests.
+# STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
+# told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,6 +9,7 @@ EVALSCOPE := .venv-evalscope
 STORE ?= store
 JOBS ?= 2
 ARGS ?=
+TESTS ?=
 
 .PHONY: run test check evalscope clean
 
@@ -15,12 +17,12 @@ run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
 
 check: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/codespell
+	git ls-files -z '*.py' | xargs -0 $(BIN)/ruff check
+	git ls-files -z '*.py' | xargs -0 $(BIN)/ruff format --check
+	git ls-files -z | xargs -0 $(BIN)/codespell
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

@@ -1,0 +1,51 @@
+"""`make check` reads what git tracks, and nothing that a run leaves in the clone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LEFT = ("store", "results", "docs/results", "outputs", "wandb", "pandas")
+TYPO = "re" + "cieve"
+WRONG = f"import os,sys\nx = '{TYPO}'\n"
+
+
+@pytest.mark.skipif(shutil.which("git") is None or shutil.which("make") is None, reason="no git, or no make")
+def test_checks_read_what_git_tracks(tmp_path: Path) -> None:
+    """Import-linter and mypy are given packages by name, and take longer than a test may."""
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("ruff", "codespell"):
+        (tools / name).symlink_to(Path(sys.executable).parent / name)
+    for name in ("lint-imports", "mypy", "python"):
+        (tools / name).symlink_to("/bin/true")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/.installed").touch()
+    (tmp_path / ".venv/.installed-dev").touch()
+    (tmp_path / "good.py").write_text('import os\n\nimport pandas\n\nprint(os.sep, pandas, "receive")\n')
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "GIT_"))}
+        return subprocess.run(words, cwd=tmp_path, env=plain, capture_output=True, text=True)
+
+    for words in (("init", "-q"), ("add", ".")):
+        assert run("git", *words).returncode == 0
+    for folder in LEFT:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "modeling.py").write_text(WRONG)
+        (tmp_path / folder / "output.txt").write_text(TYPO)
+    passed = run("make", "check")
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    for name, text in {"bad.py": WRONG, "bad.md": TYPO}.items():
+        (tmp_path / name).write_text(text)
+        run("git", "add", name)
+        failed = run("make", "check")
+        assert failed.returncode != 0 and name in failed.stdout, failed.stdout
+        run("git", "rm", "-qf", name)
