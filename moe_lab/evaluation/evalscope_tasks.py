@@ -78,7 +78,7 @@ def installed(benchmark: BenchmarkConfig) -> str | None:
 @lru_cache(maxsize=8)
 def _version(python: str) -> str:
     ask = "from importlib.metadata import version; print(version('evalscope'))"
-    return subprocess.run([python, "-s", "-c", ask], capture_output=True, text=True, env={}).stdout.strip()
+    return subprocess.run([python, "-I", "-c", ask], capture_output=True, text=True, env={}).stdout.strip()
 
 
 def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -255,3 +256,7 @@ def _why(score: dict[str, Any]) -> str:
         of_program = json.loads(notes["final_metadata"][0][0])
         return " ".join(of_program.get(name) or "" for name in ("error_message", "program_error")).strip()
     return str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or "")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

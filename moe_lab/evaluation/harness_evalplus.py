@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,7 @@ from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.evaluation.suite import check_count, data_files, is_closed_world
 from moe_lab.results import Sample
+from moe_lab.start import command
 
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
@@ -118,11 +118,10 @@ def dataset_of(problems: Mapping[str, Any]) -> str:
 def run_grader(request: GradeRequest) -> dict[str, Any]:
     """Grade in a clean process: no torch, no folder to write to, and an environment without anything of ours in it."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-    package = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-s", "-m", "moe_lab.evaluation.grade"],
+        command("moe_lab.evaluation.grade"),
         cwd="/",
-        env={**kept, "PYTHONPATH": str(package), "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
+        env={**kept, "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
         input=json.dumps(asdict(request)),
         capture_output=True,
         text=True,

@@ -25,13 +25,10 @@ from moe_lab.evaluation.grade import cores
 from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
+from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
 """Share of answers that EvalScope may fail to compare (its time for one is limited); they count as wrong."""
-_BOOT = (
-    "import sys; sys.path[0] = sys.argv[1]; from moe_lab.evaluation.evalscope_worker import main; del sys.path[0]; "
-    "main(sys.argv[2], sys.argv[3])"
-)
 _TESTS_SECONDS = 6.0  # EvalScope's own limit
 _SAME = 1e-4  # EvalScope rounds its means to so much
 
@@ -155,9 +152,8 @@ def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings | N
 
 
 def _command(benchmark: BenchmarkConfig, place: Path) -> list[str]:
-    package = Path(__file__).resolve().parents[2]
     files = [str(place / name) for name in ("request.json", "reply.json")]
-    return [interpreter(benchmark), "-s", "-c", _BOOT, str(package), *files]
+    return command("moe_lab.evaluation.evalscope_worker", *files, python=interpreter(benchmark))
 
 
 def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
@@ -170,7 +166,7 @@ def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
         process = subprocess.Popen(
             command,
             cwd=place,
-            env={**kept, **caches, **offline, "HOME": str(place), "TMPDIR": str(place)},
+            env={**kept, **caches, **offline, "PYTHONNOUSERSITE": "1", "HOME": str(place), "TMPDIR": str(place)},
             stdin=subprocess.PIPE,  # stays open as long as this process lives
             stdout=output,
             stderr=output,

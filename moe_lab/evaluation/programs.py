@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from moe_lab.evaluation.runner import Request, command
+from moe_lab.evaluation.runner import Request, runner_command
 from moe_lab.evaluation.values import decode_text
 
 
@@ -42,7 +42,7 @@ class Runner:
     """One runner process, confined by namespaces or only limited. Programs are run one after the other."""
 
     def __init__(self, *, confined: bool) -> None:
-        line, environment = command(confined=confined)
+        line, environment = runner_command(confined=confined)
         self._process = subprocess.Popen(
             line,
             stdin=subprocess.PIPE,

@@ -25,6 +25,7 @@ from typing import Any
 
 from moe_lab.evaluation.confinement import die_with_parent, enter, limit_process, new_process_tree
 from moe_lab.evaluation.values import HUGE, decode, encode_result
+from moe_lab.start import command
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 _LEAST_WAIT = 0.01
@@ -258,16 +259,15 @@ def _send(line: str) -> None:
 
 # How another process starts this one.
 
-_BOOT = (
-    "import sys; sys.path[0] = sys.argv[1]; from moe_lab.evaluation.runner import main; del sys.path[0]; "
-    "main(sys.argv[2] == 'confined', sys.argv[3:])"
-)
 
-
-def command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
+def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
     """Command line and whole environment of a runner in namespaces, or one with limits alone."""
     package = Path(__file__).resolve().parents[1]
     mode = "confined" if confined else "limited"
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **kept}
-    return [sys.executable, "-s", "-c", _BOOT, str(package.parent), mode, str(package)], environment
+    settings = {"PYTHONHASHSEED": "0", "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return command("moe_lab.evaluation.runner", mode, str(package)), {**settings, **kept}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] == "confined", sys.argv[2:])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from moe_lab.errors import UserError
+from moe_lab.start import command
 
 
 def here(device: str) -> str:
     """The name of what `model.device` stands for on this machine. UserError when it is not there."""
-    words = [sys.executable, "-m", "moe_lab.models.device", device]
-    asked = subprocess.run(words, capture_output=True, text=True)
+    asked = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
     if asked.returncode:
         reason = asked.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")

@@ -6,21 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import moe_lab
+from moe_lab.start import command
 from moe_lab.study.identity import Step
 from moe_lab.study.job import Job, error_document
 from moe_lab.study.schedule import StepError
 from moe_lab.study.store import Store
-
-WORKER = "moe_lab.study.worker"
-START = f"import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module({WORKER!r}, run_name='__main__')"
-"""Starts a worker with the code its parent runs, even where the current folder holds another copy of it."""
-ROOT = str(Path(moe_lab.__file__).parents[1])
 
 
 class Worker:
@@ -48,7 +42,7 @@ class Worker:
         self.log.parent.mkdir(exist_ok=True)
         with self.log.open("a") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", START, ROOT],
+                command("moe_lab.study.worker"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

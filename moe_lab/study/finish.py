@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import Config
+from moe_lab.start import command
 from moe_lab.study import record
 from moe_lab.study.graph import Graph
 from moe_lab.study.progress import say
@@ -83,8 +83,8 @@ def _report(config: Config, store: Store) -> int:
     page = record.report_folder(store, config.study) / "report.html"
     if not record.report_is_current(store, config.study):
         start = time.monotonic()
-        command = [sys.executable, "-m", "analysis", "report", f"store={store.root}", f"study={config.study}"]
-        done = subprocess.run([*command, f"out={page.parent}"], capture_output=True, text=True)
+        about = f"store={store.root}", f"study={config.study}", f"out={page.parent}"
+        done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
         if not done.stdout.strip():  # it prints where the page is
             say(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", style="red")
             return 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_lab.evaluation.programs import Outcome, Runner, RunnerError, Runners, namespaces_missing
-from moe_lab.evaluation.runner import Request, command
+from moe_lab.evaluation.runner import Request, runner_command
 
 MEBI = 1 << 20
 
@@ -252,12 +252,12 @@ def test_every_mount_is_read_only_and_some_folders_are_hidden(
     stdlib = str(Path(os.__file__).resolve().parent)
 
     def hiding(*, confined: bool) -> tuple[list[str], dict[str, str]]:
-        line, environment = command(confined=confined)
+        line, environment = runner_command(confined=confined)
         return [*line, f"{stdlib}/xml"], environment
 
     look = f"import os\ndef f(x): return sorted(os.listdir('{stdlib}/xml'))"
     assert "dom" in run(confined, look).values()[0]
-    monkeypatch.setattr("moe_lab.evaluation.programs.command", hiding)
+    monkeypatch.setattr("moe_lab.evaluation.programs.runner_command", hiding)
     with Runner(confined=True) as other:
         assert run(other, look).values() == [[]]
 

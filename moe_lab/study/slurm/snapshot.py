@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import moe_lab
+from moe_lab import start
 from moe_lab.study.job import NOTED, code_state
 from moe_lab.study.store import write_json
 
 COPIED = ("moe_lab", "analysis", "conf")
-START = "start.py"
-STARTER = '''"""Runs `-m MODULE ARGUMENTS` with the copy of the code in this folder; the current folder has no say."""
-
-import runpy
-import sys
-
-while sys.argv[1] != "-m":
-    del sys.argv[1]
-module = sys.argv[2]
-del sys.argv[1:3]
-runpy.run_module(module, run_name="__main__", alter_sys=True)
-'''
 
 
 def take(folder: Path) -> None:
@@ -33,14 +20,8 @@ def take(folder: Path) -> None:
         if (root / name).is_dir():
             shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     write_json(folder / "moe_lab" / NOTED, code_state())
-    (folder / START).write_text(STARTER)
 
 
-def started(folder: Path, python: str) -> str:
-    """The shell command that stands for `python` and runs the copy in `folder`."""
-    return f"{python} {shlex.quote(str(folder.absolute() / START))}"
-
-
-def settings(folder: Path) -> Sequence[str]:
-    """Shell lines for what the job starts in turn."""
-    return [f"export PYTHONPATH={shlex.quote(str(folder.absolute()))} PYTHONSAFEPATH=1"]
+def starter(folder: Path) -> Path:
+    """The file of the copy in `folder` that starts its modules, and in turn whatever they start."""
+    return folder.absolute() / "moe_lab" / Path(start.FILE).name

@@ -13,6 +13,7 @@ from typing import Any
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from moe_lab import start
 from moe_lab.errors import UserError
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import say
@@ -118,10 +119,10 @@ class Submission:
         """Submit jobs that ask for the same; their ids."""
         settings = self.study.config.launcher
         python = settings.python or shlex.quote(sys.executable)
-        setup = list(asks["setup"])
-        if self.study.config.snapshot:
-            python, setup = snapshot.started(self.run.code, python), [*setup, *snapshot.settings(self.run.code)]
-        executor = SlurmExecutor(self.run.logs, max_num_timeout=settings.max_requeues, python=python)
+        starter = snapshot.starter(self.run.code) if self.study.config.snapshot else start.FILE
+        executor = SlurmExecutor(
+            self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(starter))}"
+        )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
         executor.update_parameters(
@@ -129,7 +130,7 @@ class Submission:
             time=asks["minutes"],
             mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
-            setup=setup or None,
+            setup=list(asks["setup"]) or None,
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,

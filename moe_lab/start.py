@@ -1,0 +1,42 @@
+"""Start a module of this installation in a process of its own, whatever the current folder and PYTHONPATH hold.
+
+    python start.py [OPTIONS] -m MODULE ARGUMENTS
+
+does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched, and that `moe_lab`
+and `analysis` are those beside this file. All other packages are found as usual, so that a foreign interpreter keeps
+its own. Standard library only.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this file's folder, whose modules are called like some of the standard library's
+
+import os
+import runpy
+
+FILE = os.path.abspath(__file__)
+_ROOT = os.path.dirname(os.path.dirname(FILE))
+
+
+def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Command line that runs `module`, of moe_lab or analysis, under the interpreter `python`."""
+    return [python, FILE, "-m", module, *arguments]
+
+
+def _run() -> None:
+    sys.path.insert(0, _ROOT)
+    for package in ("moe_lab", "analysis"):
+        __import__(package)  # once imported, a package finds its modules by its own path
+    del sys.path[0]  # the installation's other packages come in their usual order, and a foreign interpreter gets none
+    while sys.argv[1] != "-m":
+        del sys.argv[1]
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run()
