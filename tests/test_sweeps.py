@@ -35,7 +35,7 @@ TABLES = {
     "evoesap": [1, 2, 5, 6, 7],
     "heapr": [1, 2],
     "aimer": [2, 3],
-    "coverage": [2, 3, 5, 6, 7, 8, 9, 11, 13, 16],
+    "coverage": [2, 3, 4, "4_thinking", 5, 6, 7, 8, 9, 11, 13, 16, 18],
 }
 GPU = "NVIDIA H100 80GB HBM3"
 COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
@@ -98,7 +98,7 @@ def permissions(name: str) -> set[str]:
 def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
     lines = (SWEEPS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     head = [line for line in lines if line.startswith("#")]
-    number = name.partition("_table")[2]
+    number = name.partition("_table")[2].partition("_")[0]
     assert f"Table {number}" in head[0] and max(map(len, lines)) <= 120
     command = " ".join(" ".join(head).partition("# Use: ")[2].partition("# Costs")[0].replace("\\ #", "").split())
     start = f"python -m moe_lab --config-dir sweeps --config-name {name}"
@@ -249,6 +249,27 @@ def test_coverage_tables_change_one_thing() -> None:
         (cell.model.expected.top_k, cell.model.top_k) for cell in request("coverage_table9")[1] if cell.model.expected
     }
     assert routed == {(trained, top_k) for trained in (4, 6) for top_k in (None, 2, 1)}
+
+
+MILLIONS = 6400 * 512
+"""Tokens that MoE-Slimming calibrates on, padding included."""
+
+
+def test_coverage_tables_of_tasks_calibrate_on_them() -> None:
+    for name, model in (("coverage_table4", "qwen1_5_moe"), ("coverage_table4_thinking", "qwen3_30b_a3b_thinking")):
+        found = {
+            (c.calibration.name, c.ratio, c.allocation.label or c.allocation.name, c.recovery.name)
+            for c in request(name)[1]
+        }
+        assert {cell.model.name for cell in request(name)[1]} == {model}
+        assert found == {
+            (text, *rest)
+            for text in ("gsm8k", "opencodereasoning")
+            for rest in ((0.5, "coverage", "dora"), (0.25, "coverage aligned 128", "dora_nf4"))
+        }
+    texts = [cell.calibration for cell in request("coverage_table18")[1]]
+    assert len({text.name for text in texts}) == 6 and {cell.ratio for cell in request("coverage_table18")[1]} == {0.25}
+    assert {(text.packing, text.length, text.tokens) for text in texts} == {("none", 512, MILLIONS)}
 
 
 def test_what_is_timed_is_timed_of_every_model_on_the_device_it_is_asked_for() -> None:

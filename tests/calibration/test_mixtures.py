@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from moe_lab import grid
+from moe_lab.calibration import hub
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import TOLERANCE, batches
+from moe_lab.calibration.documents import Text
 from moe_lab.calibration.settings import check, identity
+from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.errors import UserError
 from moe_lab.paths import conf, resolve
@@ -93,11 +96,15 @@ def pocket_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
 
 
-def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
+def published(name: str) -> Any:
+    """A file of conf/calibration as typed settings, the sets of a mixture included."""
     schema = OmegaConf.structured(CalibrationConfig)
-    sets = [
-        OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(conf() / f"calibration/{n}.yaml"))) for n in POCKET
-    ]
+    text = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(conf() / f"calibration/{name}.yaml")))
+    return grid.mixed(text, files(conf()))
+
+
+def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
+    sets = [published(name) for name in POCKET]
     return mixture(*zip(shares, sets, strict=False), **{"length": 256, "tokens": 24576, "packing": "chunk", **settings})
 
 
@@ -225,6 +232,65 @@ def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, 
         check(mixture((0.5, low), (0.5, low)))
     with pytest.raises(UserError, match="does not exist"):
         check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
+
+
+def rows_of(number: int) -> dict[str, Any]:
+    """One record with the fields of each published set that MoE-Slimming calibrates on."""
+    words = f"w{number} " * 30
+    return {
+        "gsm8k": {"question": f"What is w{number}?", "answer": f"{words}\n#### {number}"},
+        "opencodereasoning": {
+            **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
+            "input": "a problem",
+            "output": "<think>long</think>",
+            "solution": f"print({words})",
+        },
+        "c4": {"text": words, "timestamp": "x", "url": "x"},
+        "pile": {"text": words, "meta": {"pile_set_name": "x"}},
+    }
+
+
+READ = {
+    "gsm8k": "Question:\nWhat is w1?\n\nSolution:\n" + "w1 " * 30 + "\n#### 1",
+    "opencodereasoning": "Problem:\n\n\nReasoning:\n\n\nSolution:\nprint(" + "w1 " * 30 + ")",
+    "pile": "w1 " * 30,
+}
+
+
+@pytest.mark.parametrize("name", sorted(READ))
+def test_published_sets_are_read_from_their_fields(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", rows_of(1)[name])
+    assert read(replace(published(name), path=str(file))) == [Text(READ[name])]
+
+
+@pytest.mark.parametrize("name", ["c4_gsm8k_opencodereasoning", "redpajama"])
+def test_published_mixtures_keep_their_shares_and_rows(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    text = published(name)
+    monkeypatch.setattr(hub, "download", lambda path: Path(path))
+    for source in text.sources:
+        part = source.settings.name if source.settings.name in rows_of(0) else "c4"
+        source.settings.path = str(tmp_path / f"{source.settings.name}.jsonl")
+        write(Path(source.settings.path), *(rows_of(number)[part] for number in range(900)))
+    found = batches(replace(text, tokens=1000 * 64, length=64, seed=0), pocket_tokenizer())
+    assert found.report["rows"] == 1000 and found.report["packing"] == text.packing == "none"
+    kept = found.report["valid_tokens"]
+    for source in text.sources:
+        assert kept[source.settings.name] / sum(kept.values()) == pytest.approx(source.share, abs=TOLERANCE)
+
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the real questions are not at hand")
+def test_half_of_the_tokens_are_of_gsm8k() -> None:
+    real = replace(published("gsm8k"), path=str(GSM8K))
+    chosen = mixture(
+        (0.5, real), (0.5, published("pocket_general")), packing="reap", length=512, tokens=65536, gap="eos"
+    )
+    kept = batches(chosen, pocket_tokenizer()).report["valid_tokens"]
+    assert kept["gsm8k"] / sum(kept.values()) == pytest.approx(0.5, abs=TOLERANCE)
+    alone = batches(replace(real, tokens=64 * 512), pocket_tokenizer()).report
+    assert alone["first_row"].startswith("Question:\nNatalia sold clips") and alone["rows"] == 64
 
 
 def files(folder: Path) -> grid.Files:
