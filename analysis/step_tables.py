@@ -19,6 +19,7 @@ PASSES = {
     "gradients": "Backward pass (s)",
     "weight_gradients": "Weight gradients (s)",
     "ablation": "Ablation (s)",
+    "scaling": "Layer scaling (s)",
     "damage": "Exact damage (s)",
     "weights": "Weights (s)",
     "channel_weights": "Channel weights (s)",

@@ -68,7 +68,7 @@ MISTAKES = {
             "allocation=coverage",
             "+allocation.parameters.prior=loss",
         ],
-        "allocation=coverage silences one expert after the other in the whole model",
+        "allocation=coverage reads the loss of the whole model with one part changed",
     ),
     "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
     "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),

@@ -229,7 +229,7 @@ def test_heapr_and_aimer_tables_have_their_ratios() -> None:
 
 
 def test_coverage_tables_change_one_thing() -> None:
-    assert len(asked("coverage_table6")) == 14 and len(asked("coverage_table7")) == 5
+    assert len(asked("coverage_table6")) == 15 and len(asked("coverage_table7")) == 5
     assert len({criterion for _, criterion, _, _ in asked("coverage_table13")}) == 6
     blocks = [cell.allocation.parameters["align"] for cell in request("coverage_table8")[1]]
     assert {(align["block"], align["order"]) for align in blocks} == {

@@ -26,10 +26,6 @@ def _nothing(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _statistics(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("statistics",)
-
-
 @dataclass(frozen=True)
 class Allocation:
     """A named way to say how much each layer, or each expert, loses."""
@@ -40,7 +36,7 @@ class Allocation:
     functions: Mapping[Granularity, Function | None]
     """What decides, by granularity; None where another step than the plan's does."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = _nothing
-    """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation"."""
+    """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
     step: Step = "plan"
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
     parameters: tuple[str, ...] = ()
@@ -69,7 +65,7 @@ ALLOCATIONS: dict[str, Allocation] = {
             "loss_based",
             SLIMMING,
             {"expert": shapes.loss_based_experts, "channel": shapes.loss_based_channels},
-            _statistics,
+            shapes.loss_needs,
         ),
         Allocation("coverage", SLIMMING, {"channel": coverage.coverage}, coverage.needs, zero_expert="drop"),
         Allocation("list", "a file of yours", {"expert": listed.experts, "channel": listed.channels}),

@@ -34,7 +34,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Evidence that these settings read besides the scores: out of "by", "statistics", "gradients", "ablation"."""
+    """Evidence that these settings read besides the scores: "by", and what passes over a text leave, by their step."""
     by = ("by",) if settings.get("by") else ()
     return by + get(settings["name"]).needs(settings["parameters"])
 

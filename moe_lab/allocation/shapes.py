@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import numpy
 
@@ -13,15 +14,21 @@ from moe_lab.allocation.ranked import best
 from moe_lab.allocation.smoothing import Smoothing, smooth
 from moe_lab.errors import UserError
 
+LayerLoss: TypeAlias = Literal["loss", "nll"]
+LAYER_LOSSES: Mapping[str, tuple[str, str]] = {"loss": ("statistics", "layer_loss"), "nll": ("scaling", "scaling")}
+"""How a layer's loss is measured -> the step that measures it, and the name of the number."""
+
 
 def u_shaped_experts(problem: Experts, *, beta: float = 0.02, floor: float = 0.1) -> dict[int, int]:
     """Layer -> experts to remove: the first and last layers keep more, as `u_shape`."""
     return _experts(problem, u_shape(len(problem.limits), 1 - problem.ratio, beta, floor))
 
 
-def loss_based_experts(problem: Experts, *, smoothing: Smoothing = "sqrt") -> dict[int, int]:
+def loss_based_experts(
+    problem: Experts, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
+) -> dict[int, int]:
     """Layer -> experts to remove: layers keep in proportion to their smoothed loss."""
-    return _experts(problem, smooth(layer_losses(problem.evidence, problem.limits), smoothing))
+    return _experts(problem, smooth(layer_losses(problem.evidence, problem.limits, layer_prior), smoothing))
 
 
 def u_shaped_channels(problem: Channels, *, beta: float = 0.02, floor: float = 0.1) -> Budgets:
@@ -29,9 +36,11 @@ def u_shaped_channels(problem: Channels, *, beta: float = 0.02, floor: float = 0
     return _channels(problem, u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
-def loss_based_channels(problem: Channels, *, smoothing: Smoothing = "sqrt") -> Budgets:
+def loss_based_channels(
+    problem: Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
+) -> Budgets:
     """Layer budgets in proportion to the smoothed layer loss; the best channels of each layer stay."""
-    return _channels(problem, smooth(layer_losses(problem.evidence, problem.scores), smoothing))
+    return _channels(problem, smooth(layer_losses(problem.evidence, problem.scores, layer_prior), smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
@@ -51,12 +60,25 @@ def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
     return shares
 
 
-def layer_losses(evidence: Evidence, layers: Iterable[int]) -> Array:
-    """sum_t ||m||^2 / (||y||^2 + eps) of each layer (L,), m the routed output and y the residual stream after it."""
-    losses = numpy.array([float(measured(evidence, "statistics", layer, "layer_loss", ())) for layer in layers])
+def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) -> Array:
+    """The loss of each layer (L,), >= 0. UserError unless one is above 0.
+
+    loss  sum_t ||m||^2 / (||y||^2 + eps), m the routed output and y the residual stream after the layer: MoE-Slimming's
+          released code, up to a factor
+    nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as 0: its Appendix A.1
+    """
+    need, name = LAYER_LOSSES[prior]
+    losses: Array = numpy.array([float(measured(evidence, need, layer, name, ())) for layer in layers])
+    if prior == "nll":
+        losses = numpy.maximum(losses, 0)
     if (losses < 0).any() or not losses.any():
-        raise UserError(f"layer_loss is {losses.tolist()}: expected numbers of which none is below and one above 0")
+        raise UserError(f"{name} is {losses.tolist()}: expected numbers of which none is below and one above 0")
     return losses
+
+
+def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """The step that measures the layer losses of loss_based."""
+    return (LAYER_LOSSES[parameters.get("layer_prior", "loss")][0],)
 
 
 def layer_budgets(problem: Channels, shares: Array) -> dict[int, int]:

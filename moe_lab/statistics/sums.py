@@ -28,6 +28,8 @@ beside these it has tokens and the four channel sums above:
 From passes of their own, and from weights alone:
 
     damage               (E,)      sum_t ||y - y without j||                                             (damage.py)
+    ablation             (E,)      rise of the mean loss without j, nats per token             (search/ablation.py)
+    scaling              ()        rise of the mean loss with m times 0.9, nats per token      (search/ablation.py)
     snip_down            (E, I)    sum over a channel's weights in down_proj of |w dL/dw|       (weight_gradients.py)
     snip_gate, snip_up   (E, I)    the same of gate_proj and up_proj                            (weight_gradients.py)
     abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights                   (weights.py)

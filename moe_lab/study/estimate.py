@@ -139,6 +139,11 @@ def _ablation(step: Step, size: Size, speed: Speed) -> float:
     return _reading(text_of(step)["tokens"], size, speed) * size.experts * (size.moe_layers + 1) / 2
 
 
+def _scaling(step: Step, size: Size, speed: Speed) -> float:
+    """For each layer, the layers from it on."""
+    return _reading(text_of(step)["tokens"], size, speed) * (size.moe_layers + 1) / 2
+
+
 def _search(step: Step, size: Size, speed: Speed) -> float:
     """P + (T - 1)(P - m) candidates, and the model itself once a generation, as its answers are not kept.
 
@@ -193,6 +198,7 @@ WORK: Mapping[str, Work] = {
     "weight_gradients": _passes(4),
     "damage": _passes(1.5),
     "ablation": _ablation,
+    "scaling": _scaling,
     "search": _search,
     "reconstruction": _passes(4),
     "finetune": _finetune,

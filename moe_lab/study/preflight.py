@@ -243,8 +243,8 @@ def _check_engines(cells: Sequence[Cell]) -> Iterator[str]:
             continue
         asked = allocation.get(cell.allocation.name)
         searches = asked.step == "search"
-        if searches or "ablation" in evidence_of(cell):
-            what = "compares whole models" if searches else "silences one expert after the other in the whole model"
+        if searches or not {"ablation", "scaling"}.isdisjoint(evidence_of(cell)):
+            what = "compares whole models" if searches else "reads the loss of the whole model with one part changed"
             yield (
                 f"allocation={asked.name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
                 "expected calibration.engine=resident, or an allocation from sums, such as uniform"

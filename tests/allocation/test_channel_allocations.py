@@ -142,6 +142,32 @@ def test_coverage_between_layers_follows_the_loss() -> None:
     assert {index: row.tolist() for index, row in same.items()} == {0: [3, 3], 1: [3, 3]}
 
 
+def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
+    """Equal scores and sqrt: targets 1 and 2 by the relative loss, 3 and 2 by what the model's loss gains."""
+    layers, scores = {i: layer(2, width=10) for i in (0, 1)}, {i: numpy.ones((2, 10)) for i in (0, 1)}
+    evidence = {
+        "statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 4.0}},
+        "scaling": {0: {"scaling": 0.09}, 1: {"scaling": 0.04}},
+    }
+
+    def kept(inter: str, layer_prior: str) -> list[int]:
+        chosen = settings("coverage", 0.25, inter=inter, layer_prior=layer_prior, intra="uniform")
+        assert needs({**chosen, "by": None}) == (("scaling",) if layer_prior == "nll" else ("statistics",))
+        return [int(row.sum()) for row in budgets(chosen, layers, scores, evidence).values()]
+
+    for inter in ("coverage", "loss_based"):
+        assert kept(inter, "loss") == [10, 20]
+        assert kept(inter, "nll") == [18, 12]
+    alone = settings("loss_based", 0.25, layer_prior="nll")
+    assert [int(row.sum()) for row in budgets(alone, layers, scores, evidence).values()] == [18, 12]
+    evidence["scaling"][0]["scaling"] = -0.01  # a layer without which the model is better
+    lower = settings("coverage", 0.5, layer_prior="nll", intra="uniform", zero_expert="keep_null")
+    assert [int(row.sum()) for row in budgets(lower, layers, scores, evidence).values()] == [1, 19]
+    evidence["scaling"][1]["scaling"] = -0.01
+    with pytest.raises(UserError, match=r"scaling is .*: expected numbers"):
+        budgets(lower, layers, scores, evidence)
+
+
 def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
     """Equal scores: coverage targets are kept shares. Losses 1 and 4, priors 1 and 9 in each layer of 2 x 12."""
     layers, scores = {0: layer(2, width=12), 1: layer(2, width=12)}, {i: numpy.ones((2, 12)) for i in (0, 1)}

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.search import ablation
-from moe_lab.search.ablation import ablate
+from moe_lab.search.ablation import ablate, scale_layers
 from moe_lab.statistics.gather import CHECKPOINT
 from moe_lab.statistics.sums import Statistics
 
@@ -84,6 +84,37 @@ def test_ablation_is_the_loss_without_the_expert(name: str) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@torch.no_grad()
+def naive_scaling(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, float]:
+    """The down projections of a layer's routed experts are scaled, in an fp64 copy; the whole model reads the batch."""
+    wide = copy.deepcopy(model).double()
+    whole, count = naive_loss(wide, ids, valid)
+    found = {}
+    for layer in moe_layers(wide):
+        parts = [tensor for name, tensor in layer.experts.named_parameters() if name.startswith("down_proj")]
+        kept = [part.clone() for part in parts]
+        for part in parts:
+            part *= 0.9
+        found[layer.index] = (naive_loss(wide, ids, valid)[0] - whole) / count
+        for part, original in zip(parts, kept, strict=True):
+            part.copy_(original)
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_scaling_is_the_loss_with_one_layer_scaled(name: str) -> None:
+    model = tiny.build(name, **SMALL[name])
+    ids, valid = (part[:2, 2:14] for part in naive.batch())
+    found = scale_layers(model, [(ids[:1], valid[:1]), (ids[1:], valid[1:])], fingerprint={})
+    expected = naive_scaling(model, ids, valid)
+    assert found.header["kind"] == "scaling" and found.layers.keys() == expected.keys()
+    for index, value in expected.items():
+        assert found.layers[index]["scaling"].dtype == torch.float64
+        assert found.layers[index]["scaling"].shape == ()
+        assert float(found.layers[index]["scaling"]) == pytest.approx(value, abs=3e-6), index
+    assert max(map(abs, expected.values())) > 1e-4
+
+
 def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time and one expert at a time, or all at once, in batches of different lengths."""
     model = tiny.build("mixtral")
@@ -151,8 +182,8 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     broken = torch.tensor([0.0, 0.0, 0.0, float("nan")]).repeat(2)
-    monkeypatch.setattr(ablation._Reader, "losses", lambda self, place: broken)
-    with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the loss without it"):
+    monkeypatch.setitem(ablation.RISES, "ablation", lambda self, place: broken)
+    with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the changed loss"):
         ablate(model, [(ids, valid)], fingerprint={})
     moe_layers(model)[2].experts.down_proj[3] = float("inf")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="loss of the unpruned model is NaN or infinite"):

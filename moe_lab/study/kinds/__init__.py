@@ -25,6 +25,7 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
         measuring.weight_gradients,
         measuring.damage,
         measuring.ablation,
+        measuring.scaling,
         measuring.weights,
         measuring.channel_weights,
         choosing.scores,

@@ -131,6 +131,16 @@ def ablation(job: Job) -> None:
     write_table(job.output("ablation.parquet"), tables.ABLATIONS, tables.ablations(sums.layers))
 
 
+def scaling(job: Job) -> None:
+    """What the loss gains when the routed output of each layer alone is scaled: a pass per layer from it on."""
+    from moe_lab.search.ablation import scale_layers
+
+    network, tokenizer = model_and_tokenizer(job)
+    text = rows(job, tokenizer)
+    sums = scale_layers(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP)
+    sums.save(job.output(STATISTICS))
+
+
 def weights(job: Job) -> None:
     """Sums over the weights of each expert, read from the checkpoint without building the model."""
     from moe_lab.statistics.weights import weigh
