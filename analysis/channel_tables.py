@@ -8,12 +8,14 @@ import pandas as pd
 
 from analysis import methods, names
 from analysis.block_tables import Block, block_table
-from analysis.chosen import GROUPS, MULTIPLE_CHOICE
+from analysis.chosen import GROUPS, MEAN, MULTIPLE_CHOICE
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
 from analysis.tables import Table
 
+SEVEN = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "arc_challenge", "piqa", "mathqa")
+"""The benchmarks of HEAPr's tables, in their order; its Avg is their mean."""
 SMOOTHING = {"smoothing", "layer_smoothing"}
 """What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
@@ -31,12 +33,18 @@ def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
     return block_table(
         study,
         blocks,
-        columns=(*MULTIPLE_CHOICE, *GROUPS),
+        columns=_likelihoods(study),
         name=name,
         title="Channels and whole experts",
         caption="Kept: share of the parameters of routed experts. FLOPs saved: per token, with the routing the pruned "
         "model has.",
     )
+
+
+def _likelihoods(study: Study) -> tuple[str, ...]:
+    """HEAPr's seven benchmarks and their mean, where they were asked; else those of the other papers, and averages."""
+    asked = {"piqa", "mathqa"} & set(study.results["benchmark"])
+    return (*SEVEN, MEAN) if asked else (*MULTIPLE_CHOICE, *GROUPS)
 
 
 def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table2") -> Table:
@@ -52,10 +60,10 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
     return block_table(
         study,
         blocks,
-        columns=(*MULTIPLE_CHOICE, *GROUPS),
+        columns=_likelihoods(study),
         name=name,
         title="Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
-        caption="Difference: Avg minus that of CAMERA-P, paired.",
+        caption="Difference: the last average minus that of CAMERA-P, paired.",
     )
 
 

@@ -13,7 +13,7 @@ from analysis.comparison import Comparison, Target
 from analysis.load import Study
 
 MULTIPLE_CHOICE = names.COLUMNS["MC Avg"]
-"""The benchmarks HEAPr's tables list one by one."""
+"""The multiple-choice benchmarks that most papers ask."""
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
 """The averages of `group_targets`."""
 MEAN = "Mean"

@@ -37,7 +37,8 @@ class Study:
     """The study as the run wrote it, provenance included."""
     cells: pd.DataFrame
     """Index cell; columns AXES, method (a key of `names`, with the allocation and recovery only where they differ in
-    this study) and `<artefact>_folder` for each of ARTEFACTS, None where there is none."""
+    this study), protocol (how its benchmarks are asked, None in older records) and `<artefact>_folder` for each of
+    ARTEFACTS, None where there is none."""
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, stderr, n, expected, folder."""
     samples: pd.DataFrame
@@ -151,7 +152,7 @@ def load(store: Path, name: str) -> Study:
         models=models,
         origins=origins,
         reader=reader,
-        notes=remarks(results, origins),
+        notes=remarks(results, origins, cells),
     )
 
 
@@ -164,9 +165,14 @@ _CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "ke
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     """One row a cell; a cell listed twice counts once."""
     rows = [
-        {**entry["cell"], **{f"{kind}_folder": entry.get(kind) for kind in ARTEFACTS}} for entry in document["cells"]
+        {
+            **entry["cell"],
+            "protocol": entry.get("protocol"),
+            **{f"{kind}_folder": entry.get(kind) for kind in ARTEFACTS},
+        }
+        for entry in document["cells"]
     ]
-    cells = pd.DataFrame(rows, columns=[*AXES, *(f"{kind}_folder" for kind in ARTEFACTS)])
+    cells = pd.DataFrame(rows, columns=[*AXES, "protocol", *(f"{kind}_folder" for kind in ARTEFACTS)])
     cells.index.name = "cell"
     cells = _whole(cells, reader)
     cells["method"] = _methods(cells)

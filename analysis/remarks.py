@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis import names
+
 NAMESPACES = "namespaces"
 """The sandbox that needs no remark."""
 
 
-def remarks(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
+def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     """Sentences about differences between results, and about programs that ran without walls."""
     notes = [
         f"Results were made with different versions of {library}: {', '.join(found)}."
@@ -20,7 +22,7 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
         if len(sizes) > 1:
             counts = ", ".join(f"{n:g}" for n in sorted(sizes))
             notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
-    notes += mixed_metrics(results)
+    notes += mixed_metrics(results, cells)
     short = results[results["expected"].notna() & (results["n"] < results["expected"])]
     if len(short):
         few = short["benchmark"].nunique()
@@ -35,15 +37,24 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame) -> list[str]:
     return notes
 
 
-def mixed_metrics(results: pd.DataFrame) -> list[str]:
-    """A sentence for every benchmark whose scores are not comparable, because its metrics differ."""
-    found = results.groupby("benchmark", sort=True)["metric"].unique()
+def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
+    """A sentence for every benchmark whose scores are not comparable, because its metrics differ in a model's cells."""
+    models = results["cell"].map(cells["model"])
+    by_model = results.groupby([results["benchmark"], models], sort=True)["metric"]
+    mixed = by_model.transform("nunique") > 1
     return [
         f"{name} was measured by different metrics ({', '.join(sorted(map(str, metrics)))}): "
         "its scores are not comparable."
-        for name, metrics in found.items()
-        if len(metrics) > 1
+        for name, metrics in results[mixed].groupby("benchmark", sort=True)["metric"].unique().items()
     ]
+
+
+def protocols(cells: pd.DataFrame) -> str:
+    """How each model was asked, where models were asked differently: `qwen by heapr, deepseek by heapr_norm`; or ""."""
+    known = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
+    if known["protocol"].nunique() < 2:
+        return ""
+    return names.listing(f"{row.model} by {row.protocol}" for row in known.itertuples())
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from analysis.coverage import coverage_summary
 from analysis.frames import records
 from analysis.load import Study
 from analysis.overlap import variant_name
-from analysis.remarks import mixed_metrics, versions
+from analysis.remarks import mixed_metrics, protocols, versions
 from analysis.settings import passes, pruned
 from analysis.winners import LEVEL, label
 
@@ -52,7 +52,9 @@ def setting(study: Study) -> str:
     items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
     metrics = names.listing(sorted(set(study.results["metric"].astype(str))))
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
-    mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results))
+    mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results, study.cells))
+    if asked := protocols(study.cells):
+        metrics = f"{metrics}, as asked of {asked}"
     return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
 
 

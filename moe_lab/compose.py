@@ -156,7 +156,7 @@ def requests(
     for group in set(grid.AXES) - files.several:
         if isinstance(config.get(group), DictConfig):
             grid.check_references(group, group, config[group], files)
-    return settings, [(grid.cells(settings, files), grid.benchmarks(settings, files))]
+    return settings, grid.requests(settings, files)
 
 
 def _axes(overrides: Sequence[str]) -> set[str]:

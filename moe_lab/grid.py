@@ -23,6 +23,7 @@ from moe_lab.config import (
     GridConfig,
     JobConfig,
     ModelConfig,
+    ProtocolConfig,
     RecoveryConfig,
     SourceConfig,
 )
@@ -35,6 +36,7 @@ Group = TypeVar(
     CalibrationConfig,
     AllocationConfig,
     RecoveryConfig,
+    ProtocolConfig,
     BenchmarkConfig,
     JobConfig,
 )
@@ -54,9 +56,11 @@ class Cell:
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
     """What else is read, by what for: search (of the allocation), instructions (of the recovery), flops."""
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    """How it is asked its benchmarks."""
 
     def __hash__(self) -> int:
-        names = (self.model, self.criterion, self.calibration, self.allocation, self.recovery)
+        names = (self.model, self.criterion, self.calibration, self.allocation, self.recovery, self.protocol)
         return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
 
 
@@ -201,8 +205,9 @@ class _Choices:
             ratios,
             gates,
             seeds,
+            self._axis(ProtocolConfig, "protocol", grid.protocol),
         )
-        cells = [Cell(*point, self.texts.of(*point[3:5])) for point in product]
+        cells = [Cell(*point[:-1], texts=self.texts.of(*point[3:5]), protocol=point[-1]) for point in product]
         return [replace(cell, allocation=self._searched(cell)) if cell.model.search else cell for cell in cells]
 
     def _searched(self, cell: Cell) -> AllocationConfig:
@@ -297,6 +302,14 @@ def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
             "each with its share of the whole"
         )
     return replace(source, settings=settings)
+
+
+def requests(config: Config, files: Files) -> list[Request]:
+    """The cells of a study, and what they are asked: those of one protocol together."""
+    by_protocol: dict[int, list[Cell]] = {}
+    for cell in cells(config, files):
+        by_protocol.setdefault(id(cell.protocol), []).append(cell)
+    return [(found, benchmarks(replace(config, protocol=found[0].protocol), files)) for found in by_protocol.values()]
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:

@@ -32,11 +32,13 @@ FILES: dict[str, dict[str, Any]] = {
     "allocation/second": {"defaults": ["pocket_evolutionary"], "label": "second", "search": "answered"},
     "recovery/first": {"defaults": ["nf4"], "modules": ["experts"]},
     "recovery/second": {"defaults": ["pocket_dora"], "rank": 4, "instructions": "answered"},
+    "protocol/first": {"defaults": ["coverage"], "name": "first"},
+    "protocol/second": {"name": "second", "benchmarks": {"first": {"shots": 2}}},
     "benchmark/first": {"defaults": ["pocket_rte"], "limit": "${seed}"},
     "suite/first": {"name": "first", "benchmarks": ["first", "pocket_boolq"]},
 }
 """Group and name -> content; each needs more than its own file."""
-GROUPS = ["model", "criterion", "calibration", "allocation", "recovery"]
+GROUPS = ["model", "criterion", "calibration", "allocation", "recovery", "protocol"]
 ALWAYS = ["suite=first", "flops_text=first", "seed=2"]
 Asked = Callable[..., set[str]]
 
@@ -74,8 +76,8 @@ def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str) -> No
 
 
 def test_choices_in_a_list_are_those_of_a_multirun(asked: Asked) -> None:
-    both = asked("grid.model=[first,second]", "grid.allocation=[first,second]")
-    assert both == asked("-m", "model=first,second", "allocation=first,second")
+    both = asked("grid.protocol=[first,second]", "grid.allocation=[first,second]")
+    assert both == asked("-m", "protocol=first,second", "allocation=first,second")
 
 
 def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path: Path) -> None:

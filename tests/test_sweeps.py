@@ -22,10 +22,11 @@ from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
-from moe_lab.study import run
+from moe_lab.study import record, run
 from moe_lab.study.estimate import hours
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.preflight import preflight
+from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[1]
 SWEEPS = ROOT / "sweeps"
@@ -60,15 +61,21 @@ def hydra() -> Iterator[None]:
 
 @cache
 def request(name: str) -> tuple[config.Config, list[grid.Cell], list[config.BenchmarkConfig]]:
-    settings, [(cells, benchmarks)] = composition.requests(compose(name), composition.Groups())
-    return settings, list(cells), list(benchmarks)
+    settings, asked = composition.requests(compose(name), composition.Groups())
+    cells = [cell for cells, _ in asked for cell in cells]
+    return settings, cells, [benchmark for _, benchmarks in asked for benchmark in benchmarks]
+
+
+def by_protocol(name: str) -> list[grid.Request]:
+    """The cells of a sweep with what they are asked."""
+    return composition.requests(compose(name), composition.Groups())[1]
 
 
 @cache
 def graph(name: str) -> Graph:
-    settings, cells, benchmarks = request(name)
+    settings, _, _ = request(name)
     named = replace(settings, timed=replace(settings.timed, device=GPU))  # which would be looked up in another process
-    return build(named, [(cells, benchmarks)])
+    return build(named, by_protocol(name))
 
 
 def asked(name: str) -> set[tuple[Any, ...]]:
@@ -121,8 +128,8 @@ def test_a_choice_of_one_table_fits_its_schema_and_is_used(file: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sweep_can_start_and_costs_what_it_says(name: str) -> None:
-    settings, cells, benchmarks = request(name)
-    assert preflight(settings, [(cells, benchmarks)]) == []
+    settings = request(name)[0]
+    assert preflight(settings, by_protocol(name)) == []
     said = COST.search((SWEEPS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert said is not None
     _, gpu_hours = hours(graph(name).steps(), settings.resources.gpu_memory)
@@ -136,11 +143,11 @@ def empty(benchmarks: list[config.BenchmarkConfig], root: Path) -> list[config.B
 
 
 def test_a_dry_run_prints_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings, cells, benchmarks = request("heapr_table2")
+    settings = request("heapr_table2")[0]
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"))
     with pytest.raises(UserError, match="this cannot start yet") as missing:
-        run.run(dry, [(cells, empty(benchmarks, tmp_path))])
-    assert str(missing.value).count("has no mirror of it") == len(benchmarks) == 7
+        run.run(dry, [(cells, empty(list(asked), tmp_path)) for cells, asked in by_protocol("heapr_table2")])
+    assert str(missing.value).count("has no mirror of it") == 7
     printed = capsys.readouterr().err
     _, gpu_hours = hours(graph("heapr_table2").steps(), settings.resources.gpu_memory)
     assert "heapr_table2: 14 cells" in printed and f"{gpu_hours:.2f}" in printed and "gradients" in printed
@@ -226,6 +233,19 @@ def test_heapr_and_aimer_tables_have_their_ratios() -> None:
     assert len(asked("heapr_table2")) == 2 * 2 * 3
     assert {ratio for model, _, _, ratio in asked("aimer_table2") if model == "olmoe_1b_7b"} == {0.25}
     assert len(asked("aimer_table3")) == 2 * 7
+
+
+def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it(tmp_path: Path) -> None:
+    """acc for Qwen, acc_norm where lm-eval has it for DeepSeekMoE, in one study that says which."""
+    asked: dict[str, set[str]] = {}
+    for cell in graph("heapr_table2").cells:
+        metrics = {step.parts["benchmark"].settings["reports"][name] for name, step in cell.evaluate.items()}
+        asked.setdefault(cell.cell.model.name, set()).update(metrics)
+        assert len(cell.evaluate) == 7
+    assert asked == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
+    record.write(store := Store(tmp_path), request("heapr_table2")[0], graph("heapr_table2"), {}, add=False)
+    noted = {(entry["cell"]["model"], entry["protocol"]) for entry in record.read(store, "heapr_table2")["cells"]}
+    assert noted == {("qwen1_5_moe_chat", "heapr"), ("deepseek_moe_16b", "heapr_norm")}
 
 
 def test_coverage_tables_change_one_thing() -> None:

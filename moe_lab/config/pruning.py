@@ -224,6 +224,8 @@ class GridConfig:
     """Names of files in conf/allocation."""
     recovery: list[str] = field(default_factory=list)
     """Names of files in conf/recovery."""
+    protocol: list[str] = field(default_factory=list)
+    """Names of files in conf/protocol; a grid of `more` can so ask its models in their own way."""
     ratio: list[float] = field(default_factory=list)
     """Ratios of experts, or channels, to remove."""
     gate: list[str] = field(default_factory=list)

@@ -112,7 +112,9 @@ def settles_by_channels(cell: Cell) -> bool:
 def unpruned(cell: Cell) -> Cell:
     """The cell everything is compared with."""
     texts = {"flops": cell.texts["flops"]}
-    return Cell(cell.model, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, texts)
+    return Cell(
+        cell.model, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, texts, cell.protocol
+    )
 
 
 def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> Graph:

@@ -38,9 +38,11 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         steps = {**cell.evaluate, "cost": cell.cost, "profile": cell.profile, "timing": cell.timing}
         return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step and step.id in failed}
 
+    called = _models(graph)
     cells = [
         {
-            "cell": _names(cell),
+            "cell": {"model": called[cell.cell.model.name, cell.cell.protocol.name], **_names(cell)},
+            "protocol": cell.cell.protocol.name,
             "model": place(cell.model),
             "statistics": place(cell.statistics),
             "scores": place(cell.scores),
@@ -87,11 +89,21 @@ def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _models(graph: Graph) -> dict[tuple[str, str], str]:
+    """Model and protocol -> the word for the model: scores by two protocols do not compare, so that a model asked by
+    another protocol than its first is one of its own."""
+    found: dict[str, dict[str, str]] = {}
+    for cell in graph.cells:
+        words = found.setdefault(cell.cell.model.name, {})
+        protocol = cell.cell.protocol.name
+        words.setdefault(protocol, f"{cell.cell.model.name} ({protocol})" if words else cell.cell.model.name)
+    return {(model, protocol): word for model, words in found.items() for protocol, word in words.items()}
+
+
 def _names(steps: CellSteps) -> dict[str, Any]:
     cell = steps.cell
     chosen = criteria.CRITERIA.get(cell.criterion.name)
     return {
-        "model": cell.model.name,
         "criterion": _called(cell.criterion.name, cell.criterion.parameters),
         "granularity": chosen.granularity if chosen else "none",
         "calibration": cell.calibration.name,

@@ -26,7 +26,14 @@ def cell(criterion: str, allocation: str = "uniform", ratio: float = 0.5, **more
 
 def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     """Cells with what `axes` leave out at its usual value."""
-    usual = {"model": "m", "calibration": "pocket_code", "recovery": "none", "gate": "model", "seed": 42}
+    usual = {
+        "model": "m",
+        "calibration": "pocket_code",
+        "recovery": "none",
+        "gate": "model",
+        "seed": 42,
+        "protocol": None,
+    }
     frame = pd.DataFrame([{**usual, **row} for row in axes]).rename_axis("cell")
     varied = frame.loc[frame["criterion"] != "none", "allocation"].nunique() > 1
     told = (
@@ -54,7 +61,12 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
     """What tables read of a study besides its comparison; `costs`, one row per cell."""
     names_of = comparison.benchmarks.columns
     results = pd.DataFrame(
-        {"n": [comparison.outcomes[name].shape[1] for name in names_of], "benchmark": names_of, "metric": "acc"}
+        {
+            "cell": comparison.cells.index[0],
+            "n": [comparison.outcomes[name].shape[1] for name in names_of],
+            "benchmark": names_of,
+            "metric": "acc",
+        }
     )
     return SimpleNamespace(
         cells=comparison.cells,

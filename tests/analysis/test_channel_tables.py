@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,29 @@ HEAPR = made(AXES, SOLVED)
 
 def rows(table: Table, pruned: str = "50 %") -> pd.DataFrame:
     return table.frame[table.frame["Pruned"] == pruned].set_index("Criterion")
+
+
+def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() -> None:
+    """Seven benchmarks, their plain mean, and no word about metrics that differ from model to model."""
+    one, other = (made(AXES, dict.fromkeys(channel_tables.SEVEN, SOLVED["arc_easy"])) for _ in range(2))
+    other = replace(other, model="n", cells=other.cells.assign(model="n"))
+    study = study_of(one, COSTS)
+    asked = {"m": ("acc", "heapr"), "n": ("acc_norm", "heapr_norm")}
+    study.cells = pd.concat(
+        [found.cells.assign(protocol=asked[found.model][1]).add_suffix("") for found in (one, other)], ignore_index=True
+    )
+    study.results = pd.DataFrame(
+        [
+            {"cell": cell, "n": 20, "benchmark": name, "metric": asked[model][0]}
+            for cell, model in study.cells["model"].items()
+            for name in channel_tables.SEVEN
+        ]
+    )
+    table = channel_tables.channel_choice_table(study, [one])
+    shown = [names.benchmark(name) for name in channel_tables.SEVEN]
+    assert list(table.frame.columns)[3:11] == [*shown, "Mean"] and "Avg" not in table.frame
+    assert rows(table).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
+    assert "m by heapr and n by heapr_norm" in table.caption and "not comparable" not in table.caption
 
 
 def test_every_method_stands_at_every_ratio_with_its_cost() -> None:
