@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +22,6 @@ class Reply:
     body: Any
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    """How long it takes."""
 
 
 def message(text: str | None, **choice: Any) -> Reply:
@@ -76,7 +73,6 @@ def _server(answer: Callable[[dict[str, Any]], Reply], models: list[str], port: 
             self._send(answer(body))
 
         def _send(self, reply: Reply) -> None:
-            time.sleep(reply.seconds)
             content = reply.body.encode() if isinstance(reply.body, str) else json.dumps(reply.body).encode()
             self.send_response(reply.status)
             for name, value in {"Content-Length": str(len(content)), **reply.headers}.items():

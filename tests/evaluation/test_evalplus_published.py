@@ -10,12 +10,10 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import psutil
 import pyarrow.parquet as parquet
@@ -23,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from miniature import problem, write_lines
+from processes import is_running, until
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
@@ -224,31 +223,10 @@ run_grader(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.
 def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
     worker = subprocess.Popen([sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""])
-    started = below(worker.pid, wanted=3)  # the grader, the runner, the program
+    below = psutil.Process(worker.pid)
+    until(lambda: len(below.children(recursive=True)) >= 3)  # the grader, the runner, the program
+    started = [each.pid for each in below.children(recursive=True)]
     assert not any("libtorch" in Path(f"/proc/{process}/maps").read_text() for process in started)
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
-    left = set(started)
-    end = time.monotonic() + 20
-    while left and time.monotonic() < end:
-        time.sleep(0.1)
-        left = {process for process in left if alive(process)}
-    assert not left
-
-
-def below(process: int, wanted: int) -> list[int]:
-    """All processes that a process has started, by whichever of its threads, as soon as there are so many."""
-    end, found = time.monotonic() + 40, list[psutil.Process]()
-    while len(found) < wanted and time.monotonic() < end:
-        time.sleep(0.1)
-        found = psutil.Process(process).children(recursive=True)
-    assert len(found) >= wanted
-    return [each.pid for each in found]
-
-
-def alive(process: int) -> bool:
-    try:
-        state: Any = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    until(lambda: not any(map(is_running, started)))

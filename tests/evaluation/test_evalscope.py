@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import evalscope_miniatures as miniatures
 import pytest
+from processes import is_running, until
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -258,16 +258,6 @@ def test_the_process_needs_nothing_of_this_environment(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'evalscope'"
 
 
-def is_gone(process: int) -> bool:
-    """Whether a process ends within seconds; one that nobody waits for has ended too."""
-    for _ in range(100):
-        status = Path(f"/proc/{process}/stat")
-        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
     python = tmp_path / "python"
     benchmark = miniatures.benchmark("gsm8k", tmp_path, python=str(python))
@@ -283,7 +273,7 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
     python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {left}\nkill -9 $$\n")
     with pytest.raises(RuntimeError, match="EvalScope failed: killed by signal 9"):
         harness_evalscope.ask(benchmark)
-    assert is_gone(int(left.read_text()))
+    until(lambda: not is_running(int(left.read_text())))
 
 
 def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:

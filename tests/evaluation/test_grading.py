@@ -41,7 +41,7 @@ def verdicts(
     """Entry point -> (base, plus) for whole programs by entry point."""
     data = write_lines(folder / "data.jsonl", problems)
     tasks = {row["entry_point"]: row["task_id"] for row in problems}
-    settings = {"confined": not namespaces_missing(), "closed_world_only": False, "seconds": 0.3, "memory_mib": 512}
+    settings = {"confined": not namespaces_missing(), "closed_world_only": False, "seconds": 2.0, "memory_mib": 512}
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
     found = grade(request)["verdicts"]
@@ -98,14 +98,22 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path
 
 
 def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(tmp_path: Path) -> None:
+    """What `add` leaves behind ends the runner while `mean` runs: that it does is seen in empty files."""
+    runs, ended = tmp_path / "runs", tmp_path / "ended"
     later = (
         "import os, signal, time\ndef add(x):\n    runner = os.getppid()\n    if os.fork() == 0:\n"
-        "        os.setsid(); os.close(3); time.sleep(0.4)\n        os.kill(runner, signal.SIGKILL)\n"
-        "        os._exit(0)\n    return x + 1"
+        "        os.setsid(); os.close(3)\n"
+        f"        while not os.path.exists({str(runs)!r}): time.sleep(0.01)\n"
+        f"        os.kill(runner, signal.SIGKILL); open({str(ended)!r}, 'w'); os._exit(0)\n"
+        "    return x + 1"
     )
-    slow = "import time\ndef mean(x):\n    time.sleep(0.4)\n    return sum(x) / len(x) if x else 0.0"
-    found = verdicts(tmp_path, [ADD, MEAN], {"add": later, "mean": slow}, confined=False, processes=1)
-    assert found["mean"] == ("pass", "pass")
+    waiting = (
+        f"import os, time\nopen({str(runs)!r}, 'w')\ndef mean(x):\n"
+        f"    while not os.path.exists({str(ended)!r}): time.sleep(0.01)\n    return sum(x) / len(x) if x else 0.0"
+    )
+    bodies = {"add": later, "mean": waiting}
+    found = verdicts(tmp_path, [ADD, MEAN], bodies, confined=False, processes=1, seconds=30.0)
+    assert found["mean"] == ("pass", "pass") and ended.exists()
 
 
 SENT = {

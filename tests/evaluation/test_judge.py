@@ -40,7 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(at: Endpoint | str, **changes: Any) -> JudgeConfig:
     url = at if isinstance(at, str) else at.url
-    return replace(JudgeConfig("judge", "some/judge", url, KEY, attempts=4, parallel=4, timeout=5), **changes)
+    return replace(JudgeConfig("judge", "some/judge", url, KEY, attempts=4, parallel=4, timeout=300), **changes)
 
 
 def scripted(**steps: list[Reply]) -> Callable[[dict[str, Any]], Reply]:
@@ -144,8 +144,11 @@ def test_429_for_an_hour_ends_after_bounded_attempts_with_one_sentence(tmp_path:
 
 
 def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path) -> None:
-    with endpoint(lambda _: Reply({}, seconds=1)) as at, pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
-        Judge(settings(at, timeout=0.2, attempts=2), tmp_path).verdicts(["p"], 0)
+    never = threading.Event()
+    with endpoint(lambda _: never.wait() and scored(5)) as at:
+        with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+            Judge(settings(at, timeout=0.2, attempts=2), tmp_path).verdicts(["p"], 0)
+        never.set()
     with pytest.raises(Unavailable, match=r"no connection .*refused.*after 4 attempts"):
         Judge(settings(at), tmp_path).verdicts(["p"], 0)
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from endpoint import Endpoint, Reply, completion, endpoint
+from processes import is_running, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
@@ -39,22 +42,13 @@ def checkpoint(subject: Subject) -> Path:
     return Path(resolve("pocket:olmoe"))
 
 
-def backend(command: str, seconds: float = 20) -> BackendConfig:
+def backend(command: str, seconds: float = 300) -> BackendConfig:
     return BackendConfig("server", command, seconds)
 
 
-def is_running(process: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
+def clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """What the time is while a server is waited for, in seconds."""
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
 
 
 def script(tmp_path: Path, text: str) -> str:
@@ -114,10 +108,15 @@ def test_a_server_that_cannot_be_started_is_named(checkpoint: Path) -> None:
         pass
 
 
-def test_a_server_that_is_never_ready_or_listens_elsewhere_is_stopped(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_never_ready_or_listens_elsewhere_is_stopped(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
     elsewhere = f"['python', '{ENDPOINT}', str(int(sys.argv[1]) + 1), 'm']"
-    text = f"print('loading', os.getpid(), flush=True)\nos.execv(sys.executable, {elsewhere})"
+    text = f"print('loading', os.getpid(), flush=True)\nopen({str(started)!r}, 'w')\n"
+    text += f"os.execv(sys.executable, {elsewhere})"
     command = script(tmp_path, text)
+    clock(monkeypatch, lambda: 2.0 if started.exists() else 0.0)
     with (
         pytest.raises(
             Unavailable, match=r"did not answer at http://127.0.0.1:\d+/v1 within .*=1; .* loading \d+"
@@ -125,7 +124,7 @@ def test_a_server_that_is_never_ready_or_listens_elsewhere_is_stopped(checkpoint
         serving(checkpoint, backend(command, seconds=1), POCKET, "n"),
     ):
         pass
-    assert not is_running(int(str(caught.value).rsplit(" ", 1)[1]))
+    until(lambda: not is_running(int(str(caught.value).rsplit(" ", 1)[1])))
 
 
 def test_another_model_is_noticed(checkpoint: Path) -> None:
@@ -152,8 +151,9 @@ def test_a_server_that_lists_the_model_and_never_writes_is_stopped(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "_ANSWER", 1.0)
-    text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import Reply, _server\n"
-    text += "_server(lambda _: Reply({}, seconds=99), [sys.argv[3]], int(sys.argv[1]))[0].serve_forever()"
+    clock(monkeypatch, lambda: 0.0)  # it is ready in time, however long it takes
+    text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import _server\n"
+    text += "_server(lambda _: signal.pause(), [sys.argv[3]], int(sys.argv[1]))[0].serve_forever()"
     with (
         pytest.raises(Unavailable, match=r"does not serve the checkpoint \(the server of n-\w+ does not answer"),
         serving(checkpoint, backend(script(tmp_path, text) + " {name}", seconds=1), POCKET, "n"),
@@ -173,9 +173,9 @@ def test_what_dies_while_generating_is_tried_again_by_the_next_run(checkpoint: P
 
 STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(99)"])
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, 1); signal.pause()"])
 print(os.getpid(), child.pid, flush=True)
-time.sleep(99)
+signal.pause()
 """
 
 
@@ -190,28 +190,28 @@ def test_a_server_that_will_not_stop_is_killed_with_its_children(
     monkeypatch.setattr(servers, "GRACE", 0.3)
     log = tmp_path / "log"
     with servers.running(stubborn(tmp_path), log) as server:
-        assert eventually(lambda: len(log.read_text().split()) == 2)
+        until(lambda: len(log.read_text().split()) == 2)
         processes = [int(word) for word in log.read_text().split()]
         if leash == "torn":
             server.process.kill()
             server.process.wait()
         assert all(map(is_running, processes))
-    assert eventually(lambda: not any(map(is_running, processes)))
+    until(lambda: not any(map(is_running, processes)))
 
 
 def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
-        "import sys, time; from pathlib import Path; from moe_lab.evaluation import server; server.GRACE = 0.3\n"
-        f"with server.running({stubborn(tmp_path)!r}, Path({str(log)!r})): time.sleep(99)"
+        "import signal; from pathlib import Path; from moe_lab.evaluation import server; server.GRACE = 0.3\n"
+        f"with server.running({stubborn(tmp_path)!r}, Path({str(log)!r})): signal.pause()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
-    assert eventually(lambda: log.exists() and len(log.read_text().split()) == 2)
+    until(lambda: log.exists() and len(log.read_text().split()) == 2)
     processes = [int(word) for word in log.read_text().split()]
     assert all(map(is_running, processes))
     parent.kill()
     parent.wait()
-    assert eventually(lambda: not any(map(is_running, processes)))
+    until(lambda: not any(map(is_running, processes)))
 
 
 # What is served, and how it is asked.
@@ -296,29 +296,52 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
 
 
 def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None:
-    served, at = fake(lambda body: replace(completion(body["prompt"], "m"), seconds=0.2 * body["prompt"].count("slow")))
+    asked, done = threading.Event(), threading.Event()
+
+    def answer(body: dict[str, Any]) -> Reply:
+        """The slow text is asked for before any other is done, and done when the others have come."""
+        if "slow" in body["prompt"]:
+            asked.set()
+            done.wait(60)
+        asked.wait(60)
+        return completion(body["prompt"], "m")
+
+    served, at = fake(answer)
     prompts = ["b", "slow slow slow", "a a"]
-    assert list(served.stream(prompts, GenSpec(4, batch_size=2))) == [(2, "a a"), (0, "b"), (1, "slow slow slow")]
+    texts = served.stream(prompts, GenSpec(4, batch_size=2))
+    assert [next(texts), next(texts)] == [(2, "a a"), (0, "b")]
+    done.set()
+    assert list(texts) == [(1, "slow slow slow")]
     assert [body["prompt"] for body in at.asked][2] == "b"
     assert served.generate(prompts, GenSpec(4)) == prompts and served.generate([], GenSpec(4)) == []
 
 
 def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_subject, "TOKEN_SECONDS", 0.1)
-    turn = threading.Lock()
+    waits: list[float] = []
 
-    def one_by_one(body: dict[str, Any]) -> Reply:
-        with turn:
-            time.sleep(0.25)
-        return completion("x", "m")
+    class Noting(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            waits.append(timeout or 0)
+            return super().get(block, timeout)
 
-    slow, _ = fake(one_by_one, patience=0.6)  # all take 1.5 s, and 1 s may pass between two
+    monkeypatch.setattr(served_subject.queue, "SimpleQueue", Noting)
+    slow, _ = fake(lambda body: completion("x", "m"), patience=200)
     assert slow.generate(["a"] * 6, GenSpec(4)) == ["x"] * 6
-    silent, _ = fake(lambda body: Reply({}, seconds=4), patience=0.2)
-    began = time.monotonic()
-    with pytest.raises(Unavailable, match=r"the server of m runs and wrote no text for 0\.6 s, .*ready_seconds=0\.2"):
-        silent.generate(["a"] * 6, GenSpec(4, batch_size=2))
-    assert time.monotonic() - began < 3
+    assert [wait for wait in waits if wait] == [pytest.approx(200.4)] * 6, (
+        "so long may pass between two, whatever all take"
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(served_subject, "TOKEN_SECONDS", 0.1)
+    told = threading.Event()
+    silent, _ = fake(lambda body: told.wait() and completion("x", "m"), patience=0.2)
+    try:
+        with pytest.raises(
+            Unavailable, match=r"the server of m runs and wrote no text for 0\.6 s, .*ready_seconds=0\.2"
+        ):
+            silent.generate(["a"] * 6, GenSpec(4, batch_size=2))
+    finally:
+        told.set()
 
 
 def test_special_tokens_are_added_once(fake: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
 from moe_lab.recovery.parts import experts_of
@@ -58,17 +59,22 @@ class Slow:
     device = torch.device("cpu")
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=40))
 
+    def __init__(self) -> None:
+        self.now = 0.0
+
     def __call__(self, **given: Any) -> Any:
         reads = given["input_ids"].shape[1] > 1
-        time.sleep(0.2 if reads else 0.004)
+        self.now += 0.2 if reads else 0.004
         self.held = torch.ones(8 << 20 if reads else 1)
         return SimpleNamespace(logits=torch.zeros(1, 1, 3), past_key_values=None)
 
 
-def test_seconds_and_bytes_are_those_of_the_model() -> None:
-    (row,) = measure(Slow(), torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4], repeats=1))
+def test_seconds_and_bytes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Slow()
+    monkeypatch.setattr(evaluation_timing, "time", SimpleNamespace(perf_counter=lambda: model.now))
+    (row,) = measure(model, torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4], repeats=1))
     found = dict(zip(COLUMNS, row, strict=True))
-    assert 0.02 <= found["decode_seconds"] < 0.2 <= found["prefill_seconds"]
+    assert (found["prefill_seconds"], found["decode_seconds"]) == pytest.approx((0.2, 5 * 0.004))
     assert math.isnan(found["working_bytes"]) or found["working_bytes"] == pytest.approx(4 * (8 << 20), rel=0.1)
     with pytest.raises(UserError, match=r"timed\.prompt_lengths=40 with timed.new_tokens=5 makes 46 tokens: the model"):
         measure(Slow(), torch.arange(9), replace(ASKED, prompt_lengths=[40]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,7 @@ def run(schedule: Schedule, store: Store, execute, threads: int = 1) -> None:  #
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=20)
-        assert not worker.is_alive()
+        worker.join()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -71,11 +69,14 @@ def test_a_full_disk_is_said_and_not_remembered(tmp_path: Path) -> None:
 
 
 def test_two_runs_share_the_work(tmp_path: Path) -> None:
-    """Two schedules on one store: every step is executed exactly once between them."""
+    """Two schedules on one store, both of which have begun before either goes on: every step is executed once."""
     ran: list[str] = []
+    began, together = set[int](), threading.Barrier(2, timeout=60)
 
     def execute(step: Step, scratch: Path) -> None:
-        time.sleep(0.05)
+        if (thread := threading.get_ident()) not in began:
+            began.add(thread)
+            together.wait()
         ran.append(step.id)
 
     steps = [Step("many", str(n), {"p": Part({"n": n})}) for n in range(12)]
@@ -84,6 +85,7 @@ def test_two_runs_share_the_work(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join()
+    assert len(began) == 2
     assert sorted(ran) == sorted(step.id for step in steps)
     assert all(one.finished == {step.id for step in steps} for one in schedules)
