@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from analysis import names, uncertainty
-from analysis.chosen import GROUPS, MEAN, column_targets, cost, differences, scores
+from analysis.chosen import COMMON, GROUPS, MEAN, column_targets, cost, differences, scores
 from analysis.comparison import Comparison
 from analysis.load import Study
 from analysis.settings import joined, settings
@@ -54,7 +54,7 @@ def block_table(
     name: str,
     title: str,
     caption: str,
-    columns: Sequence[str] = GROUPS,
+    columns: Sequence[str],
     costs: Mapping[str, Cost] = COSTS,
 ) -> Table:
     """One row per cell of each block: those of `columns` (benchmarks and averages) that were run, the difference of the
@@ -86,7 +86,20 @@ def block_table(
         optional=(DIFFERENCE, P),
         low=low,
         high=high,
+        footnotes=_not_run(run, columns),
     )
+
+
+def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
+    """A note on the benchmarks of `columns` that MEAN lacks because no model was evaluated on them."""
+    listed = [name for name in columns if name not in (*GROUPS, *names.COLUMNS, COMMON, MEAN)]
+    run = {name for block in blocks for name in block.comparison.benchmarks}
+    lacking = [names.benchmark(name) for name in listed if name not in run]
+    if MEAN not in columns or not lacking:
+        return []
+    return [
+        f"{MEAN}: of {len(listed) - len(lacking)} of the paper's {len(listed)}; {names.listing(lacking)} were not run."
+    ]
 
 
 def _told(block: Block) -> tuple[str, dict[int, str]]:

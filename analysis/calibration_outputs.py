@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from analysis import names, style
 from analysis.block_tables import Block, block_table
-from analysis.chosen import group_targets
+from analysis.chosen import MEAN, averaged, mean_target
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
@@ -63,10 +63,11 @@ def calibration_table(study: Study, comparisons: Sequence[Comparison], *, name: 
     return block_table(
         study,
         blocks,
+        columns=(*names.ABLATION, MEAN),
         name=name,
         title="Calibration sets: which text, and how much of it",
         caption="A block per ratio and method; rows name the calibration set and the tokens read of it. Difference: "
-        "Avg minus that of the set of most tokens, the last row, paired.",
+        "Mean minus that of the set of most tokens, the last row, paired.",
     )
 
 
@@ -92,7 +93,9 @@ def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
         return None
     ratios = sorted({float(line["ratio"].iloc[0]) for line in lines.values()})
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
-    target = group_targets(comparison, cells).get("Avg", ())
+    target = mean_target(comparison, cells, names.HEAPR)
+    if not target:
+        return None
     score, (low, high) = comparison.score(target), comparison.interval(target)
     with style.look():
         drawing = style.drawing(style.PAGE, 2.9)
@@ -113,11 +116,11 @@ def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | 
             axes.xaxis.set_major_formatter(lambda value, _: count(value))
             axes.set(xlabel="calibration tokens read", title=f"{names.ratio(ratio)} pruned")
             axes.grid()
-        grid[0].set_ylabel("Avg")
+        grid[0].set_ylabel("mean of HEAPr's benchmarks")
         drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=3, fontsize=7)
     caption = (
-        "Avg after calibration on more and more of the same text, with 95 % intervals (items resampled). Lines are "
-        "texts and methods; points of one line answered the same items."
+        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, with 95 % intervals "
+        "(items resampled). Lines are texts and methods; points of one line answered the same items."
     )
     return Figure(name, f"How much calibration text is enough: {comparison.model}", caption, drawing)
 

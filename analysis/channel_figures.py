@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from analysis import methods, names, style
 from analysis.channel_tables import plain
-from analysis.chosen import group_targets
+from analysis.chosen import averaged, mean_target
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
@@ -38,10 +38,13 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
-    """HEAPr's Fig. 2: Avg with intervals, and FLOPs saved, against the share removed. None below three ratios."""
+    """HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share removed.
+
+    None below three ratios, or without any of its benchmarks.
+    """
     lines = ratio_lines(plain(comparison))
     cells = [int(str(cell)) for found in lines.values() for cell in found.index]
-    target = group_targets(comparison, cells).get("Avg") if cells else None
+    target = mean_target(comparison, cells, names.HEAPR)
     if not target:
         return None
     saved = 1 - study.costs.set_index("cell")["flops_ratio"].astype(float)
@@ -59,7 +62,7 @@ def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure |
             left.plot(x, y, markersize=4, linewidth=1.2, **look)
             right.plot(found["ratio"] * 100, saved.reindex(rows) * 100, markersize=4, linewidth=1.2, **look)
             handles.append(Line2D([], [], label=label, markersize=4, **look))
-        left.set(ylabel="Avg (mean of the displayed columns)", ylim=(0, None))
+        left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
         right.set(ylabel="FLOPs saved per token (%)", ylim=(0, None))
         for axes in (left, right):
             axes.set(xlabel="routed parameters removed (%)")
@@ -67,9 +70,9 @@ def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure |
         dashes = Line2D([], [], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9, label="Unpruned")
         drawing.legend(handles=[*handles, dashes], loc="outside lower center", ncols=min(5, len(handles) + 1))
     caption = (
-        "Left: Avg with 95 % intervals (items resampled), points of one ratio set side by side; dashed: the unpruned "
-        "model. Right: FLOPs of a token saved, with the routing that the pruned model has; whole experts save only "
-        "rows of routers, since as many experts as before answer each token."
+        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals (items resampled), points of one ratio set side "
+        "by side; dashed: the unpruned model. Right: FLOPs of a token saved, with the routing that the pruned model "
+        "has; whole experts save only rows of routers, since as many experts as before answer each token."
     )
     return Figure(name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing)
 

@@ -8,14 +8,12 @@ import pandas as pd
 
 from analysis import methods, names
 from analysis.block_tables import Block, block_table
-from analysis.chosen import GROUPS, MEAN, MULTIPLE_CHOICE
+from analysis.chosen import MEAN
 from analysis.comparison import Comparison
 from analysis.frames import groups
 from analysis.load import Study
 from analysis.tables import Table
 
-SEVEN = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "arc_challenge", "piqa", "mathqa")
-"""The benchmarks of HEAPr's tables, in their order; its Avg is their mean."""
 SMOOTHING = {"smoothing", "layer_smoothing"}
 """What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
@@ -24,7 +22,7 @@ COMPETING = ["ratio", "calibration", "gate", "seed"]
 
 
 def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table1") -> Table:
-    """HEAPr's Table 1: every method at every ratio, multiple-choice tasks one by one, then the averages."""
+    """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
     blocks = [
         Block(comparison, names.ratio(key["ratio"]), _in_order(methods.labels(cells)))
         for comparison in comparisons
@@ -33,18 +31,12 @@ def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
     return block_table(
         study,
         blocks,
-        columns=_likelihoods(study),
+        columns=(*names.HEAPR, MEAN),
         name=name,
         title="Channels and whole experts",
         caption="Kept: share of the parameters of routed experts. FLOPs saved: per token, with the routing the pruned "
         "model has.",
     )
-
-
-def _likelihoods(study: Study) -> tuple[str, ...]:
-    """HEAPr's seven benchmarks and their mean, where they were asked; else those of the other papers, and averages."""
-    asked = {"piqa", "mathqa"} & set(study.results["benchmark"])
-    return (*SEVEN, MEAN) if asked else (*MULTIPLE_CHOICE, *GROUPS)
 
 
 def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table2") -> Table:
@@ -60,10 +52,10 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
     return block_table(
         study,
         blocks,
-        columns=_likelihoods(study),
+        columns=(*names.HEAPR, MEAN),
         name=name,
         title="Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
-        caption="Difference: the last average minus that of CAMERA-P, paired.",
+        caption="Difference: Mean minus that of CAMERA-P, paired.",
     )
 
 
@@ -80,9 +72,10 @@ def allocator_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     return block_table(
         study,
         blocks,
+        columns=(*names.ABLATION, MEAN),
         name=name,
         title="Channel budgets: allocations",
-        caption="Difference: Avg minus that of uniform widths, paired. Rows name the allocation.",
+        caption="Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
     )
 
 
@@ -99,9 +92,10 @@ def smoothing_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     return block_table(
         study,
         blocks,
+        columns=(*names.ABLATION, MEAN),
         name=name,
         title="Channel budgets: smoothing",
-        caption="How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: Avg minus "
+        caption="How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: Mean minus "
         f"that of {DEFAULT_SMOOTHING}, the default, paired.",
     )
 
@@ -121,10 +115,11 @@ def channel_score_table(study: Study, comparisons: Sequence[Comparison], *, name
     return block_table(
         study,
         blocks,
+        columns=(*names.ABLATION, MEAN),
         name=name,
         title="Channel scores under coverage budgets",
         caption="Activations, weights and gradients are those of the down projection, unless a row names another. "
-        "Difference: Avg minus that of Activation, the default, paired.",
+        "Difference: Mean minus that of Activation, the default, paired.",
     )
 
 

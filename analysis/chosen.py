@@ -12,12 +12,12 @@ from analysis import names, uncertainty
 from analysis.comparison import Comparison, Target
 from analysis.load import Study
 
-MULTIPLE_CHOICE = names.COLUMNS["MC Avg"]
-"""The multiple-choice benchmarks that most papers ask."""
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
 """The averages of `group_targets`."""
 MEAN = "Mean"
 """In a list of columns: the mean of the benchmarks that stand in it."""
+COMMON = "CSQA Avg"
+"""In a list of columns: the mean of `names.COMMON_SENSE`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +61,30 @@ def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict
     return {names.benchmark(name): (name,) for name in benchmarks if name in comparison.benchmarks}
 
 
+def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
+    """Those of `benchmarks` that any of these cells was evaluated on and in which more is better; empty for none."""
+    run = comparison.benchmarks.loc[list(cells)].notna().any()
+    return comparison.averaged(name for name in benchmarks if run.get(name, False))
+
+
+def averaged(target: Target, benchmarks: Sequence[str]) -> str:
+    """What a figure's average is of, in words: `Mean of ARC-C and PIQA (2 of 7 benchmarks)`."""
+    part = "" if len(target) == len(benchmarks) else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
+    return f"Mean of {names.listing(map(names.benchmark, target))}{part}"
+
+
 def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequence[str]) -> dict[str, Target]:
-    """Those of `columns` that these cells were evaluated on, spelled for people: benchmarks, displayed columns, GROUPS
-    and MEAN."""
+    """Those of `columns` that these cells were evaluated on, spelled for people: benchmarks, displayed columns, GROUPS,
+    COMMON and MEAN."""
     groups, run = group_targets(comparison, cells), comparison.benchmarks.loc[list(cells)].notna().any()
-    every = {**{str(name): (str(name),) for name in run.index[run]}, **_displayed(comparison, cells), **groups}
-    found = {names.benchmark(name): every[name] for name in columns if name in every}
-    listed = comparison.averaged(name for name in columns if name in every and name in comparison.benchmarks)
-    return {**found, MEAN: listed} if MEAN in columns and listed else found
+    means = {COMMON: mean_target(comparison, cells, names.COMMON_SENSE), MEAN: mean_target(comparison, cells, columns)}
+    every = {
+        **{str(name): (str(name),) for name in run.index[run]},
+        **_displayed(comparison, cells),
+        **groups,
+        **{name: target for name, target in means.items() if target},
+    }
+    return {names.benchmark(name): every[name] for name in columns if name in every}
 
 
 def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:

@@ -103,6 +103,24 @@ COLUMNS = {
 }
 """The six displayed columns of the papers, each the unweighted mean of its benchmarks."""
 
+MULTIPLE_CHOICE = COLUMNS["MC Avg"]
+"""The eight of Unified Expert Pruning, EvoESAP and AIMER."""
+
+HEAPR = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "arc_challenge", "piqa", "mathqa")
+"""The seven of HEAPr, whose Average is their mean."""
+
+COMMON_SENSE = ("piqa", "arc_challenge", "arc_easy", "boolq", "hellaswag", "winogrande")
+"""The six of MoE-Slimming's Table 10, whose mean its Table 8 calls CSQA Avg."""
+
+GENERAL = (*COMMON_SENSE, "mmlu")
+"""The seven of MoE-Slimming's Tables 3 and 5, whose Avg is their mean."""
+
+REASONING = ("gsm8k", "humaneval", "math500", "aime25", "gpqa", "livecodebench")
+"""Those of MoE-Slimming's Table 4."""
+
+ABLATION = (*COMMON_SENSE, "gsm8k", "humaneval")
+"""The eight of MoE-Slimming's other tables of scores, whose Avg is their mean."""
+
 CODE_COLUMNS = ("Eval+", "LiveCode")
 MATH_COLUMNS = ("GSM8K", "MATH-500")
 

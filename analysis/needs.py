@@ -11,16 +11,18 @@ _SEARCH = "cells with allocation=evolutionary"
 _WEIGHTS = "cells with criterion=aimer"
 _SUMS = "the sums of a pass over a text in the store"
 _TIMED = "a run with timing=true"
+_HEAPR = "some of HEAPr's seven benchmarks"
+_SLIMMING = "some of MoE-Slimming's benchmarks"
 _BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 NEEDS: Mapping[str, str] = {
     "convergence": "a run with calibration.snapshots=8",
-    "coverage.table18": "one criterion on several calibration sets",
-    "heapr.fig3": "calibration sets that read different numbers of tokens of one text",
+    "coverage.table18": f"one criterion on several calibration sets, and {_SLIMMING}",
+    "heapr.fig3": f"calibration sets that read different numbers of tokens of one text, and {_HEAPR}",
     "aimer.fig1": "calibration sets that read different numbers of tokens of one text",
-    "coverage.table8": "several of coverage_aligned_* of sweeps (coverage_table8)",
+    "coverage.table8": f"several of coverage_aligned_* of sweeps (coverage_table8), and {_SLIMMING}",
     "coverage.table9": "cells with grid.top_k=[null,2,1] (coverage_table9 of sweeps)",
-    "coverage.table16": "several of coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16)",
+    "coverage.table16": f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {_SLIMMING}",
     "coverage.table3": "cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
     "coverage.table4": "cells with a recovery, and reasoning benchmarks, such as gsm8k",
     "coverage.table2": _TIMED,
@@ -45,14 +47,14 @@ NEEDS: Mapping[str, str] = {
     "evoesap.table8": f"{_SEARCH}, and coding benchmarks",
     "evoesap.table9": f"{_SEARCH}, and WildBench, gsm8k or math500",
     "evoesap.table10": f"{_SEARCH}, and multiple-choice benchmarks",
-    "heapr.fig2": "HEAPr or CAMERA at three ratios",
-    "heapr.table1": "HEAPr or CAMERA with allocation=global or layerwise",
-    "heapr.table2": "CAMERA and HEAPr with allocation=layerwise or global",
-    "coverage.table6": "one channel criterion under allocation=coverage and others",
-    "coverage.table7": "allocation=coverage and its coverage_smoothing_* variants",
-    "coverage.table13": "several channel criteria under allocation=coverage",
-    "coverage.table11": "cells with a recovery",
-    "coverage.fig8": "cells with recovery=nf4",
+    "heapr.fig2": f"HEAPr or CAMERA at three ratios, and {_HEAPR}",
+    "heapr.table1": f"HEAPr or CAMERA with allocation=global or layerwise, and {_HEAPR}",
+    "heapr.table2": f"CAMERA and HEAPr with allocation=layerwise or global, and {_HEAPR}",
+    "coverage.table6": f"one channel criterion under allocation=coverage and others, and {_SLIMMING}",
+    "coverage.table7": f"allocation=coverage and its coverage_smoothing_* variants, and {_SLIMMING}",
+    "coverage.table13": f"several channel criteria under allocation=coverage, and {_SLIMMING}",
+    "coverage.table11": f"cells with a recovery, and {_SLIMMING}",
+    "coverage.fig8": f"cells with recovery=nf4, and {_SLIMMING}",
     "aimer.table2": _WEIGHTS,
     "aimer.table5": f"{_WEIGHTS}, and WildBench, gsm8k or math500",
     "aimer.table6": f"{_WEIGHTS}, and coding benchmarks",

@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from analysis import names, style
 from analysis.block_tables import KEPT, Block, Cost, block_table
-from analysis.chosen import cost, group_targets, pooled_difference
+from analysis.chosen import MEAN, averaged, cost, group_targets, mean_target, pooled_difference
 from analysis.comparison import Comparison
 from analysis.frames import groups, records
 from analysis.load import Study
@@ -54,19 +54,21 @@ def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str
     return block_table(
         study,
         blocks,
+        columns=(*names.ABLATION, MEAN),
         name=name,
         title="Pruning and recovery together",
-        caption="Rows name how pruned models were quantised or tuned. Difference: Avg minus that of 16 bits at the "
+        caption="Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits at the "
         "same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
         costs={**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)},
     )
 
 
 def storage_points(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """One row per cell of the sweeps: label (of its line), recovery, ratio, storage (MiB), score (Avg), low, high."""
+    """One row per cell of the sweeps: label (of its line), recovery, ratio, storage (MiB), score (mean of
+    `names.ABLATION`), low, high."""
     found = sweeps(comparison)
     cells = [int(str(cell)) for sweep in found for cell in sweep.index]
-    target = group_targets(comparison, cells).get("Avg") if cells else None
+    target = mean_target(comparison, cells, names.ABLATION)
     if not target:
         return pd.DataFrame(columns=["label", "recovery", "ratio", "storage", "score", "low", "high"])
     both = pd.concat(found)
@@ -86,7 +88,8 @@ def storage_points(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 8 from `storage_points`: Avg with intervals against bytes on a logarithmic axis, points named by ratio."""
+    """Fig. 8 from `storage_points`: scores with intervals against bytes on a logarithmic axis, each with its ratio."""
+    target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     with style.look():
         drawing = style.drawing(style.PAGE * 0.75, 3.0)
         axes = drawing.add_subplot()
@@ -115,12 +118,12 @@ def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(which="minor", length=0)
-        axes.set(xlabel="storage (MiB)", ylabel="Avg (mean of the displayed columns)", ylim=(0, None))
+        axes.set(xlabel="storage (MiB)", ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
         axes.grid()
         axes.legend(loc="upper left")
     caption = (
-        "Avg with 95 % intervals (items resampled) against what the weights take on disk, on a logarithmic axis; each "
-        "point is named by the share of channels or experts removed."
+        f"{averaged(target, names.ABLATION)}, with 95 % intervals (items resampled), against what the weights take on "
+        "disk, on a logarithmic axis; each point is named by the share of channels or experts removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 

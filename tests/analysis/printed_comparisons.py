@@ -43,7 +43,7 @@ def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparis
         elif not columns and number.benchmark in names.BENCHMARKS:
             row[number.benchmark] = share(number)
     words = ("model", "ratio", "criterion", "allocation", "recovery", "calibration")
-    cells = handmade.cells_of([{**dict(zip(words, key, strict=True)), "granularity": "expert"} for key in rows])
+    cells = handmade.cells_of([handmade.cell(**dict(zip(words, key, strict=True))) for key in rows])
     scores = pd.DataFrame(list(rows.values()), index=cells.index)
     order = [*names.BENCHMARKS, *names.COLUMNS]
     scores = scores[sorted(scores, key=order.index)]
@@ -61,6 +61,6 @@ def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
 
 def study(found: Comparison) -> Any:
     """What tables of scores read of a study besides its comparison."""
-    results = pd.DataFrame({"n": [1], "benchmark": ["gsm8k"], "metric": ["acc"]})
+    results = pd.DataFrame({"cell": [found.cells.index[0]], "n": [1], "benchmark": ["gsm8k"], "metric": ["acc"]})
     origins = pd.DataFrame({"versions": []})
-    return SimpleNamespace(cells=found.cells, results=results, calibrations={}, origins=origins)
+    return SimpleNamespace(cells=found.cells, results=results, calibrations={}, origins=origins, costs=pd.DataFrame())

@@ -122,6 +122,6 @@ def test_profiles_stand_beside_the_unpruned_model(material: catalogue.Material) 
 def test_what_is_lacking_is_said_with_what_it_needs(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert command.main(["coverage.table6", "ranks", f"store={small}", f"out={tmp_path}"]) == 1
     said = capsys.readouterr().err
-    assert "coverage.table6 needs one channel criterion under allocation=coverage and others, which" in said
+    assert "coverage.table6 needs one channel criterion under allocation=coverage and others, and " in said
     assert (tmp_path / "tables" / "ranks.csv").exists()
     assert set(NEEDS) <= set(catalogue.CATALOGUE) and needs("ranks") == "results of pruned models"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,29 +19,47 @@ from handmade import UNPRUNED, cell, comparison_of, study_of
 from analysis import names, search_settings, search_tables, view_outputs, view_tables
 from analysis.catalogue import CATALOGUE, make
 from analysis.chosen import MEAN, column_targets
-from analysis.items import ALSO, CODING, GENERAL, VIEWS
+from analysis.items import ALSO, CODING, VIEWS
 from analysis.needs import DEFAULT, needs
 from analysis.published_cells import key_of
 from analysis.published_numbers import FOLDER, counterparts
 from analysis.reader import Reader
 from analysis.tables import Table
 
-FIGURES = {
-    "unified": [2, 3, 4, 5],
-    "evoesap": [1, 3],
-    "heapr": [2, 3],
-    "aimer": [1, 2, 3, 4, 5, 6],
-    "coverage": [2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16],
-}
-"""Figures with data, schematics left out."""
-TABLES = {"unified": 6, "evoesap": 10, "heapr": 2, "aimer": 7, "coverage": 19}
-"""Number of the last table of each paper."""
+LAST = {"unified": (6, 5), "evoesap": (10, 3), "heapr": (2, 3), "aimer": (7, 6), "coverage": (19, 16)}
+"""The papers in the order of the table in the documentation, and their numbers of tables and figures."""
+PUBLISHED = re.compile(rf"({'|'.join(LAST)})\.(table|fig)(\d+)")
 
 
-def test_every_published_table_and_figure_has_its_name() -> None:
-    wanted = [f"{paper}.fig{number}" for paper, numbers in FIGURES.items() for number in numbers]
-    wanted += [f"{paper}.table{number}" for paper, last in TABLES.items() for number in range(1, last + 1)]
-    assert [name for name in wanted if name not in CATALOGUE and name not in ALSO] == []
+def documented() -> dict[str, str | None]:
+    """Published table or figure -> what makes it, or None, from the table in the documentation."""
+    lines = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("| published | output |"))
+    found: dict[str, str | None] = {}
+    papers = iter(LAST)
+    paper = ""
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]):
+        published, output, reason = (cell.strip() for cell in line.strip("|").split("|"))
+        if published.startswith("**"):
+            paper = next(papers)
+            continue
+        kind, number = published.split()
+        name = f"{paper}.{'fig' if kind == 'Figure' else 'table'}{number}"
+        outputs = re.findall(r"`([^`]+)`", output)
+        assert name not in found and (outputs[:1] == [name] if outputs else reason), line
+        found[name] = outputs[-1] if outputs else None
+    return found
+
+
+def test_every_published_table_and_figure_is_documented_with_its_output_or_a_reason() -> None:
+    wanted = [f"{paper}.table{n + 1}" for paper, (tables, _) in LAST.items() for n in range(tables)]
+    wanted += [f"{paper}.fig{n + 1}" for paper, (_, figures) in LAST.items() for n in range(figures)]
+    assert sorted(documented()) == sorted(wanted)
+
+
+def test_documented_outputs_are_those_that_there_are() -> None:
+    registered = {name: ALSO.get(name, name) for name in (*CATALOGUE, *ALSO) if PUBLISHED.fullmatch(name)}
+    assert {name: output for name, output in documented().items() if output} == registered
     assert set(ALSO.values()) <= set(CATALOGUE) and not set(ALSO) & set(CATALOGUE)
 
 
@@ -172,11 +192,11 @@ def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None
     models = [routed("m", (9, 8, 7)), routed("m_top1", (5, 4, 3)), routed("m_top2", (8, 7, 6)), routed("n", (1, 1, 1))]
     study = study_of(models[0])
     study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
-    table = view_tables.top_k_table(study, models, name="t", columns=GENERAL, title="t")
+    table = view_tables.top_k_table(study, models, name="t", columns=(*names.GENERAL, MEAN), title="t")
     assert column(table, "Model") == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
     assert column(table, "Criterion")[1:3] == ["Channel activation, coverage, top-4", "MoNE, top-4"]
     assert column(table, MEAN) == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
-    assert view_tables.top_k_table(study, models[3:], name="t", columns=GENERAL, title="t").frame.empty
+    assert view_tables.top_k_table(study, models[3:], name="t", columns=(*names.GENERAL, MEAN), title="t").frame.empty
 
 
 def test_a_model_with_fewer_experts_a_token_has_the_printed_rows_of_it() -> None:
@@ -189,5 +209,7 @@ def test_recovered_models_stand_beside_pruned_ones_of_the_same_ratio() -> None:
     cells = [UNPRUNED, cell("mone", ratio=0.25), cell("mone"), cell("mone", recovery="nf4")]
     comparison = comparison_of(cells, {"arc_easy": [right(count) for count in (9, 8, 7, 6)]})
     costs = [{"storage_bytes": size * 2**20, "routed_kept": 1.0} for size in (8, 6, 4, 1)]
-    table = view_tables.recovered_table(study_of(comparison, costs), [comparison], name="t", columns=GENERAL, title="t")
+    table = view_tables.recovered_table(
+        study_of(comparison, costs), [comparison], name="t", columns=(*names.GENERAL, MEAN), title="t"
+    )
     assert column(table, "Pruned") == ["50 %"] * 3 and column(table, "Storage (MiB)") == [8, 4, 1]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
+from omegaconf import OmegaConf
 from printed_comparisons import comparison, models, of_tables, study
 
-from analysis import names, score_tables
-from analysis.chosen import group_targets, scores
+from analysis import channel_tables, names, score_tables
+from analysis.chosen import MEAN, column_targets, group_targets, scores
 from analysis.comparison import Comparison
-from analysis.published_numbers import target
+from analysis.published_numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers, target
+from moe_lab.paths import conf
 
 WITHIN = 0.005
 NOT_PRINTED = {
@@ -92,3 +97,141 @@ def test_what_a_printed_average_is_taken_over() -> None:
     assert target(average, row) == ("Eval+", "livecodebench", "wildbench", "gsm8k", "math500", "MC Avg")
     code = next(number for number in of_tables("001", "1") if number.benchmark == "Code")
     assert target(code, [code]) == ("Eval+", "LiveCode")
+
+
+LISTS = {
+    **dict.fromkeys([("002", "1"), ("002", "2"), ("002", "readme")], names.HEAPR),
+    **dict.fromkeys([("004", f"reply {table}") for table in ("3", "5", "quantised")], names.GENERAL),
+    ("004", "reply 10"): names.COMMON_SENSE,
+    ("004", "reply 14"): (*names.GENERAL, "gsm8k"),
+    **dict.fromkeys([("004", f"reply {table}") for table in ("7", "8", "9", "11", "16")], names.ABLATION),
+    ("004", "9"): names.ABLATION,
+}
+"""Table -> what its average is the mean of, for the papers whose tables list benchmarks one by one."""
+PARTS = {
+    "Eval+": names.COLUMNS["Eval+"],
+    "MC Avg": names.MULTIPLE_CHOICE,
+    "Code": ("Eval+", "livecodebench"),
+    "Math": ("gsm8k", "math500"),
+    AVERAGE: ("Eval+", "livecodebench", "wildbench", "gsm8k", "math500", "MC Avg"),
+}
+"""Average -> what it is the mean of in the tables of the other three."""
+WITHOUT_PARTS = {
+    ("000", "2", "Eval+"): 54,
+    ("001", "2", "MC Avg"): 1,
+    ("001", "4", "Code"): 1,
+    ("001", "4", "MC Avg"): 1,
+    ("001", "5", "Eval+"): 12,
+    ("001", "5", "MC Avg"): 12,
+    ("001", "6", "Code"): 2,
+    ("001", "6", "MC Avg"): 2,
+    ("001", "7", "Eval+"): 8,
+    ("001", "7", "MC Avg"): 8,
+    ("003", "text", "Code"): 5,
+    ("003", "text", "Math"): 4,
+    ("004", "9", AVERAGE): 4,
+}
+"""Paper, table and average -> how often its scores are not printed."""
+
+
+@cache
+def printed_scores() -> dict[tuple[str, Key], list[Printed]]:
+    """Paper and row -> its numbers, of all tables."""
+    found: dict[tuple[str, Key], list[Printed]] = {}
+    for number in numbers():
+        found.setdefault((number.paper, number.key), []).append(number)
+    return found
+
+
+def parts_of(average: Printed) -> list[Printed]:
+    """The printed numbers that the average is the mean of, those of its own table first; empty where one lacks."""
+    wanted = LISTS.get((average.paper, average.table), PARTS[average.benchmark])
+    row = sorted(printed_scores()[average.paper, average.key], key=lambda other: other.table != average.table)
+    found = {name: next((other for other in row if other.benchmark == name), None) for name in wanted}
+    return [number for number in found.values() if number] if None not in found.values() else []
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def differs(average: Printed, parts: Sequence[Printed]) -> bool:
+    """Whether no rounding of the scores gives the average, or it was truncated."""
+    low, high = (mean([part.ends[end] for part in parts]) for end in (0, 1))
+    return average.note.startswith(TRUNCATED) or low > average.ends[1] + 1e-9 or high < average.ends[0] - 1e-9
+
+
+def listed() -> set[tuple[str, ...]]:
+    """The rows of the table of averages in the documentation, without their remarks."""
+    lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index("| paper | table | row | average | printed | mean of its scores | |")
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(tuple(cell.strip() for cell in line.split("|")[1:7]))
+    assert len(set(rows)) == len(rows)
+    return set(rows)
+
+
+def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_numbers() -> None:
+    checked, without, differing = 0, Counter[tuple[str, str, str]](), set()
+    for number in numbers():
+        if number.benchmark not in PARTS:
+            continue
+        parts = parts_of(number)
+        if not parts:
+            without[number.paper, number.table, number.benchmark] += 1
+        elif differs(number, parts):
+            row = ", ".join(str(word) for word in number.key[:5])
+            recomputed = f"{mean([part.value for part in parts]):.4f}"
+            differing.add((number.paper, number.table, row, number.benchmark, number.text, recomputed))
+        else:
+            checked += 1
+    assert differing == listed()
+    assert without == WITHOUT_PARTS
+    assert checked == 675
+
+
+@pytest.mark.parametrize("table", LISTS, ids=".".join)
+def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple[str, str]) -> None:
+    for printed in models(of_tables(*table)).values():
+        if table == ("004", "9"):
+            continue  # it prints averages alone, those of the reply
+        found = comparison(printed)
+        cells = list(found.cells.index)
+        ours = scores(found, cells, column_targets(found, cells, (*LISTS[table], MEAN))).frame
+        assert list(ours) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
+        by_key = {number.key: number for number in printed if number.benchmark == AVERAGE}
+        for (_, cell), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
+            average = by_key.get(tuple(cell))
+            if average is not None:
+                assert value == pytest.approx(mean([part.value for part in parts_of(average)]), abs=0.0005), average
+
+
+KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
+
+
+def test_the_unpruned_deepseek_has_the_average_of_heapr_table_1() -> None:
+    [printed] = [rows for model, rows in models(of_tables("002", "1")).items() if model == "deepseek_moe_16b"]
+    found = comparison(printed)
+    frame = channel_tables.method_table(study(found), [found]).frame
+    assert frame.loc[frame["Criterion"] == "Unpruned", MEAN].unique() == pytest.approx([0.5614], abs=0.0001)
+    assert list(frame)[3:-1] == ["OBQA", "ARC-E", "WinoGrande", "HellaSwag", "ARC-C", "PIQA", "MathQA"]
+
+
+def test_smoothing_has_the_averages_of_moe_slimmings_table_7() -> None:
+    found = comparison(of_tables("004", "reply 7"))
+    frame = channel_tables.smoothing_table(study(found), [found]).frame.set_index("Criterion")
+    printed = {"Sqrt": 0.5827, "Log": 0.5692, "Huber": 0.5592, "Clip": 0.5669, "None": 0.5240}
+    assert frame[MEAN].to_dict() == pytest.approx(printed, abs=0.0001)
+
+
+@pytest.mark.parametrize(("suite", "benchmarks"), [("heapr7", names.HEAPR), ("mc8", names.MULTIPLE_CHOICE)])
+def test_a_suite_asks_what_its_paper_averages(suite: str, benchmarks: tuple[str, ...]) -> None:
+    assert sorted(OmegaConf.load(conf() / "suite" / f"{suite}.yaml").benchmarks) == sorted(benchmarks)
+
+
+def test_the_suite_of_moe_slimming_asks_what_its_tables_list() -> None:
+    asked = {name.removesuffix("_8shot") for name in OmegaConf.load(conf() / "suite" / "coverage.yaml").benchmarks}
+    assert asked == {*names.GENERAL, *names.REASONING, *names.ABLATION}

@@ -49,7 +49,7 @@ def test_every_ratio_meets_every_recovery() -> None:
     assert table.frame["Difference"].tolist() == pytest.approx(
         [np.nan, np.nan, -2 / 40, np.nan, np.nan, -2 / 40], nan_ok=True
     )
-    assert table.low is not None and table.low["Avg"].notna().all()
+    assert table.low is not None and table.low["Mean"].notna().all()
 
 
 def test_points_have_bytes_and_intervals() -> None:
