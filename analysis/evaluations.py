@@ -19,7 +19,7 @@ _SAMPLES = ("benchmark", "item", "outcome")
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
 _BESIDES = ("cost", "profile")
 """Steps of a cell besides its evaluations whose errors are written down."""
-_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox")
+_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_long")
 
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
@@ -80,14 +80,15 @@ def evaluations(
 
 def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
-    code = provenance.get("code") or {}
+    code, protocol = provenance.get("code") or {}, result.get("protocol") or {}
     return {
         "folder": folder,
         "seconds": provenance.get("seconds"),
         **{key: provenance.get(key) for key in ("host", "machine", "python")},
         "moe_lab": code.get("version"),
         "commit": f"{code['commit']}{' (edited)' if code.get('edits') else ''}" if code.get("commit") else None,
-        "sandbox": (result.get("protocol") or {}).get("sandbox"),
+        "sandbox": protocol.get("sandbox"),
+        "too_long": len(protocol.get("too_long") or ()),
         "versions": {str(library): str(version) for library, version in versions.items() if version},
     }
 

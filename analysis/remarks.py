@@ -28,6 +28,14 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -
         few = short["benchmark"].nunique()
         noun = "benchmark" if few == 1 else "benchmarks"
         notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
+    unasked = (
+        results.merge(origins[["folder", "too_long"]], on="folder").groupby("benchmark", sort=True)["too_long"].max()
+    )
+    for name, count in unasked[unasked > 0].items():
+        notes.append(
+            f"{name}: up to {count} items of a model were not asked, because prompt and answer do not fit its limit; "
+            "they count as nothing written."
+        )
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."

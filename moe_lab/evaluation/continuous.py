@@ -15,7 +15,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import GenSpec, check_room, cut
+from moe_lab.evaluation.generation import GenSpec, cut, fitting
 from moe_lab.evaluation.subject import Subject
 
 _LOOK = 1.0
@@ -36,8 +36,7 @@ class ContinuousSubject(Subject):
         if not prompts:
             return
         encoded: list[list[int]] = self._encoded(prompts, spec).input_ids
-        check_room([len(ids) for ids in encoded], spec, self.max_length)
-        order = sorted(range(len(prompts)), key=lambda index: (-len(encoded[index]), index))
+        order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         with self._manager(spec) as manager:
             for index in order:
                 manager.add_request(encoded[index], request_id=str(index), streaming=bool(spec.stop))

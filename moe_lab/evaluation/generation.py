@@ -29,6 +29,8 @@ class GenSpec:
     """Tokens of prompt and text together at most; None is what the model can read."""
     special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a prompt; a chat template has written them already."""
+    skip_long: bool = False
+    """Leave a prompt without a text when it and `max_new_tokens` do not fit, instead of refusing all prompts."""
 
 
 class Generator(Protocol):
@@ -39,7 +41,8 @@ class Generator(Protocol):
         ...
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index of the prompt, the text that follows it), in the order in which they are done."""
+        """(index of the prompt, the text that follows it), in the order in which they are done; nothing of a prompt
+        that `spec.skip_long` leaves out."""
         ...
 
 
@@ -53,17 +56,22 @@ def render(tokenizer: Any, messages: Messages, template_arguments: Mapping[str, 
     return text
 
 
-def check_room(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> None:
-    """UserError when the longest of prompts of so many tokens leaves too little room for what is to be generated."""
-    longest = max(lengths)
+def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> list[int]:
+    """Indices of the prompts, of so many tokens each, that leave room for what is to be generated, the longest first.
+
+    UserError when one leaves too little, unless `spec.skip_long`.
+    """
     room = min((length for length in (model_length, spec.max_length) if length is not None), default=None)
-    if room is not None and longest + spec.max_new_tokens > room:
+    fits = [index for index, length in enumerate(lengths) if room is None or length + spec.max_new_tokens <= room]
+    if room is not None and len(fits) < len(lengths) and not spec.skip_long:
+        longest = max(lengths)
         left = room - longest
         hint = f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
         raise UserError(
             f"a prompt of {longest} tokens and max_new_tokens={spec.max_new_tokens} do not fit the "
             f"{'model' if room == model_length else 'benchmark'}'s {room} tokens: {hint}"
         )
+    return sorted(fits, key=lambda index: (-lengths[index], index))
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
@@ -89,6 +97,8 @@ class Answer:
     prompt: str
     """As the model read it."""
     output: str
+    too_long: bool = False
+    """Whether the prompt was left out because it and the tokens to generate do not fit; there is no output then."""
 
 
 def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, partial: Path) -> list[Answer]:
@@ -112,8 +122,13 @@ def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, 
             found[name] = text
             lines.write(json.dumps([name, text]) + "\n")
             lines.flush()
+    if not found and questions:
+        raise UserError(
+            f"none of {len(questions)} prompts leaves room for max_new_tokens={spec.max_new_tokens}: expected a model, "
+            "or a max_length, of more"
+        )
     return [
-        Answer(question.item, prompt, found[name])
+        Answer(question.item, prompt, found.get(name, ""), too_long=name not in found)
         for question, prompt, name in zip(questions, prompts, names, strict=True)
     ]
 

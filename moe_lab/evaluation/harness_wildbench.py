@@ -20,6 +20,11 @@ from moe_lab.results import Sample
 TOLERATED = 0.01
 """Share of the items that may go without a score; more fail the benchmark."""
 EMPTY = Verdict(rubric.LOWEST, "nothing was written, which is 1 without asking")
+TOO_LONG = Verdict(
+    rubric.LOWEST, "the conversation and max_new_tokens do not fit max_length, which is 1 without asking"
+)
+SKIPS_LONG = True
+"""A conversation that is too long is an answer with nothing in it, as HELM takes a request that is refused."""
 
 
 def ask(benchmark: BenchmarkConfig) -> list[Question]:
@@ -39,7 +44,7 @@ def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """The judge's score of each answer, as a share; nothing written scores 1 of 10 without asking.
+    """The judge's score of each answer, as a share; nothing written, for any reason, scores 1 of 10 without asking.
 
     Items without a score are left out, and named in the protocol; Unavailable when they are more than 1 %.
     """
@@ -60,7 +65,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     judge = Judge(benchmark.judge, _cache())
     tolerated = math.floor(TOLERATED * len(answers))
     said = judge.verdicts([prompts[item] for item in asked], tolerated)
-    verdicts = {**{answer.item: EMPTY for answer in answers}, **dict(zip(asked, said, strict=True))}
+    unasked = {answer.item: TOO_LONG if answer.too_long else EMPTY for answer in answers}
+    verdicts = {**unasked, **dict(zip(asked, said, strict=True))}
     samples = [
         _sample(name, answer, verdicts[answer.item])
         for name in benchmark.reports

@@ -31,7 +31,8 @@ HARNESSES = {
     stops(benchmark) -> tuple of texts that end an answer
     grade(answers, benchmark, policy) -> Graded
 
-without torch; the others have evaluate(subject, benchmark, policy) -> Graded.
+without torch, and SKIPS_LONG = True where an item whose prompt is too long goes without a text and is graded so; the
+others have evaluate(subject, benchmark, policy) -> Graded.
 """
 ANSWERS = "answers.jsonl"
 
@@ -75,6 +76,7 @@ def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partia
         benchmark.batch_size,
         benchmark.max_length,
         special_tokens=not benchmark.chat,
+        skip_long=getattr(harness, "SKIPS_LONG", False),
     )
     answers = generation.collect(generator, questions, spec, partial)
     out.mkdir(parents=True, exist_ok=True)
@@ -87,6 +89,8 @@ def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, polic
     _check(benchmark, policy)
     graded: Graded = _harness(benchmark).grade(answers, benchmark, policy)
     graded.protocol.setdefault("prompt", answers[0].prompt)
+    if too_long := [answer.item for answer in answers if answer.too_long]:
+        graded.protocol["too_long"] = too_long
     return _finish(graded, benchmark, out)
 
 

@@ -13,7 +13,7 @@ import openai
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.generation import GenSpec, Messages, check_room, cut, render
+from moe_lab.evaluation.generation import GenSpec, Messages, cut, fitting, render
 
 TOKEN_SECONDS = 1.0
 """Seconds in which even a slow server writes a token."""
@@ -108,9 +108,8 @@ class ServedSubject:
         if not prompts:
             return
         encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
-        check_room([len(ids) for ids in encoded], spec, self.max_length)
-        texts = [self._writable(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
-        order = sorted(range(len(prompts)), key=lambda index: (-len(encoded[index]), index))
+        order = fitting([len(ids) for ids in encoded], spec, self.max_length)
+        texts = {index: self._writable(prompts[index], encoded[index]) for index in order}
         pool = ThreadPoolExecutor(spec.batch_size)
         with self.completions.client() as client:
             futures = {pool.submit(self._text, client, texts[index], spec): index for index in order}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from moe_lab.evaluation.generation import GenSpec, Messages, check_room, cut, render
+from moe_lab.evaluation.generation import GenSpec, Messages, cut, fitting, render
 
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
@@ -48,8 +48,7 @@ class Subject:
         if not prompts:
             return
         lengths = [len(ids) for ids in self._encoded(prompts, spec).input_ids]
-        check_room(lengths, spec, self.max_length)
-        order = sorted(range(len(prompts)), key=lambda index: (-lengths[index], index))
+        order = fitting(lengths, spec, self.max_length)
         for start in range(0, len(order), spec.batch_size):
             chosen = order[start : start + spec.batch_size]
             yield from zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True)

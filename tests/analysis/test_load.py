@@ -145,9 +145,12 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     provenance.write_text(json.dumps({"versions": {"torch": "9.9"}}))
     result = folder(store, 3, "humaneval") / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
+    result = folder(store, 3, "wildbench") / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"too_long": ["a", "b"]}}))
     study = load(store, "made_up")
     notes = " ".join(study.notes)
     for words in (
+        "wildbench: up to 2 items of a model were not asked",
         "hellaswag was counted on different numbers",
         "arc_easy was measured by different metrics",
         "torch",

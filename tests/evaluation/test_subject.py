@@ -90,3 +90,10 @@ def test_a_prompt_that_leaves_no_room_is_said(subject: Subject) -> None:
     assert subject.max_length is not None
     with pytest.raises(UserError, match=f"do not fit the model's {subject.max_length} tokens"):
         subject.generate(["a", "word " * subject.max_length], GenSpec(4))
+
+
+def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: Subject) -> None:
+    assert subject.max_length is not None
+    asked = ["The story", "word " * subject.max_length, *prompts("gsm8k", 1)]
+    found = dict(subject.stream(asked, GenSpec(4, skip_long=True)))
+    assert found == dict(zip((0, 2), subject.generate([asked[0], asked[2]], GenSpec(4)), strict=True))

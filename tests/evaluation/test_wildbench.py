@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from endpoint import Endpoint, Reply, endpoint, message
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import generation, mirror, mirror_make, run, suite
 from moe_lab.evaluation import judge as judging
-from moe_lab.evaluation import mirror, mirror_make, run, suite
-from moe_lab.evaluation.generation import Answer
+from moe_lab.evaluation.generation import Answer, GenSpec, Messages, fitting
 from moe_lab.evaluation.policy import Policy
 
 ALLOWED = Policy(allow_judge=True)
@@ -148,6 +148,44 @@ def test_scores_become_shares_and_what_is_empty_is_not_asked(
     at.asked.clear()  # grading again asks only for what has no score
     run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
     assert len(at.asked) == 3
+
+
+class Counting:
+    """Answers every conversation with 7, as far as it and the answer fit; a word is a token."""
+
+    def render(self, messages: Messages) -> str:
+        return " ".join(message["content"] for message in messages)
+
+    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+        for index in fitting([len(prompt.split()) for prompt in prompts], spec, None):
+            yield index, "7"
+
+
+def test_conversations_that_are_too_long_count_as_nothing_written(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    """Those with a turn before have nine words, the others four."""
+    benchmark = judged(published, at, max_length=8, max_new_tokens=4)
+    asked = run.generate(Counting(), benchmark, tmp_path, tmp_path / "partial.jsonl")
+    long = [f"session{number}#0" for number in CREATIVE if number % 2]
+    assert [answer.item for answer in asked if answer.too_long] == long and len(long) == 73
+    assert generation.read(tmp_path / run.ANSWERS) == asked
+    assert run.generate(Counting(), benchmark, tmp_path, tmp_path / "partial.jsonl") == asked, "gone on from a kill"
+
+    (result,) = run.grade(asked, benchmark, tmp_path, policy=ALLOWED)
+    assert result["n"] == result["expected"] == 146 and len(at.asked) == 73
+    assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
+    assert json.loads((tmp_path / "result.json").read_text())["protocol"]["too_long"] == long
+    rows = parquet.read_table(tmp_path / "samples.parquet").to_pylist()
+    assert {row["item"] for row in rows if "do not fit" in row["extracted"]} == set(long)
+
+
+def test_a_model_that_can_read_no_conversation_has_no_result(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    benchmark = judged(published, at, max_length=6, max_new_tokens=4)
+    with pytest.raises(UserError, match="none of 146 prompts leaves room for max_new_tokens=4"):
+        run.generate(Counting(), benchmark, tmp_path, tmp_path / "partial.jsonl")
 
 
 def test_more_than_one_in_a_hundred_without_a_score_fails(
