@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,24 @@ AGNOSTIC = [
 """The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
 PASS = ["criterion=man", "suite.benchmarks=[]", "study=pass", "calibration.tokens=16384", "calibration.batch_size=1"]
 """A calibration pass of 32 batches that saves its sums after every eighth."""
+SAVING = """
+import os, pathlib, shutil, time
+replace, folder = pathlib.Path.replace, pathlib.Path(__file__).parent
+def replace_and_note(self, target):
+    done = replace(self, target)
+    if str(target).endswith("checkpoint.safetensors"):
+        number = 1
+        while (folder / f"{number}").exists():
+            number += 1
+        shutil.copy(target, folder / "copy")
+        os.rename(folder / "copy", folder / f"{number}")
+        while (folder / "hold").exists():
+            time.sleep(0.02)
+    return done
+pathlib.Path.replace = replace_and_note
+"""
+"""With this as its sitecustomize, Python keeps a numbered copy of all sums that are saved, and stops after saving while
+there is a file `hold`."""
 TWO = "grid.ratio=[0.25,0.5]"
 STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
 """What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
@@ -48,23 +66,21 @@ def play_agnostic(cluster: Cluster, store: Path) -> Path:
 
 def play_interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
     """A store in which a calibration pass had to make room, and how many batches it had saved, each time it did."""
-    done = moe_lab(store, *PASS, *SLURM)
+    folder = store.with_name(f"{store.name}-saved")
+    folder.mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(SAVING)
+    hold = folder / "hold"
+    hold.touch()
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    done = moe_lab(store, *PASS, *SLURM, environment={**os.environ, "PYTHONPATH": path})
     job = jobs(done.stdout)["statistics"]
-    saved: list[int] = []
-    seen = 0
-    deadline = time.monotonic() + LONG
-    while not list(store.glob("statistics/*/manifest.json")):
-        assert time.monotonic() < deadline, f"{saved} of 32 batches"
-        for file in store.glob("partial/*/checkpoint.safetensors"):
-            if (now := file.stat().st_mtime_ns) != seen:
-                seen = now
-                saved.append(header(file)["done"])
-                if len(saved) == 1:
-                    cluster.ask("scancel", "--signal=USR2", job)
-        time.sleep(0.02)
-    assert cluster.job(job)["Restarts"] == "1", cluster.job(job)
+    until(lambda: (folder / "1").exists(), LONG, "nothing is saved")
+    cluster.ask("scancel", "--signal=USR2", job)
+    until(lambda: cluster.job(job)["Restarts"] == "1", LONG, "it is not requeued")
+    hold.unlink()
     cluster.wait_for_the_end(store)
-    return store, saved
+    files = sorted((file for file in folder.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
+    return store, [header(file)["done"] for file in files]
 
 
 @dataclass
