@@ -186,8 +186,10 @@ class RecoveryConfig:
     """Passes over the instruction set."""
     rows_per_step: int = 16
     """Rows of the instruction set in one step of the optimiser; how many fit in memory is the set's batch_size."""
+    shared_experts: bool = True
+    """Fine-tune shared experts like routed ones, where the model has them."""
     rank: int = 32
-    """Rank of the DoRA adapters on the routed experts."""
+    """Rank of the DoRA adapters on the experts."""
     learning_rate: float = 1e-4
     """Peak learning rate of the experts' adapters."""
     router_rank: int = 4

@@ -1,7 +1,9 @@
-"""DoRA adapters of peft on a model's routed experts and routers, and their way back into its tensors."""
+"""DoRA adapters of peft on a model's MoE blocks (routed experts, shared experts, routers), and their way back into its
+tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +13,11 @@ from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
+from moe_lab.models.parts import decoder_layer, linears
 from moe_lab.pruning.surgery import replace_tensor
 from moe_lab.recovery.imports import peft
 from moe_lab.recovery.parts import Experts, experts_of
-from moe_lab.recovery.unfused import EffectiveWeight, UnfusedExperts, projections
+from moe_lab.recovery.unfused import EffectiveWeight, UnfusedExperts, linear_on, projections
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,16 @@ class Adapted:
     unfused: UnfusedExperts
     router: nn.Module | None
     """The module that owns the router's weight, parametrised; None where routers are left alone."""
+    shared: nn.ModuleDict
+    """The adapted linear maps of the layer's shared experts; empty where it has none, or they are left alone."""
+    plain: dict[str, nn.Linear]
+    """Path -> the map that each of `shared` stands in for, in the same order."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
-    """Put DoRA adapters on all routed experts of `model` and, unless recovery.router_rank=0, on its routers, in place;
-    everything else is frozen. They start as the identity: the model computes what it did.
+    """Put DoRA adapters on all routed experts of `model`, on its shared experts unless recovery.shared_experts=false,
+    and on its routers unless recovery.router_rank=0, in place; everything else is frozen. They start as the identity:
+    the model computes what it did.
 
     peft's adapters for bare parameters have no DoRA (0.21 refuses use_dora there), so experts are taken apart into
     linear maps on the same memory, and a router's weight becomes what its adapted map stands for. `seed` draws the
@@ -42,11 +50,32 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
         for experts in experts_of(model):
             unfused = UnfusedExperts(experts.module, experts.count)
             _inject(unfused, ["gate", "up", "down"], settings.rank, settings.scaling, settings.dropout)
-            owner, _, name = experts.name.rpartition(".")
-            setattr(model.get_submodule(owner), name, unfused)
+            _put(model, experts.name, unfused)
             router = _adapt_router(experts, settings) if settings.router_rank else None
-            layers.append(Adapted(experts, unfused.train(), router))
+            plain = _shared(model, experts.layer) if settings.shared_experts else {}
+            layers.append(Adapted(experts, unfused.train(), router, _adapt_shared(model, plain, settings), plain))
     return layers
+
+
+def _shared(model: nn.Module, layer: int) -> dict[str, nn.Linear]:
+    """Path -> linear map, of the shared experts of one decoder layer."""
+    found = linears(model, "shared_experts")
+    return {name: module for name, module in found if decoder_layer(name) == layer}
+
+
+def _adapt_shared(model: nn.Module, plain: Mapping[str, nn.Linear], settings: RecoveryConfig) -> nn.ModuleDict:
+    """Adapted maps on the memory of the `plain` ones, put into their places in `model`."""
+    maps = nn.ModuleDict({str(at): linear_on(map.weight, map.bias) for at, map in enumerate(plain.values())})
+    if plain:
+        _inject(maps, list(maps), settings.rank, settings.scaling, settings.dropout)
+    for name, adapted in zip(plain, maps.values(), strict=True):
+        _put(model, name, adapted)
+    return maps.train()
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, module)
 
 
 def _adapt_router(experts: Experts, settings: RecoveryConfig) -> nn.Module:
@@ -78,10 +107,11 @@ def _inject(module: nn.Module, targets: list[str], rank: int, scaling: float, dr
 
 
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
-    """{"experts": name -> parameter, "routers": ...}: what is trained, by names that are the same in every run."""
-    found: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}}
+    """{"experts": name -> parameter, "routers": ..., "shared_experts": ...}: what is trained, by names that are the
+    same in every run."""
+    found: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
     for layer in layers:
-        for part, module in (("experts", layer.unfused), ("routers", layer.router)):
+        for part, module in (("experts", layer.unfused), ("routers", layer.router), ("shared_experts", layer.shared)):
             for name, parameter in module.named_parameters() if module is not None else ():
                 if parameter.requires_grad:
                     found[part][f"{part}.{layer.experts.layer}.{name}"] = parameter
@@ -98,9 +128,8 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
     changed: dict[str, torch.Tensor] = {}
     for layer in layers:
         experts = layer.experts
-        owner, _, attribute = experts.name.rpartition(".")
         _fuse(layer)
-        setattr(model.get_submodule(owner), attribute, experts.module)
+        _put(model, experts.name, experts.module)
         changed |= {
             f"{experts.name}.{name}": getattr(experts.module, name).detach() for name in _weights(experts.module)
         }
@@ -109,6 +138,11 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
             parametrize.remove_parametrizations(layer.router, "weight", leave_parametrized=False)
             replace_tensor(layer.router, "weight", nn.Parameter(merged, requires_grad=False))
             name = next(name for name, module in model.named_modules() if module is layer.router)
+            changed[f"{name}.weight"] = merged
+        for (name, plain), adapter in zip(layer.plain.items(), layer.shared.values(), strict=True):
+            merged = _merged(adapter, f"{name} in layer {experts.layer}").clone()
+            replace_tensor(plain, "weight", nn.Parameter(merged, requires_grad=False))
+            _put(model, name, plain)
             changed[f"{name}.weight"] = merged
     return changed
 
@@ -121,15 +155,17 @@ def _fuse(layer: Adapted) -> None:
         replace_tensor(module, name, nn.Parameter(copied, requires_grad=False))
     for expert, maps in enumerate(layer.unfused.maps):
         for name, weight, _ in projections(module, expert):
-            adapter: Any = maps[name]  # type: ignore[index]
-            adapter.merge()
-            merged = adapter.get_base_layer().weight
-            if not bool(merged.isfinite().all()):
-                raise UserError(
-                    f"fine-tuning made {name} of expert {expert} in layer {layer.experts.layer} not finite: lower "
-                    "recovery.learning_rate"
-                )
-            weight.copy_(merged)
+            adapter = maps[name]  # type: ignore[index]
+            weight.copy_(_merged(adapter, f"{name} of expert {expert} in layer {layer.experts.layer}"))
+
+
+def _merged(adapter: Any, what: str) -> torch.Tensor:
+    """The weight that an adapted map stands for. UserError naming `what` it is of when that is not finite."""
+    adapter.merge()
+    weight: torch.Tensor = adapter.get_base_layer().weight.detach()
+    if not bool(weight.isfinite().all()):
+        raise UserError(f"fine-tuning made {what} not finite: lower recovery.learning_rate")
+    return weight
 
 
 def _weights(experts: nn.Module) -> list[str]:

@@ -36,7 +36,7 @@ def finetune(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Train DoRA adapters on the routed experts and routers of `model`, pruned by `plan` (None: as it is), on the
+    """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: as it is), on the
     answers of `text`, merge them, and write into the folder `out`:
 
     tuned.safetensors  the merged tensors that differ from the pruned model's, by their names in its state dict

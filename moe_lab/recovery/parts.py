@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_lab.models.discover import is_experts
 from moe_lab.models.families import ROUTERS
-from moe_lab.models.parts import part_of
+from moe_lab.models.parts import decoder_layer, part_of
 from moe_lab.pruning.ragged import RaggedExperts
 
 
@@ -40,7 +40,7 @@ def experts_of(model: nn.Module) -> list[Experts]:
         if is_experts(module):
             block = model.get_submodule(name.rpartition(".")[0])
             router = next(child for child in (getattr(block, word, None) for word in ROUTERS) if child is not None)
-            found.append(Experts(name, next(int(part) for part in name.split(".") if part.isdigit()), module, router))
+            found.append(Experts(name, decoder_layer(name), module, router))
     return found
 
 

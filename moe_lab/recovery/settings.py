@@ -54,6 +54,7 @@ def finetune_identity(settings: RecoveryConfig) -> dict[str, Any]:
         "adapter": "dora",
         "experts": {"rank": settings.rank, "learning_rate": settings.learning_rate, "dropout": settings.dropout},
         "routers": routers if settings.router_rank else None,
+        "shared_experts": settings.shared_experts,
         **{name: getattr(settings, name) for name in ("scaling", "epochs", "rows_per_step")},
         **{name: getattr(settings, name) for name in ("schedule", "warmup", "clip")},
     }

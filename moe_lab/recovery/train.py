@@ -41,8 +41,8 @@ def train(
     is not finite.
     """
     groups = trainable(list(layers))
-    parameters = {**groups["experts"], **groups["routers"]}
-    rates = {"experts": settings.learning_rate, "routers": settings.router_learning_rate}
+    parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
+    rates = {**dict.fromkeys(groups, settings.learning_rate), "routers": settings.router_learning_rate}
     parts = [part for part in groups if groups[part]]
     optimizer = torch.optim.AdamW([{"params": list(groups[part].values())} for part in parts], lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))

@@ -56,7 +56,7 @@ class UnfusedExperts(nn.Module):
         super().__init__()
         self.__dict__["original"] = experts
         self.maps = nn.ModuleList(
-            nn.ModuleDict({name: _linear(weight, bias) for name, weight, bias in projections(experts, expert)})
+            nn.ModuleDict({name: linear_on(weight, bias) for name, weight, bias in projections(experts, expert)})
             for expert in range(count)
         )
 
@@ -94,7 +94,7 @@ class EffectiveWeight(nn.Module):
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self.map = _linear(weight, None)
+        self.map = linear_on(weight, None)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """(E, H): what `map` makes of the unit vectors; `weight`, on whose memory it lies, is not read again."""
@@ -102,7 +102,7 @@ class EffectiveWeight(nn.Module):
         return effective.T
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def linear_on(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     """A frozen linear map on the memory of `weight` (out, in) and `bias`."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), requires_grad=False)

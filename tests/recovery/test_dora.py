@@ -7,18 +7,21 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from test_nf4 import ragged_plan
 from torch.nn.functional import cross_entropy
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
+from moe_lab.models.parts import linears
 from moe_lab.recovery.adapters import attach, merge, trainable
-from moe_lab.recovery.apply import pruned
+from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.parts import experts_of
 from moe_lab.recovery.train import Row, answer_loss, factor, rows_of_step, step_count, train
 from moe_lab.recovery.unfused import projections
 
 pytest.importorskip("peft")
+SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 def recovery(**changes: Any) -> RecoveryConfig:
@@ -58,30 +61,34 @@ def shaken(layers: Any) -> None:
 
 @pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "olmoe ragged"])
 def test_adapters_start_as_nothing_and_merge_into_what_they_did(name: str) -> None:
-    original, ids = tiny.build(name.split()[0]), tiny.tokens()
+    original, ids = tiny.build(name.split()[0], dtype=torch.float64), tiny.tokens()
     before = {key: value.clone() for key, value in original.state_dict().items()}
     model = pruned(original, ragged_plan(original) if "ragged" in name else None)
     there = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         plain = model(ids).logits
         layers = attach(model, recovery(), seed=0)
+        for part in trainable(layers).values():  # which are fp32, and would round
+            for parameter in part.values():
+                parameter.data = parameter.data.double()
         identity = model(ids).logits
         shaken(layers)
         for layer in layers:
             layer.unfused.eval()
+            layer.shared.eval()
         adapted = model(ids).logits
         changed = merge(model, layers)
         merged = model(ids).logits
     assert torch.allclose(identity, plain, atol=1e-5)
     assert float((adapted - plain).abs().max()) > 0.05
-    assert torch.allclose(merged, adapted, atol=1e-5)
+    assert torch.allclose(merged, adapted, atol=1e-10)
     after = model.state_dict()
     assert after.keys() == there.keys() and {type(module) for module in model.modules()} == {
         type(module) for module in pruned(model, None).modules()
     }
     assert {key for key, value in after.items() if not torch.equal(value, there[key])} == changed.keys()
     assert all(torch.equal(after[key], value) for key, value in changed.items())
-    assert len(changed) == 3 * len(layers)
+    assert len(changed) == 3 * len(layers) + len(list(linears(model, "shared_experts")))
     assert all(torch.equal(value, before[key]) for key, value in original.state_dict().items())
 
 
@@ -136,9 +143,37 @@ def test_training_lowers_the_loss_and_leaves_the_rest(tmp_path: Path) -> None:
         == {
             f"model.layers.{layer}.mlp.{part}"
             for layer in (1, 2)
-            for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+            for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
         }
     )
+
+
+def test_what_is_trained_is_the_moe_blocks(tmp_path: Path) -> None:
+    """DeepSeek-V2: a dense layer, then routed and shared experts; a shared expert's maps have the experts' rank."""
+    model = tiny.build("deepseek_v2")
+    parts = trainable(attach(copy.deepcopy(model), recovery(), seed=0))
+    assert {int(name.split(".")[1]) for name in parts["shared_experts"]} == {1, 2}
+    assert len([name for name in parts["shared_experts"] if "lora_A" in name]) == 2 * len(SHARED)
+    assert {len(tensor) for name, tensor in parts["shared_experts"].items() if "lora_A" in name} == {4}
+    adapted = copy.deepcopy(model)
+    layers = attach(adapted, recovery(), seed=0)
+    named = {id(parameter) for part in trainable(layers).values() for parameter in part.values()}
+    assert named == {id(parameter) for parameter in adapted.parameters() if parameter.requires_grad}
+    left = attach(copy.deepcopy(model), recovery(shared_experts=False), seed=0)
+    assert not trainable(left)["shared_experts"] and trainable(left)["experts"].keys() == parts["experts"].keys()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tuned = pruned(model, tiny.plan(model, 0.25))
+    _, layers = trained(tuned, recovery(epochs=1), tmp_path)
+    changed = merge(tuned, layers)
+    shared = {f"model.layers.{layer}.mlp.{name}" for layer in (1, 2) for name in SHARED}
+    assert shared <= changed.keys()
+    assert all(not torch.equal(tuned.state_dict()[name], before[name]) for name in shared)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items()), "it shares its tensors"
+    save_file(dict(changed), tmp_path / "tuned.safetensors")
+    again = recovered(model, tiny.plan(model, 0.25), bits=16, modules=[], tuned=tmp_path)
+    with torch.no_grad():
+        ids = tiny.tokens()
+        assert torch.equal(again(ids).logits, tuned(ids).logits)
 
 
 def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:

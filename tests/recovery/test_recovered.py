@@ -62,6 +62,7 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(
     assert report["trained_parameters"] == {
         "experts": 2 * 8 * (2 * (2 * 32 + 24 * 2 + 24) + (2 * 24 + 32 * 2 + 32)),
         "routers": 2 * (32 + 8 + 8),
+        "shared_experts": 0,
     }
     ids = tiny.tokens()
     with torch.no_grad():
