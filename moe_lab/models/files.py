@@ -72,6 +72,12 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     return found if {"n_experts", "top_k"} <= set(found) else None
 
 
+def has_uneven_layers(settings: ModelConfig) -> bool:
+    """Whether config.json lists layers whose experts differ in width; False for a model that is not on this machine."""
+    file = Path(resolve(settings.path)).expanduser() / "config.json"
+    return file.is_file() and bool(read_json(file).get("expert_widths"))
+
+
 def quantization(settings: ModelConfig) -> str | None:
     """How config.json says the weights are quantised, such as fp8 or gptq; None for plain ones, and for a model that is
     not on this machine."""

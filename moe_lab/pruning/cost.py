@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from moe_lab.errors import UserError, unknown
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.parts import linears
-from moe_lab.pruning.flops import channel_parameters, kept_widths
+from moe_lab.pruning.flops import Routing, channel_parameters, even_routing, flops_per_token, kept_widths
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.surgery import check_fit
 
 NF4_BLOCK = 64
 """Weights that share one scale."""
@@ -26,15 +27,15 @@ QUANTISED = ("experts", "shared_experts", "attention")
 def cost(
     model: PreTrainedModel,
     plan: Plan | None,
-    flops: Callable[[Plan | None], Mapping[str, float]],
+    row: Mapping[str, float],
+    routing: Routing,
     *,
     facts: Mapping[str, Any],
     bits: int = 16,
     modules: Sequence[str] = QUANTISED[:2],
-    unpruned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `model`, unpruned, costs under `plan` (None: as it is), as JSON data. `facts` are the model's; `flops` gives
-    those of a token by part, under a plan or none, as flops.py or layered_flops.py do. Only they need weights.
+    """What `model`, unpruned, costs under `plan` (None: as it is), as JSON data. It may be on the meta device. `facts`
+    are the model's; `row` and `routing` are as in `flops_per_token`.
 
     parameters, parameters_unpruned  numbers
     parameters_kept                  share of all parameters
@@ -43,25 +44,24 @@ def cost(
     loading_bytes                    all kept parameters in bf16, what the papers call loading memory
     flops_per_token                  with the routing of the masked model
     flops_by_part                    the same by part, see PARTS in flops.py
-    flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model on the same text; 1 - ratio
+    flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model in such a row; 1 - ratio
 
-    `unpruned` is what this function gave for plan=None on the same model and text; without it a second forward pass
-    counts it. bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for another number of
-    bits, unknown modules, no text, and a plan that does not fit.
+    bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for another number of bits, unknown
+    modules, and a plan that does not fit.
     """
     _check(bits, modules)
-    parts = flops(plan)
-    total = sum(parts.values())
-    if plan is None:
-        before = total
-    elif unpruned is not None:
-        before = float(unpruned["flops_per_token"])
-    else:
-        before = sum(flops(None).values())
+    layers = routed_layers(model)
+    parts = flops_per_token(layers, plan, row, routing)
+    total = before = sum(parts.values())
+    if plan is not None:
+        check_fit(plan, layers)
+        unpruned = even_routing(layers, None)
+        assert unpruned is not None  # experts of unequal width cannot be pruned
+        before = sum(flops_per_token(layers, None, row, unpruned).values())
     return {
         **size(model, plan, facts=facts, bits=bits, modules=modules),
         "flops_per_token": total,
-        "flops_by_part": dict(parts),
+        "flops_by_part": parts,
         "flops_per_token_unpruned": before,
         "flops_ratio": total / before,
         "flops_saving": 1 - total / before,

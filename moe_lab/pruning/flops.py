@@ -1,18 +1,21 @@
-"""FLOPs of a model per token, with the routing that really happens, by part of the model.
+"""FLOPs of a model per token, by part of the model: exact, from its modules and, where it matters, from its routing.
 
 A FLOP is a multiplication or an addition of a matrix product: a linear map from n to m numbers costs 2 n m for a token,
 an expert of width I 6 H I (4 H I without a gate). Norms, activations, softmax are left out, as everyone does. Attention
 scores are counted over the full square of the row, causal or not, as torch's own counter does; so what a token costs
 depends on the length of its row.
+
+Only the experts' part can depend on where tokens go, and only where a layer has experts of different widths: otherwise
+every token pays for top_k of them. All else follows from shapes, so that it is counted without weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,57 +39,79 @@ aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
 
 
-def flops_per_token(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> dict[str, float]:
-    """Part -> mean FLOPs per token of `model` under `plan` (None: unpruned), one forward pass over `batches`.
+@dataclass(frozen=True)
+class Routing:
+    """What the experts of a layer were given: the channels of all experts that `tokens` tokens went to, by layer, each
+    as often as a token went to its expert."""
 
-    The masked model is run, so a token is charged for the experts it is routed to after pruning, each at its kept
-    width; an expert without channels costs nothing, although the token went there. Experts are averaged over the valid
-    tokens; everything else is the same for every token of a row, and counted once for each shape of a batch, padding
-    included. Keys are PARTS. UserError for no batches, and for a plan that does not fit the model.
+    tokens: int
+    channels: Mapping[int, int]
+
+
+def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
+    """Part -> FLOPs of a token of the unpruned `model` in one row of `length` tokens, without those of routed experts.
+
+    The model may be on the meta device, where it is run without computing anything. Keys are PARTS.
     """
+    layers = routed_layers(model)
+    device = layers[0].routing[0].tensor.device
+    ids = torch.zeros(1, length, dtype=torch.int64, device=device)
+    # A mask of four axes is taken as it is; others are looked at, which the meta device cannot do.
+    mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
+    with ExitStack() as undo, torch.no_grad():
+        for layer in layers:
+            _leave_out(layer.experts, undo)
+        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
+        with counter:
+            model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+    parts = _by_part(counter.get_flop_counts(), layers, model)
+    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * _vocabulary_weights(model)}
+
+
+def flops_per_token(
+    layers: Sequence[MoELayer], plan: Plan | None, row: Mapping[str, float], routing: Routing
+) -> dict[str, float]:
+    """Part -> FLOPs of a token of a model with `layers` under `plan` (None: unpruned). `row`: what `row_flops` gives.
+
+    A dropped expert takes its row out of the router. Experts are averaged over the tokens of `routing`, each charged
+    for the experts it is routed to after pruning, at their kept width; an expert without channels costs nothing,
+    although tokens go there.
+    """
+    experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in layers) / routing.tokens
+    dropped = sum(_router_flops_dropped(layer, plan) for layer in layers)
+    return {**row, "router": row["router"] - dropped, "experts": experts}
+
+
+def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | None:
+    """The routing of any token where each layer keeps experts of one width, as every plan of whole experts does; None
+    where it depends on the token."""
+    channels = {}
+    for layer in layers:
+        kept = range(layer.n_experts) if plan is None else plan.experts[layer.index]
+        widths = set(kept_widths(layer, plan)[list(kept)].tolist())
+        if len(widths) > 1:
+            return None
+        channels[layer.index] = layer.top_k * widths.pop()
+    return Routing(1, channels)
+
+
+def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
+    """Where the valid tokens of `batches` go in the masked model, from one forward pass. UserError for no batches, and
+    for a plan that does not fit the model."""
     check_batches(batches)
     layers = routed_layers(model)
-    counts: dict[torch.Size, Counts] = {}
     routed = Routed(layers)
     with mask(model, plan) if plan is not None else nullcontext(), watched(layers, routed.add), torch.no_grad():
         for ids, valid in batches:
             routed.valid = valid.flatten()
-            if ids.shape in counts:
-                run(model, ids, valid)
-            else:
-                _, counts[ids.shape] = counted(partial(run, model, ids, valid))
-    return per_token(model, plan, batches, counts, routed)
+            run(model, ids, valid)
+    return routed.under(plan, batches)
 
 
 def check_batches(batches: Sequence[Batch]) -> None:
     """UserError when there is nothing to count on."""
     if not batches:
         raise UserError("cost: no batches to count FLOPs on, expected at least one")
-
-
-Counts = Mapping[str, Mapping[Any, int]]
-"""What torch counted: module path, or Global for all of them -> operation -> FLOPs."""
-
-
-def per_token(
-    model: PreTrainedModel,
-    plan: Plan | None,
-    batches: Sequence[Batch],
-    counts: Mapping[torch.Size, Counts],
-    routed: Routed,
-) -> dict[str, float]:
-    """The answer of `flops_per_token`, from what was counted of a batch of each shape and where tokens went."""
-    layers = routed_layers(model)
-    fixed = {shape: _by_part(of_shape, layers, paths(model)) for shape, of_shape in counts.items()}
-    total: Counter[str] = Counter()
-    for ids, _ in batches:
-        total.update(fixed[ids.shape])
-    positions = sum(ids.numel() for ids, _ in batches)
-    valid_tokens = sum(int(valid.sum()) for _, valid in batches)
-    found = {part: total[part] / positions for part in PARTS}
-    found["experts"] = sum(_experts(layer, routed.tokens[layer.index], plan) for layer in layers) / valid_tokens
-    found["lm_head"] = 2.0 * _vocabulary_weights(model)
-    return found
 
 
 def channel_parameters(layer: MoELayer) -> int:
@@ -107,9 +132,27 @@ def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
     return widths
 
 
-def _experts(layer: MoELayer, tokens: torch.Tensor, plan: Plan | None) -> int:
-    """FLOPs of all routed tokens of a layer; `tokens` (E,) says how many each expert got."""
-    return 2 * channel_parameters(layer) * int((tokens * kept_widths(layer, plan)).sum())
+def _router_flops_dropped(layer: MoELayer, plan: Plan | None) -> int:
+    """FLOPs of a token in the router rows of dropped experts."""
+    dropped = 0 if plan is None else layer.n_experts - len(plan.experts[layer.index])
+    weight = next(part.tensor for part in layer.routing if part.name == "weight")
+    return 2 * weight.numel() // layer.n_experts * dropped
+
+
+def _leave_out(experts: nn.Module, undo: ExitStack) -> None:
+    """`experts` give something of the right shape without computing anything, until `undo` is closed."""
+    own = vars(experts).get("forward")
+
+    def forward(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+    def restore() -> None:
+        del vars(experts)["forward"]
+        if own is not None:  # such as that of a model spread over devices
+            vars(experts)["forward"] = own
+
+    vars(experts)["forward"] = forward
+    undo.callback(restore)
 
 
 def _vocabulary_weights(model: PreTrainedModel) -> int:
@@ -121,6 +164,7 @@ class Routed:
     """How many valid tokens went to each expert: layer -> (E,) int64."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self.layers = layers
         self.valid = torch.zeros(0, dtype=torch.bool)
         self.tokens = {layer.index: torch.zeros(layer.n_experts, dtype=torch.int64) for layer in layers}
 
@@ -128,32 +172,27 @@ class Routed:
         chosen = index[self.valid.to(index.device)].flatten()
         self.tokens[layer.index] += torch.bincount(chosen, minlength=layer.n_experts).cpu()
 
-
-Result = TypeVar("Result")
-
-
-def counted(read: Callable[[], Result]) -> tuple[Result, Counts]:
-    """What `read` gives, and the FLOPs of what it runs."""
-    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
-    with counter:
-        result = read()
-    return result, counter.get_flop_counts()
+    def under(self, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
+        """The channels they were given under `plan`; `batches` are all that was read."""
+        channels = {
+            layer.index: int((self.tokens[layer.index] * kept_widths(layer, plan)).sum()) for layer in self.layers
+        }
+        return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 
-def paths(model: PreTrainedModel) -> dict[nn.Module, str]:
-    """Module of the decoder -> its path as torch counts under it."""
-    base: nn.Module = model.base_model
-    return {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
-
-
-def _by_part(counts: Counts, layers: Sequence[MoELayer], paths: Mapping[nn.Module, str]) -> Counter[str]:
-    """Sort what torch counted outside experts and vocabulary into parts.
+def _by_part(
+    counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
+) -> Counter[str]:
+    """Sort what torch counted outside experts and vocabulary, by module path and operation, into parts.
 
     In a decoder layer, the child that holds the experts in MoE layers is the block (dense where there are none), and
     the others mix tokens.
     """
     found: Counter[str] = Counter()
-    container, block = places(layers[0], paths)
+    base: nn.Module = model.base_model
+    paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
+    container, _, rest = paths[layers[0].experts].partition(f".{layers[0].index}.")
+    block = rest.partition(".")[0]
     sparse = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
@@ -165,17 +204,10 @@ def _by_part(counts: Counts, layers: Sequence[MoELayer], paths: Mapping[nn.Modul
         for operation, flops in operations.items():
             found["attention" if operation in PROJECTIONS else "attention_scores"] += flops
     routers = sum(sum(counts.get(paths[layer.router], {}).values()) for layer in layers)
-    experts = sum(sum(counts.get(paths[layer.experts], {}).values()) for layer in layers)
     found["router"] = routers
-    found["shared_experts"] -= routers + experts
-    found["other"] = sum(counts["Global"].values()) - experts - sum(found.values())
+    found["shared_experts"] -= routers
+    found["other"] = sum(counts["Global"].values()) - sum(found.values())
     return found
-
-
-def places(layer: MoELayer, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
-    """Path of the list of decoder layers, and the name of the child of a decoder layer that is the MoE block."""
-    container, _, rest = paths[layer.experts].partition(f".{layer.index}.")
-    return container, rest.partition(".")[0]
 
 
 FUSED_ATTENTION = (

@@ -80,7 +80,7 @@ def estimate(step: Step) -> Estimate | None:
         benchmark = step.runtime["benchmark"]
         once = GRADED_SHIPPED if str(benchmark["task"]).startswith(PREFIX) else GRADED
         return Estimate(_GRADING, SMALL + once * items(benchmark), SMALL, False)
-    if step.kind not in WORK and step.kind not in STREAMED:
+    if not loads_model(step) and step.kind not in STREAMED:
         return Estimate(BASE, SMALL, SMALL, False)
     size = size_of(ModelConfig(**step.runtime["model"]))
     if size is None:
@@ -93,6 +93,11 @@ def estimate(step: Step) -> Estimate | None:
     if is_layered(step):  # each pass reads the checkpoint anew
         return Estimate(layered_memory(step, size), seconds + LAYERED[step.kind] * reading, START, on_gpu)
     return Estimate(resident_memory(step, size), seconds, START + reading, on_gpu)
+
+
+def loads_model(step: Step) -> bool:
+    """Whether a step runs the model. A cost that does not depend on a text is counted without it."""
+    return step.kind in WORK and (step.kind != "cost" or "text" in step.runtime)
 
 
 def gpus(found: Estimate, gpu_memory: float) -> int:

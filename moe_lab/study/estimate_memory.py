@@ -30,14 +30,14 @@ LAYERED = {
 
 
 def text_of(step: Step) -> Mapping[str, Any]:
-    """The text that a step reads."""
-    found: Mapping[str, Any] = step.runtime["calibration" if "calibration" in step.runtime else "text"]
+    """The text that a step reads; {} for one that reads none."""
+    found: Mapping[str, Any] = step.runtime.get("calibration") or step.runtime.get("text", {})
     return found
 
 
 def is_layered(step: Step) -> bool:
     """Whether a step has one decoder layer in memory at a time, as calibration.engine=streamed asks."""
-    return step.kind in LAYERED and bool(text_of(step)["engine"] == "streamed")
+    return step.kind in LAYERED and bool(text_of(step).get("engine") == "streamed")
 
 
 def resident_memory(step: Step, size: Size) -> float:

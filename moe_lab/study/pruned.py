@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from moe_lab import criteria
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, RecoveryConfig
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.policy import LIMITED
 from moe_lab.grid import Cell, plain
+from moe_lab.models.files import has_uneven_layers
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.device import here
 from moe_lab.study.identity import Part, Step
@@ -102,9 +104,21 @@ class Pruned:
         return Step("generate", f"{self.label}-{benchmark.name}", {**parts, **self.storage}, inputs, runtime)
 
     def cost(self) -> Step:
-        """Parameters, storage, and FLOPs with the routing that the pruned model really has."""
+        """Parameters, storage, and FLOPs in a row as long as those of the text. The text itself is read only where a
+        layer may keep experts of different widths, so that FLOPs depend on where tokens go."""
+        text = self._by_engine()
         before = Pruned(self.maker, replace(self.cell, recovery=NO_RECOVERY), None).cost() if self.plan else None
-        return self._reading("cost", self.label, self.storage, self._inputs(unpruned=before), self._by_engine())
+        row = self.maker.once(("row", text), lambda: Part({"length": text.length}))
+        parts, inputs = {"row": row, **self.storage}, self._inputs(unpruned=before)
+        if self._has_uneven_layers():
+            return self._reading("cost", self.label, parts, inputs, text)
+        return Step("cost", self.label, parts, inputs, self.maker.runtime(model=self.cell.model))
+
+    def _has_uneven_layers(self) -> bool:
+        """Whether experts of one layer may differ in width."""
+        if self.plan is None:
+            return self.maker.once(("uneven", self.cell.model), lambda: has_uneven_layers(self.cell.model))
+        return criteria.get(self.cell.criterion.name).granularity == "channel"
 
     def _by_engine(self) -> CalibrationConfig:
         """The text that FLOPs are counted on, to be read by the engine of the study's calibration."""

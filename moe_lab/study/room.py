@@ -10,7 +10,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.models.files import quantization
 from moe_lab.models.memory import main_memory
 from moe_lab.models.size import Size, size_of
-from moe_lab.study.estimate import WORK, items
+from moe_lab.study.estimate import items, loads_model
 from moe_lab.study.estimate_memory import LAYERED, is_layered, states_of
 from moe_lab.study.identity import Step
 
@@ -59,7 +59,7 @@ BYTES_ON_CPU = {"auto": 4}
 
 
 def _loads_on_the_cpu(step: Step) -> bool:
-    if step.kind not in WORK or is_layered(step) or step.runtime["model"]["device"] != "cpu":
+    if not loads_model(step) or is_layered(step) or step.runtime["model"]["device"] != "cpu":
         return False
     return bool(step.runtime.get("backend", {}).get("name") != "server")
 

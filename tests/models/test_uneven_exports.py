@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from moe_lab.models import cpu_experts
 from moe_lab.models.discover import is_ragged, moe_layers, routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check
-from moe_lab.models.load import load_model
+from moe_lab.models.load import load_model, skeleton
 from moe_lab.pruning.cost import cost
 from moe_lab.pruning.export import export
-from moe_lab.pruning.flops import flops_per_token
+from moe_lab.pruning.flops import measured_routing, row_flops
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import prune
@@ -103,10 +102,12 @@ def test_its_cost_is_that_of_the_plan_on_the_original(case: Case) -> None:
     batches = [(ids, torch.ones_like(ids, dtype=torch.bool))]
     whole = tiny.build(case.name)
     about = {"parameters": sum(weight.numel() for weight in whole.parameters()), "bytes_per_parameter": 2}
+    row = row_flops(skeleton(case.folder, trust_remote_code=True).eval(), ids.shape[1])
     for bits in (16, 4):
-        expected = cost(whole, case.plan, partial(flops_per_token, whole, batches=batches), facts=about, bits=bits)
-        flops = partial(flops_per_token, model, batches=batches)
-        found = cost(model, None, flops, facts=facts(settings(case.folder)), bits=bits)
+        routing = measured_routing(whole, case.plan, batches)
+        expected = cost(whole, case.plan, row_flops(whole, ids.shape[1]), routing, facts=about, bits=bits)
+        routing = measured_routing(model, None, batches)
+        found = cost(model, None, row, routing, facts=facts(settings(case.folder)), bits=bits)
         for key in ("parameters", "storage_bytes", "loading_bytes", "flops_per_token"):
             assert found[key] == expected[key], key
         assert found["flops_by_part"] == expected["flops_by_part"]

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.cost import cost, nf4_bytes, size
-from moe_lab.pruning.flops import flops_per_token
-from moe_lab.pruning.layered_flops import layered_flops_per_token
-from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.flops import Routing, even_routing, flops_per_token, measured_routing, row_flops
+from moe_lab.pruning.layered_flops import layered_routing
+from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.pruning.surgery import prune
 from moe_lab.recovery.nf4 import quantize
 
 CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-def batch(rows: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rows: int = 1, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
     ids = tiny.tokens(rows, length)
     return ids, torch.ones_like(ids, dtype=torch.bool)
 
@@ -57,16 +55,63 @@ def channel_plan(model: Any, seed: int = 0) -> Plan:
     return Plan({index: tuple(range(count)) for index, count in counts.items()}, counts, {}, channels)
 
 
+def uneven_plan(model: Any) -> Plan:
+    """Drops none, a quarter, half of the experts of one layer after the other, by random scores."""
+    layers = moe_layers(model)
+    generator = numpy.random.default_rng(0)
+    limits = {"top_k": layers[0].top_k, "n_group": layers[0].n_group, "topk_group": layers[0].topk_group}
+    scores = {layer.index: generator.random(layer.n_experts).tolist() for layer in layers}
+    remove = {layer.index: layer.n_experts * (layer.index % 3) // 4 for layer in layers}
+    return make_plan(scores, remove, **limits, provenance={})
+
+
+def one_width_plan(model: Any) -> Plan:
+    """Each layer keeps experts of one width of its own; half of them in the layer it drops experts from."""
+    whole = uneven_plan(model)
+    channels = {}
+    for layer in moe_layers(model):
+        channels[layer.index] = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
+        channels[layer.index][list(whole.experts[layer.index]), : 5 + layer.index] = True
+    return Plan(whole.experts, whole.n_experts, {}, channels)
+
+
+def empty(name: str) -> Any:
+    """A tiny model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny.config(name)).eval()
+
+
+def flops(model: Any, plan: Plan | None, *batches: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    """FLOPs of a token with measured routing."""
+    row = row_flops(model, batches[0][0].shape[1])
+    return flops_per_token(routed_layers(model), plan, row, measured_routing(model, plan, batches))
+
+
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("make", [lambda model: None, lambda model: tiny.plan(model, 0.5)], ids=["unpruned", "pruned"])
-def test_flops_are_what_torch_counts(name: str, make: Callable[[Any], Plan | None]) -> None:
-    model = tiny.build(name)
-    plan = make(model)
+def test_flops_of_whole_experts_are_what_torch_counts_and_need_no_weights(name: str) -> None:
+    model, without_weights = tiny.build(name), empty(name)
     ids, valid = batch()
-    found = flops_per_token(model, plan, [(ids, valid)])
-    assert round(sum(found.values()) * ids.numel()) == counted(model if plan is None else prune(model, plan), ids)
-    assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
-    assert found["other"] < 1
+    layers, row = routed_layers(without_weights), row_flops(without_weights, ids.shape[1])
+    for plan in (None, tiny.plan(model, 0.5), uneven_plan(model)):
+        routing = even_routing(layers, plan)
+        assert routing is not None
+        found = flops_per_token(layers, plan, row, routing)
+        assert sum(found.values()) * ids.numel() == counted(model if plan is None else prune(model, plan), ids)
+        assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
+        assert found["other"] < 1
+        measured = measured_routing(model, plan, [(ids, valid)])
+        assert measured.channels == {index: routing.channels[index] * measured.tokens for index in routing.channels}
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_flops_of_one_width_a_layer_are_what_torch_counts_and_need_no_weights(name: str) -> None:
+    model, without_weights = tiny.build(name), empty(name)
+    plan, (ids, _) = one_width_plan(model), batch()
+    layers = routed_layers(without_weights)
+    routing = even_routing(layers, plan)
+    assert routing is not None and len(set(routing.channels.values())) == len(layers)
+    found = flops_per_token(layers, plan, row_flops(without_weights, ids.shape[1]), routing)
+    assert sum(found.values()) * ids.numel() == counted(prune(model, plan), ids)
 
 
 @pytest.mark.parametrize("name", CHANNELS)
@@ -74,15 +119,16 @@ def test_flops_of_pruned_channels_are_what_torch_counts(name: str) -> None:
     model = tiny.build(name)
     plan = channel_plan(model)
     ids, valid = batch()
-    found = flops_per_token(model, plan, [(ids, valid)])
+    found = flops(model, plan, (ids, valid))
     assert round(sum(found.values()) * ids.numel()) == counted(prune(model, plan), ids)
-    assert found["experts"] < flops_per_token(model, None, [(ids, valid)])["experts"]
+    assert found["experts"] < flops(model, None, (ids, valid))["experts"]
+    assert even_routing(moe_layers(model), plan) is None
 
 
 def test_flops_by_hand() -> None:
     model = tiny.build("qwen2_moe", num_key_value_heads=2)
-    rows, length = 3, 20
-    found = flops_per_token(model, None, [batch(rows, length)])
+    length = 20
+    found = flops(model, None, batch(3, length))
     hidden, heads, groups, width, experts, top_k, layers = 32, 4, 2, 8, 16, 4, 3
     assert found == {
         "attention": layers * 2 * hidden * (2 * heads * width + 2 * groups * width),
@@ -101,13 +147,12 @@ def test_batches_of_other_shapes_and_padding() -> None:
     model = tiny.build("olmoe")
     plan = channel_plan(model)
     first, second = batch(2, 24), batch(1, 10)
-    whole = [flops_per_token(model, plan, [each]) for each in (first, second)]
-    both = flops_per_token(model, plan, [first, second, first])
-    for part, value in both.items():
-        assert value == pytest.approx((whole[0][part] * 96 + whole[1][part] * 10) / 106), part
+    one, other = (measured_routing(model, plan, [each]) for each in (first, second))
+    both = measured_routing(model, plan, [first, second, first])
+    assert both == Routing(106, {index: 2 * one.channels[index] + other.channels[index] for index in one.channels})
     padded = torch.cat((second[0], torch.zeros(1, 6, dtype=torch.int64)), 1)
     valid = (torch.arange(16) < 10)[None]
-    assert flops_per_token(model, plan, [(padded, valid)])["experts"] == pytest.approx(whole[1]["experts"])
+    assert measured_routing(model, plan, [(padded, valid)]) == other
 
 
 @pytest.mark.parametrize(
@@ -124,15 +169,15 @@ def test_batches_of_other_shapes_and_padding() -> None:
     ],
 )
 def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Path) -> None:
-    """Batches of two shapes, one padded, so that routing and what is counted once a shape both matter."""
+    """Batches of two shapes, one padded."""
     model = tiny.save(name, tmp_path / "model")
     plan = {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": channel_plan(model)}[what]
     (ids, valid), short = batch(2, 24), batch(1, 10)
     valid[0, 15:] = False
     batches = [(ids, valid), short, (ids.flip(1), valid)]
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    found = layered_flops_per_token(streamed, plan, batches, out=tmp_path, budget=2000)
-    assert found == flops_per_token(model, plan, batches)
+    found = layered_routing(streamed, plan, batches, out=tmp_path, budget=2000)
+    assert found == measured_routing(model, plan, batches)
     assert size(streamed.model, plan, facts=facts(model)) == size(model, plan, facts=facts(model))
     assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
 
@@ -142,7 +187,7 @@ def test_null_experts_cost_nothing() -> None:
     plan = channel_plan(model)
     for mask in plan.channels.values():
         mask[:] = False
-    assert flops_per_token(model, plan, [batch()])["experts"] == 0
+    assert flops(model, plan, batch())["experts"] == 0
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -170,10 +215,10 @@ def test_parameters_of_pruned_channels(name: str) -> None:
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
     plan, about = channel_plan(model), facts(model)
-    flops = partial(flops_per_token, model, batches=[batch()])
-    unpruned = cost(model, None, flops, facts=about)
-    found = cost(model, plan, flops, facts=about)
-    assert found == cost(model, plan, flops, facts=about, unpruned=unpruned)
+    row, text = row_flops(model, 24), [batch()]
+    unpruned = cost(model, None, row, measured_routing(model, None, text), facts=about)
+    found = cost(model, plan, row, measured_routing(model, plan, text), facts=about)
+    assert found == cost(model, plan, unpruned["flops_by_part"], measured_routing(model, plan, text), facts=about)
     assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (1, 0, 1)
     assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
     assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
@@ -239,15 +284,16 @@ def test_bits_change_storage_alone() -> None:
 )
 def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        cost(tiny.build("olmoe"), None, lambda plan: {}, facts={}, **wrong)
+        cost(tiny.build("olmoe"), None, {}, Routing(1, {}), facts={}, **wrong)
 
 
 def test_no_text_is_refused() -> None:
     with pytest.raises(UserError, match="no batches"):
-        flops_per_token(tiny.build("olmoe"), None, [])
+        measured_routing(tiny.build("olmoe"), None, [])
 
 
 def test_hooks_are_gone_afterwards() -> None:
     model = tiny.build("olmoe")
-    flops_per_token(model, tiny.plan(model, 0.5), [batch()])
+    flops(model, tiny.plan(model, 0.5), batch())
+    assert not any("forward" in vars(layer.experts) for layer in moe_layers(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import Unavailable
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import (
     facts,
@@ -19,6 +19,7 @@ from moe_lab.study.kinds.shared import (
     model_and_tokenizer,
     plan_of,
     rows,
+    skeleton_of,
     streamed_model,
     write_table,
 )
@@ -144,30 +145,37 @@ def _policy(job: Job) -> Any:
 
 
 def cost(job: Job) -> None:
-    """Parameters, storage, and the FLOPs of a token with the routing the pruned model really has."""
+    """Parameters, storage, and the FLOPs of a token. The model is run only where these depend on where tokens go."""
+    from moe_lab.models.discover import routed_layers
     from moe_lab.pruning.cost import cost as count
+    from moe_lab.pruning.flops import even_routing, row_flops
 
-    network, flops = _counting(job)
-    before = json.loads(job.input("unpruned", "cost.json").read_text()) if "unpruned" in job.inputs else None
-    storage = job.settings.get("storage", {})
-    found = count(network, plan_of(job), flops, facts=facts(job), unpruned=before, **storage)
+    network, plan = skeleton_of(job), plan_of(job)
+    if "unpruned" in job.inputs:  # counted once for all plans
+        row = json.loads(job.input("unpruned", "cost.json").read_text())["flops_by_part"]
+    else:
+        row = row_flops(network, job.settings["row"]["length"])
+    routing = even_routing(routed_layers(network), plan) or _routing(job, plan)
+    found = count(network, plan, row, routing, facts=facts(job), **job.settings.get("storage", {}))
     write_json(job.output("cost.json"), found)
 
 
-def _counting(job: Job) -> tuple[Any, Callable[[Any], dict[str, float]]]:
-    """The job's model, whole or with no layer in memory, and what counts its FLOPs under a plan."""
+def _routing(job: Job, plan: Any) -> Any:
+    """Where the tokens of the job's text go, in the whole model or with one layer of it in memory."""
+    if "text" not in job.runtime:
+        raise UserError(
+            f"cost of model={job.runtime['model']['name']}: its experts differ in width, which is known only of a "
+            "folder: download it, and give the folder as model.path"
+        )
     if is_streamed(job, "text"):
-        from moe_lab.pruning.layered_flops import layered_flops_per_token
+        from moe_lab.pruning.layered_flops import layered_routing
 
         streamed, tokenizer, budget = streamed_model(job, "text")
-        text = rows(job, tokenizer, "text")
-        out = Path(job.partial)
-        return streamed.model, lambda plan: layered_flops_per_token(streamed, plan, text, out=out, budget=budget)
-    from moe_lab.pruning.flops import flops_per_token
+        return layered_routing(streamed, plan, rows(job, tokenizer, "text"), out=Path(job.partial), budget=budget)
+    from moe_lab.pruning.flops import measured_routing
 
     network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer, "text")
-    return network, lambda plan: flops_per_token(network, plan, text)
+    return measured_routing(network, plan, rows(job, tokenizer, "text"))
 
 
 def profile(job: Job) -> None:

@@ -29,6 +29,23 @@ def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
     return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
 
 
+@lru_cache(maxsize=1)
+def _skeleton(settings: str) -> Any:
+    from moe_lab.models.files import local_folder
+    from moe_lab.models.load import skeleton
+    from moe_lab.models.top_k import set_top_k
+
+    model = ModelConfig(**json.loads(settings))
+    network = skeleton(local_folder(model), trust_remote_code=model.trust_remote_code).eval()
+    set_top_k(network, model.top_k)
+    return network
+
+
+def skeleton_of(job: Job) -> Any:
+    """The job's model on the meta device, without weights; the same object as long as jobs ask for the same model."""
+    return _skeleton(json.dumps(job.runtime["model"], sort_keys=True))
+
+
 def is_streamed(job: Job, role: str = "calibration") -> bool:
     """Whether the job's text is to be read by a model of which one decoder layer is in memory at a time."""
     return bool(job.runtime[role]["engine"] == "streamed")

@@ -1,0 +1,74 @@
+"""What a study without benchmarks spends, in seconds of processor time by kind of step: twelve criteria, one ratio.
+
+python -m benchmarks.scores_alone                                     # the shipped model
+python -m benchmarks.scores_alone --hidden 512 --layers 8             # random weights, 211M parameters
+python -m benchmarks.scores_alone calibration.tokens=65536            # further words go to moe_lab
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_lab import __main__ as moe_lab
+from moe_lab.paths import resolve
+from moe_lab.study import kinds
+from moe_lab.study.job import Job
+
+CRITERIA = "frequency,seer,ean,reap,mone,man,msan,gate_ean,gate_energy,aimer,magnitude,random"
+spent: dict[str, float] = defaultdict(float)
+
+
+def perform(job: Job, work: Callable[[Job], None] = kinds.perform) -> None:
+    """Do a job, and add up what it takes."""
+    start = time.process_time()
+    work(job)
+    spent[job.kind] += time.process_time() - start
+
+
+def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
+    """A model of random weights with the shipped one's tokenizer: 32 experts as wide as it is, four for a token.
+
+    Gives the words that choose it.
+    """
+    from transformers import AutoModelForCausalLM, OlmoeConfig
+
+    source = Path(resolve("pocket:olmoe"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
+    config = OlmoeConfig.from_pretrained(source)
+    config.update({"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": layers})
+    config.update({"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64})
+    config.update({"num_experts": 32, "num_experts_per_tok": 4})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    print(f"{model.num_parameters() / 1e6:.0f}M parameters")
+    return ["model=local", f"model.path={folder}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--layers", type=int, default=8)
+    words, more = parser.parse_known_args()
+    kinds.perform = perform
+    with tempfile.TemporaryDirectory() as place:
+        model = write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
+        study = [f"grid.criterion=[{CRITERIA}]", "suite.benchmarks=[]", "launcher=inline", "report=false"]
+        sys.argv[1:] = [f"store={place}/store", *study, *model, *more]
+        try:
+            moe_lab.main()
+        except SystemExit as end:
+            assert not end.code, end.code
+    for kind, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        print(f"{kind:12} {seconds:8.2f} s")
+    print(f"cost / statistics: {spent['cost'] / spent['statistics']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
