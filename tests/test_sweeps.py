@@ -36,8 +36,9 @@ TABLES = {
     "evoesap": [1, 2, 5, 6, 7],
     "heapr": [1, 2],
     "aimer": [2, 3],
-    "coverage": [2, 3, 4, "4_thinking", 5, 6, 7, 8, 9, 11, 13, 16, 18],
+    "coverage": [1, 2, 3, 4, "4_thinking", 5, 6, 7, 8, 9, 10, 11, 13, 14, 16, 18],
 }
+FIGURES = {"unified": [2, 3], "evoesap": [1], "heapr": [2, 3], "aimer": [1, 6]}
 GPU = "NVIDIA H100 80GB HBM3"
 COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
 SCHEMAS = {
@@ -86,8 +87,10 @@ def asked(name: str) -> set[tuple[Any, ...]]:
     }
 
 
-def test_every_published_table_has_its_file() -> None:
-    assert [f"{paper}_table{number}" for paper in sorted(TABLES) for number in sorted(TABLES[paper], key=str)] == NAMES
+def test_every_published_table_and_figure_has_its_file() -> None:
+    tables = [f"{paper}_table{number}" for paper, numbers in TABLES.items() for number in numbers]
+    figures = [f"{paper}_fig{number}" for paper, numbers in FIGURES.items() for number in numbers]
+    assert sorted([*tables, *figures]) == NAMES
 
 
 def permissions(name: str) -> set[str]:
@@ -105,8 +108,8 @@ def permissions(name: str) -> set[str]:
 def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
     lines = (SWEEPS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     head = [line for line in lines if line.startswith("#")]
-    number = name.partition("_table")[2].partition("_")[0]
-    assert f"Table {number}" in head[0] and max(map(len, lines)) <= 120
+    kind, number = re.findall(r"_(table|fig)(\d+)", name)[0]
+    assert f"{'Table' if kind == 'table' else 'Figure'} {number}" in head[0] and max(map(len, lines)) <= 120
     command = " ".join(" ".join(head).partition("# Use: ")[2].partition("# Costs")[0].replace("\\ #", "").split())
     start = f"python -m moe_lab --config-dir sweeps --config-name {name}"
     assert command.startswith(start) and set(command.removeprefix(start).split()) == permissions(name)
@@ -206,7 +209,7 @@ def test_unified_tables_have_their_blocks() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_gates_are_those_of_the_printed_numbers(name: str) -> None:
     papers = {paper: number for number, paper in published_numbers.PAPERS.items()}
-    paper, _, table = name.partition("_table")
+    paper, _, table = name.replace("_table", "_").partition("_")
     for cell in request(name)[1]:
         key = (cell.model.name, cell.ratio, cell.criterion.name, "", "", "")
         gate = published_numbers.protocol(Printed(papers[paper], table, key, "gsm8k", "0", "")).gate
@@ -290,6 +293,26 @@ def test_coverage_tables_of_tasks_calibrate_on_them() -> None:
     texts = [cell.calibration for cell in request("coverage_table18")[1]]
     assert len({text.name for text in texts}) == 6 and {cell.ratio for cell in request("coverage_table18")[1]} == {0.25}
     assert {(text.packing, text.length, text.tokens) for text in texts} == {("none", 512, MILLIONS)}
+
+
+def test_figures_ask_for_their_axes() -> None:
+    cells = {name: request(name)[1] for name in NAMES if "_fig" in name}
+    models = {name: {cell.model.name for cell in found} for name, found in cells.items()}
+    texts = {name: {cell.calibration.name for cell in found} for name, found in cells.items()}
+    gates = {name: {cell.gate for cell in found} for name, found in cells.items()}
+    assert texts["unified_fig2"] == texts["unified_fig3"] == {"c4", "evol_codealpaca", "tulu_math"}
+    assert len(models["unified_fig3"]) == 4 and request("unified_fig3")[0].overlap
+    assert {(cell.model.name, cell.ratio) for cell in cells["unified_fig2"]} == {
+        ("olmoe_1b_7b", 0.25),
+        ("ernie_21b_a3b", 0.5),
+    }
+    assert gates["evoesap_fig1"] == gates["aimer_fig1"] == {"double_softmax"} and gates["unified_fig2"] == {"model"}
+    assert len({cell.allocation.label or cell.allocation.name for cell in cells["evoesap_fig1"]}) == 3
+    assert {cell.calibration.tokens for cell in cells["evoesap_fig1"]} == {1024 * 4096}
+    assert [cell.ratio for cell in cells["heapr_fig2"]] == [tenth / 10 for tenth in range(1, 10)]
+    assert sorted(cell.calibration.tokens // 2048 for cell in cells["heapr_fig3"]) == [32, 32, 64, 64, 128, 128]
+    assert [cell.calibration.tokens for cell in cells["aimer_fig1"]] == [rows * 4096 for rows in (128, 256, 384, 512)]
+    assert request("aimer_fig6")[0].profile and {cell.texts["flops"].tokens for cell in cells["aimer_fig6"]} == {4096}
 
 
 def test_what_is_timed_is_timed_of_every_model_on_the_device_it_is_asked_for() -> None:
