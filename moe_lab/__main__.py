@@ -36,7 +36,10 @@ def main() -> None:
     from moe_lab.compose import addable, ask, explain, register
     from moe_lab.errors import UserError
 
-    register()
+    try:
+        register(sys.argv[1:])
+    except UserError as error:
+        give_up(str(error))
     sys.argv[1:] = map(addable, sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come back to us instead of being printed by Hydra
     exit_code = 0

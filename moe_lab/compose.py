@@ -19,14 +19,29 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from moe_lab import grid
+from moe_lab import grid, plugins
+from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
+from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, nearest, unknown
+from moe_lab.paths import conf
 
 
-def register() -> None:
-    """Tell Hydra the schema that conf/config.yaml starts from."""
+def register(words: Sequence[str] = ()) -> None:
+    """Tell Hydra the schema that conf/config.yaml starts from, and a choice for every criterion and allocation without
+    a file, those of plugins that a command line names included. UserError for a plugin that cannot be had."""
     ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
+    named = OverridesParser.create().parse_overrides([word for word in words if word.startswith("plugins=")])
+    offer([module for item in named if isinstance(item.value(), list) for module in cast(list[str], item.value())])
+
+
+def offer(modules: Sequence[str]) -> None:
+    """Load plugins, and make what is registered by now a choice of its group where no file of the name is."""
+    plugins.load(modules)
+    for group, names in (("criterion", CRITERIA), ("allocation", ALLOCATIONS)):
+        for name in names:
+            if not (conf() / group / f"{name}.yaml").exists():
+                ConfigStore.instance().store(name=name, node={"name": name}, group=group, provider="moe_lab")
 
 
 class Groups:
@@ -152,6 +167,7 @@ def requests(
 ) -> tuple[Config, list[grid.Request]]:
     """What one composed configuration asks for: its settings, and its cells with their benchmarks."""
     settings = grid.chosen(typed(config), _axes(words))
+    offer(settings.plugins)
     files = group_files(groups, config, grid.several(settings), words, choices)
     for group in set(grid.AXES) - files.several:
         if isinstance(config.get(group), DictConfig):

@@ -52,7 +52,7 @@ def _composed(words: list[str]) -> Config:
     from moe_lab.compose import Groups, addable, explain, group_files, register, typed
     from moe_lab.grid import mixed
 
-    register()
+    register(words)
     try:
         with initialize_config_dir(str(conf()), version_base="1.3"):
             composed = compose("config", overrides=[addable(word) for word in words])

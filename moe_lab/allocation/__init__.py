@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_lab.allocation.decide import allocate, budgets, fits, routed_ratio
-from moe_lab.allocation.registry import ALLOCATIONS, Allocation, get
+from moe_lab.allocation.registry import ALLOCATIONS, Allocation, get, register
 from moe_lab.allocation.settings import check, needs, zero_expert
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "fits",
     "get",
     "needs",
+    "register",
     "routed_ratio",
     "zero_expert",
 ]

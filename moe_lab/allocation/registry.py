@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from moe_lab.allocation import coverage, listed, ranked, shapes, uniform
 from moe_lab.allocation.evolution_settings import Settings
-from moe_lab.errors import unknown
+from moe_lab.criteria.registry import source_of
+from moe_lab.errors import UserError, unknown
 
 Granularity: TypeAlias = Literal["expert", "channel"]
 Step: TypeAlias = Literal["plan", "search", "reconstruction"]
@@ -45,6 +46,11 @@ class Allocation:
     """What becomes of an expert without channels, unless said otherwise."""
 
     @property
+    def source(self) -> str:
+        """Digest of the modules it is from, which identifies its plans; "" for those of moe_lab."""
+        return source_of(*(function for function in self.functions.values() if function))
+
+    @property
     def granularities(self) -> tuple[Granularity, ...]:
         """What it allocates: whole experts, channels, or either."""
         return tuple(self.functions)
@@ -73,6 +79,13 @@ ALLOCATIONS: dict[str, Allocation] = {
         Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters=("limit",)),
     )
 }
+
+
+def register(allocation: Allocation) -> None:
+    """Make an allocation one that can be chosen. UserError when its name is taken."""
+    if allocation.name in ALLOCATIONS:
+        raise UserError(f"allocation {allocation.name} is there already: expected a new name")
+    ALLOCATIONS[allocation.name] = allocation
 
 
 def get(name: str) -> Allocation:

@@ -84,6 +84,9 @@ class Config:
     probability among all experts), double_softmax (the softmax of these once more)."""
     study: str = "study"
     """Name of the study: its list of cells and its report are stored under it."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules with criteria or allocations of your own, such as my_package.my_module; on the command line, so that
+    their names can be chosen."""
     store: str = "store"
     """Folder of all steps and results."""
     overlap: bool = False

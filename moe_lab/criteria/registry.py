@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy
@@ -40,6 +42,8 @@ class Criterion:
     """Whether scores depend on the seed beyond the calibration text."""
     function: Function
     """Layer and the criterion's own parameters -> scores (E,) or (E, I) fp64."""
+    source: str = ""
+    """Digest of the module it is from, which identifies what it scores; "" for those of moe_lab."""
 
     @property
     def needs_plain_weights(self) -> bool:
@@ -63,11 +67,24 @@ def criterion(
 
     def register(function: Function) -> Function:
         if name in CRITERIA:
-            raise ValueError(f"criterion {name} is registered twice")
-        CRITERIA[name] = Criterion(name, granularity, needs, reference, uses_gate, uses_seed, function)
+            other = CRITERIA[name].function.__module__
+            raise UserError(
+                f"criterion {name} of {function.__module__} is there already, of {other}: expected a new name"
+            )
+        source = source_of(function)
+        CRITERIA[name] = Criterion(name, granularity, needs, reference, uses_gate, uses_seed, function, source)
         return function
 
     return register
+
+
+def source_of(*functions: Callable[..., Any]) -> str:
+    """Digest of the modules of functions from outside moe_lab, as they are on disk; "" for those of moe_lab."""
+    found = sha256()
+    for function in (one for one in functions if not one.__module__.startswith("moe_lab.")):
+        file = Path(function.__code__.co_filename)
+        found.update(file.read_bytes() if file.is_file() else function.__code__.co_code)
+    return "" if found.digest() == sha256().digest() else found.hexdigest()
 
 
 def get(name: str) -> Criterion:
@@ -83,11 +100,11 @@ def reads_text(name: str) -> bool:
 
 
 def of_experts_from(need: Need) -> list[str]:
-    """Criteria of whole experts that need nothing but `need`, and no parameter."""
+    """Criteria of moe_lab of whole experts that need nothing but `need`, and no parameter."""
     return [
         name
         for name, found in CRITERIA.items()
-        if found.granularity == "expert" and found.needs == (need,) and not _required(found)
+        if not found.source and found.granularity == "expert" and found.needs == (need,) and not _required(found)
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_lab import plugins
 from moe_lab.config import Config
 from moe_lab.start import command
 from moe_lab.study import record
@@ -38,6 +39,7 @@ def finish(study: Study, schedule: Schedule) -> int:
 
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake.
     """
+    plugins.load(study.config.plugins)  # the last job of a cluster is a process of its own
     errors = {name: error.document for name, error in schedule.failed.items()}
     record.write(study.store, study.config, study.graph, errors, add=study.add)
     _complain(schedule, study.store)

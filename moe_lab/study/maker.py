@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_lab import allocation, criteria
+from moe_lab import allocation, criteria, plugins
 from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import (
@@ -52,6 +52,8 @@ def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, A
     """What changes a plan, and nothing else: the settings, the ratio, and the content of the file they name."""
     found = {**plain(settings), "ratio": ratio}
     del found["label"]
+    if source := allocation.get(settings.name).source:
+        found["source"] = source
     if settings.path is not None:
         found["path"] = digest(listed.read(settings.path))
     return found
@@ -154,11 +156,15 @@ class Maker:
             settings["gate"] = cell.gate
         if criterion.uses_seed:
             settings["seed"] = cell.seed
+        runtime: dict[str, Any] = {}
+        if criterion.source:
+            settings["source"], runtime["plugins"] = criterion.source, [plugins.place(criterion.function)]
 
         def make() -> Step:
             inputs: dict[str, Step] = {need: self.evidence(need, cell) for need in criterion.needs}
             label = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
-            return Step("scores", label, {"criterion": Part(settings)}, {"model": self.model(cell.model), **inputs})
+            parts = {"criterion": Part(settings)}
+            return Step("scores", label, parts, {"model": self.model(cell.model), **inputs}, runtime)
 
         return self.once(("scores", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed), make)
 
@@ -198,9 +204,12 @@ class Maker:
                 "model": self.model(cell.model),
                 **{need: self.evidence(need, cell) for need in chosen.needs},
             }
+            runtime = dict(reading.runtime)
+            if chosen.source:
+                asked["source"], runtime["plugins"] = chosen.source, [plugins.place(chosen.function)]
             label = f"{reading.label}-{chosen.name}"
             parts = {**reading.parts, "convergence": Part(asked)}
-            return Step("channel_convergence", label, parts, inputs, reading.runtime)
+            return Step("channel_convergence", label, parts, inputs, runtime)
 
         key = ("channel convergence", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed)
         return self.once(key, make)
@@ -214,7 +223,9 @@ class Maker:
         where = "" if chosen.name == "uniform" else f"-{chosen.name}"
         label = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
         if chosen.step == "plan":
-            runtime = {"path": cell.allocation.path}
+            runtime: dict[str, Any] = {"path": cell.allocation.path}
+            if chosen.source:
+                runtime["plugins"] = [plugins.place(one) for one in chosen.functions.values() if one]
             return Step("plan", label, {"allocation": part}, {"scores": self.scores(cell), **inputs}, runtime)
         searching = chosen.step == "search"
         text = self.seeded(cell.texts["search"] if searching else cell.calibration, cell.seed)

@@ -146,10 +146,20 @@ def edge() -> dict[int, dict[str, numpy.ndarray]]:
 
 @pytest.mark.parametrize("name", NAIVE)
 def test_an_expert_without_tokens_is_pruned_first(name: str) -> None:
-    scores = criteria.score(name, edge(), experts={0: 3})[0]
-    assert scores[0] == 0
-    assert scores.min() == 0
-    assert criteria.ranking(scores)[0] == 0
+    inputs = statistics("olmoe")
+    number = experts(inputs)
+    silent = {layer: {word: silenced(part, number[layer]) for word, part in inputs[layer].items()} for layer in inputs}
+    for scores in criteria.score(name, silent, experts=number).values():
+        assert scores[0] == 0
+        assert scores.min() == 0
+        assert criteria.ranking(scores)[0] == 0
+
+
+def silenced(sums: numpy.ndarray, number: int) -> numpy.ndarray:
+    """Sums of one layer as if its first expert had seen no token."""
+    if sums.ndim == 0 or len(sums) != number:
+        return sums
+    return numpy.concatenate([numpy.zeros_like(sums[:1]), sums[1:]])
 
 
 def test_mone_needs_two_different_outputs() -> None:

@@ -1,52 +1,57 @@
-"""docs/new_criterion.md works as it is written."""
+"""docs/new_criterion.md works as it is written: its blocks are put where it says, in a copy of the repository."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import naive
 import pytest
-import test_criteria
-import torch
-from omegaconf import OmegaConf
 
-from moe_lab import criteria
-from moe_lab.config import CriterionConfig
-
-PAGE = Path(__file__).parents[2] / "docs" / "new_criterion.md"
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"`((?:moe_lab|conf|tests)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", re.DOTALL)
+BELOW = '"""Criterion -> its formula on the tokens one expert served. Scores of experts that served none are 0."""\n'
 
 
-@pytest.fixture
-def blocks() -> Iterator[dict[str, list[str]]]:
-    """The page's code by language; what it registers is forgotten afterwards."""
-    found: dict[str, list[str]] = {}
-    for language, code in re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        found.setdefault(language, []).append(code)
-    before = set(criteria.CRITERIA)
-    yield found
-    for name in set(criteria.CRITERIA) - before:
-        del criteria.CRITERIA[name]
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository after somebody followed the page."""
+    copied = tmp_path_factory.mktemp("copy")
+    for name in ("moe_lab", "analysis", "conf", "docs", "hydra_plugins", "tests"):
+        shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copied)
+    blocks = BLOCK.findall((ROOT / "docs" / "new_criterion.md").read_text(encoding="utf-8"))
+    assert [file for file, _ in blocks] == [
+        "moe_lab/criteria/peak.py",
+        "conf/criterion/peak_half.yaml",
+        "tests/criteria/test_criteria.py",
+    ]
+    for file, text in blocks:
+        place = copied / file
+        before = place.read_text(encoding="utf-8") if place.exists() else BELOW
+        place.write_text(before.replace(BELOW, BELOW + text if place.exists() else text), encoding="utf-8")
+    return copied
 
 
-def test_the_example_runs(blocks: dict[str, list[str]]) -> None:
-    function, row = blocks["python"]
-    exec(compile(function, str(PAGE), "exec"), {"__name__": "page"})
-    naively: Any = SimpleNamespace(rows={})
-    exec(row, {"NAIVE": naively.rows})
-    (text,) = blocks["yaml"]
-    assert len(text.strip().splitlines()) == 4
-    config: Any = OmegaConf.merge(OmegaConf.structured(CriterionConfig), OmegaConf.create(text))
-    criteria.check(config.name, config.parameters)
+def started(copy: Path, *words: str) -> str:
+    """What a command prints that ends well in the copy."""
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
-    inputs = test_criteria.statistics("olmoe")
-    experts = test_criteria.experts(inputs)
-    scores = criteria.score(config.name, inputs, experts=experts, parameters=config.parameters)
-    plain = criteria.score(config.name, inputs, experts=experts)
-    for layer, values in plain.items():
-        expected = test_criteria.expected("olmoe", layer, "model", naively.rows[config.name])
-        assert naive.relative(torch.from_numpy(values), expected) < 1e-5
-        assert (scores[layer] == values**0.5).all()
+
+def test_the_tests_hold_the_new_criterion(copy: Path) -> None:
+    wanted = "peak or (alone and olmoe) or golden_values or criterion_file or criterion/"
+    files = ("tests/criteria/test_criteria.py", "tests/test_conf.py")
+    printed = started(copy, "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", wanted)
+    assert "passed" in printed and "failed" not in printed
+
+
+def test_it_can_be_chosen_with_its_parameters(copy: Path) -> None:
+    words = ("dry_run=true", f"store={copy / 'store'}", "suite=pocket_quick", "suite.benchmarks=[pocket_boolq]")
+    assert "study: 5 cells" in started(copy, "moe_lab", "grid.criterion=[peak*,man,reap]", *words)
+    assert "study: 2 cells" in started(copy, "moe_lab", "criterion=peak", "criterion.parameters.power=2", *words)

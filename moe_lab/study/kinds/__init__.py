@@ -48,5 +48,9 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
 def perform(job: Job) -> None:
     """Do `job`: fill its scratch folder, provenance included. Whatever is raised is the job's failure."""
     start = time.time()
+    if places := job.runtime.get("plugins"):
+        from moe_lab import plugins
+
+        plugins.bring(places)
     KINDS[job.kind](job)
     write_json(job.output("provenance.json"), provenance(start))

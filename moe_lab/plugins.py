@@ -1,0 +1,58 @@
+"""Criteria and allocations that live outside this repository: modules that `plugins=[...]` or an entry point names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from moe_lab.allocation import ALLOCATIONS
+from moe_lab.criteria import CRITERIA
+from moe_lab.errors import UserError
+
+ENTRY_POINTS = "moe_lab.plugins"
+"""Group of entry points whose modules are imported in every command."""
+
+
+def load(modules: Iterable[str] = ()) -> None:
+    """Import the modules of all entry points, and these. UserError for one that cannot be imported, registers nothing,
+    or takes a name that is there already."""
+    installed = [point.module for point in entry_points(group=ENTRY_POINTS)]
+    for module in dict.fromkeys([*installed, *modules]):
+        try:
+            import_module(module)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a module that is not ours may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"plugins: {module} cannot be imported ({reason}), expected a module on Python's path"
+            ) from None
+        if not any(function.__module__.split(".")[0] == module.split(".")[0] for function in _functions()):
+            raise UserError(
+                f"plugins: {module} registers nothing, expected a function under @criterion(...) or a call of "
+                "moe_lab.allocation.register(...): docs/new_criterion.md"
+            )
+
+
+def place(function: Callable[..., object]) -> dict[str, str]:
+    """Where another process finds the module of a function: its name, and the folder it is imported from."""
+    module = sys.modules[function.__module__]
+    file = Path(module.__file__ or "").absolute()
+    depth = function.__module__.count(".") + (file.name == "__init__.py")
+    return {"module": function.__module__, "folder": str(file.parents[depth])}
+
+
+def bring(places: Iterable[Mapping[str, str]]) -> None:
+    """Import modules in a process that does a step; their folders come last, so that they shadow nothing."""
+    for where in places:
+        if where["folder"] not in sys.path:
+            sys.path.append(where["folder"])
+        import_module(where["module"])
+
+
+def _functions() -> list[Callable[..., object]]:
+    decided = [function for one in ALLOCATIONS.values() for function in one.functions.values() if function]
+    return [*(one.function for one in CRITERIA.values()), *decided]
