@@ -55,7 +55,8 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
         columns=(*names.HEAPR, MEAN),
         name=name,
         title="Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
-        caption="Difference: Mean minus that of CAMERA-P, paired.",
+        caption="CAMERA-P is one-shot here: it scores all layers of the unpruned model, where its code goes on from "
+        "layers it has pruned. Difference: Mean minus that of CAMERA-P, paired.",
     )
 
 

@@ -139,6 +139,8 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
         "channel_max": phi,
         "gate_channel_square": gated,
         "gate_channel_max": gated,
+        "renormalized_channel_square": gated,
+        "renormalized_channel_max": gated,
         "channel_gradient_square": grad(*channels),
         "channel_product": phi * grad(*channels),
         "channel_product_abs": phi * grad(*channels),

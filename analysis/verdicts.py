@@ -12,7 +12,7 @@ from analysis.published_numbers import NOT_COMPARABLE, Printed, Split, protocol,
 
 AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
 BECAUSE = "not comparable because "
-READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy")
+READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
 """Printed criteria whose scores depend on what the gate is taken to be."""
 UNGRADED = 0.99
 """Share of the items that must have been graded: a judge may be silent about a few."""

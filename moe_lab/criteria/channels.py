@@ -16,6 +16,8 @@ from moe_lab.errors import UserError, unknown
 HEAPR = "HEAPr"
 SLIMMING = "MoE-Slimming, arXiv 2606.18304"
 PROJECTIONS = ("down", "gate", "up")
+CAMERA_GATES = {"model": "gate", "renormalized": "renormalized"}
+"""Gate -> how the sums of channels weighed with it begin."""
 UNSEEN = -1.0
 """HEAPr's score of the channels of an expert that saw no token, below every other score."""
 
@@ -33,15 +35,20 @@ def heapr(layer: Layer) -> Array:
     return numpy.where(tokens > 0, product / 2, UNSEEN)
 
 
-@criterion("camera", granularity="channel", needs=("statistics", "channel_weights"), reference="CAMERA")
+@criterion("camera", granularity="channel", needs=("statistics", "channel_weights"), reference="CAMERA", uses_gate=True)
 def camera(layer: Layer, alpha: float = 0.9) -> Array:
     """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it.
 
-    `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9. UserError for any other.
+    That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and
+    Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9.
+    UserError for any other, and for other gates.
     """
+    if layer.gate not in CAMERA_GATES:
+        raise unknown("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(f"criterion.parameters.alpha={alpha} of camera: expected a number from 0 to 1, such as 0.9")
-    total, largest = layer["gate_channel_square"], layer["gate_channel_max"] ** 2
+    weight = CAMERA_GATES[layer.gate]
+    total, largest = layer[f"{weight}_channel_square"], layer[f"{weight}_channel_max"] ** 2
     return layer["channel_down_square"] * ((1 - alpha) * total + alpha * largest)
 
 

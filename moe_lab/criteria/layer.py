@@ -62,6 +62,8 @@ class Layer:
                 "gate=model or renormalized; if it is one, these statistics are older than the gate: remove their step "
                 "from the store"
             )
+        if name.startswith("renormalized_"):
+            return "these statistics are older than gate=renormalized of channels: remove their step from the store"
         return (
             f"criterion={self.criterion} needs it, `python -m moe_lab criterion={self.criterion} model=... "
             "calibration=...` gathers it"

@@ -5,7 +5,7 @@ Columns (channels, hidden units) are summed in fp32 within a call, to be added t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,6 +38,8 @@ class Call:
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
         self.gate_square = wide(weights)[rows.token, rows.column].square()
+        renormalized = self.gates["renormalized"][rows.token, rows.column]
+        self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
         self.norm_square = torch.empty_like(self.gate_square)
         self.columns: dict[str, torch.Tensor] = {}
         self.outputs: list[tuple[slice, torch.Tensor]] = []
@@ -49,14 +51,14 @@ class Call:
         torch.sum(f.square(), -1, out=self.norm_square[part])
         if not self.columns:
             self._allocate(phi, f)
-        gate_square = self.gate_square[part]
+        gate_squares = [square[part] for square in self.gate_squares]
         if self.valid_rows is not None:
             keep = self.valid_rows[part]
-            phi, f, gate_square = phi[keep], f[keep], gate_square[keep]
+            phi, f, gate_squares = phi[keep], f[keep], [square[keep] for square in gate_squares]
             if len(f) == 0:
                 return
         torch.sum(f, 0, out=self.columns["output_sum"][expert])
-        self.channels.add(expert, phi, gate_square)
+        self.channels.add(expert, phi, *gate_squares)
 
     def finish(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
         """All sums that do not need the layer's output; `mixed` (T, H) is the routed output m of the call."""
@@ -115,33 +117,38 @@ class Call:
 
     def _allocate(self, phi: torch.Tensor, f: torch.Tensor) -> None:
         self.columns["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
-        self.channels = Channels(self.n_experts, phi.shape[1], phi)
+        self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
 
 
 class Channels:
-    """channel_square, channel_max and the same weighed with the gate, (E, I) each, of one call; names as in sums.py."""
+    """channel_square, channel_max and the same weighed with one or several `gates`, (E, I) each, of one call; names as
+    in sums.py."""
 
-    def __init__(self, n_experts: int, width: int, like: torch.Tensor) -> None:
+    def __init__(self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)) -> None:
+        self.gates = gates
         self.columns = {
-            name: wide(like.new_zeros(n_experts, width))
-            for name in ("channel_square", "channel_max", "gate_channel_square", "gate_channel_max")
+            f"{weight}channel_{what}": wide(like.new_zeros(n_experts, width))
+            for weight in ("", *(f"{gate}_" for gate in gates))
+            for what in ("square", "max")
         }
 
-    def add(self, expert: int, phi: torch.Tensor, gate_square: torch.Tensor) -> None:
-        """The tokens of one expert that count: phi (n, I) and g^2 (n,), at least fp32."""
+    def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
+        """The tokens of one expert that count: phi (n, I) and, of every gate, g^2 (n,), at least fp32."""
         if len(phi) == 0:
             return
         square = phi.square()
         torch.sum(square, 0, out=self.columns["channel_square"][expert])
         torch.amax(square, 0, out=self.columns["channel_max"][expert])
-        square.mul_(gate_square[:, None])
-        torch.sum(square, 0, out=self.columns["gate_channel_square"][expert])
-        torch.amax(square, 0, out=self.columns["gate_channel_max"][expert])
+        for gate, gate_square in zip(self.gates, gate_squares, strict=True):
+            weighed = square * gate_square[:, None]
+            torch.sum(weighed, 0, out=self.columns[f"{gate}_channel_square"][expert])
+            torch.amax(weighed, 0, out=self.columns[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
         """The columns, once every expert was added."""
-        for name in ("channel_max", "gate_channel_max"):  # maxima of squares until here
-            self.columns[name].sqrt_()
+        for name, column in self.columns.items():
+            if name.endswith("_max"):  # maxima of squares until here
+                column.sqrt_()
         return self.columns
 
 

@@ -16,9 +16,10 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     channel_max          (E, I)    max_t |phi|
     gate_channel_square  (E, I)    sum_t (g phi)^2
     gate_channel_max     (E, I)    max_t |g phi|
+    renormalized_channel_square, renormalized_channel_max  (E, I) the same with g divided by its sum over the top-k
 
 Sums over a forward and a backward pass (gradients.py), L the next-token cross-entropy summed over the calibration set;
-beside these it has tokens and the four channel sums above:
+beside these it has tokens and the first four channel sums above:
 
     channel_gradient_square  (E, I) sum_t (dL/dphi)^2
     channel_product          (E, I) sum_t phi dL/dphi; over all channels that is sum_t <f, dL/df>, if experts have

@@ -14,6 +14,7 @@ TOKENS = 7
 PHI = GENERATOR.normal(size=(TOKENS, 3))
 GRADIENT = GENERATOR.normal(size=(TOKENS, 3))
 GATE = GENERATOR.uniform(size=TOKENS)
+RENORMALIZED = GATE / (GATE + numpy.linspace(0.1, 1, TOKENS))
 DOWN, GATES, UPS = (GENERATOR.normal(size=(5, 3)) for _ in range(3))
 """What one expert of three channels did on seven tokens, and its weights, a column for each channel."""
 
@@ -26,6 +27,8 @@ def layer() -> dict[str, numpy.ndarray]:
         "channel_max": abs(PHI).max(0),
         "gate_channel_square": (gated**2).sum(0),
         "gate_channel_max": abs(gated).max(0),
+        "renormalized_channel_square": ((RENORMALIZED[:, None] * PHI) ** 2).sum(0),
+        "renormalized_channel_max": abs(RENORMALIZED[:, None] * PHI).max(0),
         "channel_gradient_square": (GRADIENT**2).sum(0),
         "channel_product": (PHI * GRADIENT).sum(0),
         "channel_product_abs": abs(PHI * GRADIENT).sum(0),
@@ -100,6 +103,16 @@ def test_scores_are_those_of_each_channel_alone(
     assert scores[0] == pytest.approx(expected, rel=1e-12)
     assert scores[1] == pytest.approx(expected if unseen is None else [unseen] * 3, rel=1e-12)
     assert unseen is None or scores[1].max() < scores[0].min()
+
+
+def test_camera_takes_renormalized_gates() -> None:
+    scores = score("camera", {4: layer()}, gate="renormalized")[0]
+    for c in range(3):
+        weighed = (RENORMALIZED * PHI[:, c]) ** 2
+        expected = numpy.linalg.norm(DOWN[:, c]) ** 2 * (0.1 * weighed.sum() + 0.9 * weighed.max())
+        assert scores[c] == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
+        score("camera", {4: layer()}, gate="double_softmax")
 
 
 def test_every_channel_criterion_has_a_formula_here() -> None:

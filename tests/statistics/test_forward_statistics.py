@@ -71,12 +71,15 @@ def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
         if len(expert.token) == 0:
             continue
         gated = expert.phi * expert.gate[:, None]
+        renormalized = expert.phi * expert.by("renormalized")[:, None]
         assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(dim=-1).sum()
         for name, expected in (
             ("channel_square", expert.phi.square().sum(0)),
             ("channel_max", expert.phi.abs().amax(0)),
             ("gate_channel_square", gated.square().sum(0)),
             ("gate_channel_max", gated.abs().amax(0)),
+            ("renormalized_channel_square", renormalized.square().sum(0)),
+            ("renormalized_channel_max", renormalized.abs().amax(0)),
         ):
             # one channel may be a difference of large numbers: held against the largest of the expert
             assert (named[name][j] - expected).abs().max() < 1e-5 * expected.max(), name
