@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -109,6 +109,7 @@ def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
 
 
 @hypothesis_settings(max_examples=8, deadline=None)
+@example(weights=[1, 1, 4], seed=0, packing="none", gap="none")
 @given(
     weights=st.lists(st.integers(1, 5), min_size=2, max_size=3),
     seed=st.integers(0, 3),
@@ -117,7 +118,9 @@ def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
 )
 def test_shipped_sets_keep_their_shares(weights: list[int], seed: int, packing: str, gap: str) -> None:
     shares = [weight / sum(weights) for weight in weights]
-    found = batches(pocket(*shares, seed=seed, packing=packing, gap=gap), pocket_tokenizer())
+    length = 64 if packing == "none" else 256  # a document a row: enough of them that one is below 1 %
+    chosen = pocket(*shares, seed=seed, packing=packing, gap=gap, length=length, tokens=32768)
+    found = batches(chosen, pocket_tokenizer())
     kept = found.report["valid_tokens"]
     assert sum(kept.values()) == sum(int(valid.sum()) for _, valid in found.rows)
     assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(shares, abs=TOLERANCE)
