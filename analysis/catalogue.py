@@ -12,6 +12,7 @@ from typing import TypeVar
 import pandas as pd
 
 from analysis import (
+    answer_losses,
     attribution_catalogue,
     background_outputs,
     budget_outputs,
@@ -85,6 +86,16 @@ class Material:
         return winner_map(self.comparisons)
 
     @cached_property
+    def by_answer_loss(self) -> Material:
+        """The same study with the loss on right answers in place of scores; lower is better."""
+        return Material(answer_losses.study_of_losses(self.study))
+
+    @cached_property
+    def decided_pairs(self) -> pd.DataFrame:
+        """Pairs of criteria that are told apart, by scores and by answer losses: see `answer_losses.decided_pairs`."""
+        return answer_losses.decided_pairs(self.comparisons, self.by_answer_loss.comparisons)
+
+    @cached_property
     def baseline_winners(self) -> pd.DataFrame:
         """The winner map of the papers' five baselines; empty when none of them was run."""
         known = set(self.study.cells["method"]) & set(names.BASELINES)
@@ -118,6 +129,21 @@ def _baseline_map(material: Material) -> list[Output]:
 
 def _full_map(material: Material) -> list[Output]:
     return _winner_outputs(material, material.winners, "winners", "Who wins where, among all criteria")
+
+
+def _loss_map(material: Material) -> list[Output]:
+    title = "Who has the lowest loss on right answers, among all criteria"
+    found = _winner_outputs(material.by_answer_loss, material.by_answer_loss.winners, "winners.loss", title)
+    return [replace(output, caption=f"{answer_losses.CAPTION} {output.caption}") for output in found]
+
+
+def _loss_ranks(material: Material) -> list[Output]:
+    by_loss = material.by_answer_loss
+    return [answer_losses.loss_table(by_loss.study, by_loss.comparisons)] if by_loss.comparisons else []
+
+
+def _pairs(material: Material) -> list[Output]:
+    return unless_empty(answer_losses.pair_table(material.study, material.decided_pairs))
 
 
 def _of_pass(material: Material, figure: Figure) -> Figure:
@@ -266,10 +292,13 @@ def _of_study(function: Callable[[Study, list[Comparison]], list[Output]]) -> Ca
 
 CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
     "winners": _full_map,
+    "winners.loss": _loss_map,
     "unified.fig2": _baseline_map,
     "averages": _averages,
     "pareto": _pareto,
     "ranks": _ranks,
+    "ranks.loss": _loss_ranks,
+    "pairs": _pairs,
     "aimer.fig3": _radar,
     "unified.table1": _published_ranks,
     "task_specific": _task_specific,

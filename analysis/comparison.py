@@ -156,17 +156,24 @@ class Comparison:
     def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
         """Two-sided paired p-values of `cell` against each of `others`: McNemar for one benchmark of right-or-wrong
         items, sign flips otherwise; NaN where outcomes are missing."""
-        first, rest = self.rows([cell]), self.rows(others)
+        return self.pair_p_values(target, [cell] * len(others), others)
+
+    def pair_p_values(
+        self, target: Target, cells: Sequence[int], others: Sequence[int], replicates: int = uncertainty.REPLICATES
+    ) -> np.ndarray:
+        """The same of each of `cells` against the one of `others` at its place; `replicates` patterns of signs."""
+        first, second = self.rows(cells), self.rows(others)
         answers = self._right_or_wrong(target, self.outcomes)
         if answers is not None:
-            p_values = uncertainty.mcnemar(answers[first], answers[rest])
-            return np.where(np.isnan(answers[first] + answers[rest]).any(axis=1), np.nan, p_values)
+            p_values = uncertainty.mcnemar(answers[first], answers[second])
+            return np.where(np.isnan(answers[first] + answers[second]).any(axis=1), np.nan, p_values)
         contributions = self._contributions(target)
         if not contributions:
             return np.full(len(others), np.nan)
         items = np.concatenate(list(contributions.values()), axis=1)
-        differences = items[first] - items[rest]
-        return np.where(np.isnan(differences).any(axis=1), np.nan, uncertainty.sign_flip(np.nan_to_num(differences)))
+        differences = items[first] - items[second]
+        p_values = uncertainty.sign_flip(np.nan_to_num(differences), replicates=replicates)
+        return np.where(np.isnan(differences).any(axis=1), np.nan, p_values)
 
     def lead(self, target: Target, cell: int, other: int) -> tuple[float, float]:
         """95 % interval of the difference between two cells, from paired replicates."""
@@ -260,6 +267,7 @@ def _comparison(study: Study, model: str) -> Comparison:
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
     found = outcomes.read(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    parts = ranks.displayed(order)
     words = labels(cells)
     for cell, benchmark in found.odd:
         study.reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
@@ -267,18 +275,20 @@ def _comparison(study: Study, model: str) -> Comparison:
         model=model,
         cells=cells,
         benchmarks=scores.astype(float),
-        parts=ranks.displayed(order),
-        lower_is_better=_lower_is_better(results),
+        parts=parts,
+        lower_is_better=_lower_is_better(results, parts),
         outcomes=found.shared,
         standard_errors=errors.astype(float),
         own=found.own,
     )
 
 
-def _lower_is_better(results: pd.DataFrame) -> tuple[str, ...]:
+def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Benchmarks by their metric, and the displayed columns that consist of such benchmarks alone."""
     first = results.drop_duplicates("benchmark")
     pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
-    return tuple(name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER))
+    found = [name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER)]
+    return tuple(dict.fromkeys([*found, *(column for column, of in parts.items() if set(of) <= set(found))]))
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:

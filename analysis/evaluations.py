@@ -16,6 +16,8 @@ from analysis.settings import settings
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
+_LOSS = "answer_loss"
+"""A column of samples that older stores, and benchmarks without reference answers, do not have."""
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
 _BESIDES = ("cost", "profile")
 """Steps of a cell besides its evaluations whose errors are written down."""
@@ -65,11 +67,12 @@ def evaluations(
             rows += [{"cell": cell, "task": task, "folder": name, **found} for found in reported]
             if name not in origins:
                 origins[name] = _origin(name, result, reader.json(folder, "provenance.json") or {})
-            table = reader.table(folder, "samples.parquet", _SAMPLES)
+            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS,))
             if table is not None:
                 tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
     empty = pd.DataFrame(columns=["cell", *_SAMPLES])
     samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
+    samples[_LOSS] = pd.to_numeric(samples[_LOSS]) if _LOSS in samples else np.nan
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     numbers = ["score", "stderr", "n", "expected"]
     results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import claim_text, names, overlap
+from analysis import answer_losses, claim_text, names, overlap
 from analysis.claims import claims
 from analysis.comparison import Comparison, Panel
 from analysis.coverage import coverage_summary
@@ -242,11 +242,17 @@ def completeness(study: Study) -> str:
     )
 
 
-def headline(study: Study, comparisons: Sequence[Comparison], found: pd.DataFrame) -> list[tuple[str, str]]:
-    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
+def headline(
+    study: Study, comparisons: Sequence[Comparison], found: pd.DataFrame, pairs: pd.DataFrame
+) -> list[tuple[str, str]]:
+    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks.
+
+    found: the winner map; pairs: of `answer_losses.decided_pairs`.
+    """
     said = [("Claim", sentence) for sentence in claim_text.sentences(claims(comparisons, study.costs, study.family))]
     pruned = found[found["ratio"] > 0] if len(found) else found
     said += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
+    said += [("Verdicts", sentence) for sentence in answer_losses.pair_finding(pairs)]
     for comparison in comparisons:
         said += [("Best average", sentence) for sentence in best_plan(comparison)]
         said += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]

@@ -42,7 +42,7 @@ class Study:
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, stderr, n, expected, folder."""
     samples: pd.DataFrame
-    """cell, benchmark, item, outcome (0..1)."""
+    """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN: there is none)."""
     family: pd.DataFrame
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta)."""
     damage: pd.DataFrame

@@ -127,12 +127,13 @@ MATH_COLUMNS = ("GSM8K", "MATH-500")
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
 """Benchmarks that grade the same answers again: their items are resampled together."""
 
-LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
+LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss")
 """Endings of metric names where less is better."""
 
 _FAMILY = re.compile(r"s_family\((.*)\)")
 _ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
-_DOMAINS = ("code", "math", "general")
+_SHORT = ("code", "math", "general", "stories")
+"""Shipped calibration sets that captions call by a word."""
 
 
 def criterion(name: str) -> str:
@@ -198,7 +199,7 @@ def calibration(name: str) -> str:
     if name == "none":
         return "no data"
     short = name.removeprefix("pocket_")
-    return short.capitalize() if short in _DOMAINS else name
+    return short.capitalize() if short in _SHORT else name
 
 
 def domain(calibration_set: str) -> str | None:

@@ -74,6 +74,8 @@ NEEDS: Mapping[str, str] = {
     "coverage.fig12": _SUMS,
     "coverage.fig13": _SUMS,
     "coverage.fig14": "cells of channels with allocation=coverage, and the sums of their pass in the store",
+    "winners.loss": "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods",
+    "ranks.loss": "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods",
     "unified.table5": "results",
     "ranks.cd": "three criteria and three columns",
 }

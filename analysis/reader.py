@@ -79,18 +79,19 @@ class Reader:
             return None
         return document
 
-    def table(self, folder: Path, file: str, columns: Sequence[str]) -> pa.Table | None:
-        """Columns of a Parquet file, or None with a gap."""
+    def table(self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table | None:
+        """Columns of a Parquet file, or None with a gap; of the optional ones those that it has."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
-                table = opened.read(columns=list(columns), use_threads=False)
+                here = [name for name in optional if name in opened.schema_arrow.names]
+                table = opened.read(columns=[*columns, *here], use_threads=False)
         except FileNotFoundError:
             self._unreadable(f"{file} is missing", folder)
             return None
         except (OSError, ValueError, KeyError, pa.ArrowException):
             self._unreadable(f"{file} is damaged", folder)
             return None
-        if table.column_names != list(columns):
+        if table.column_names != [*columns, *here]:
             self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
             return None
         return table

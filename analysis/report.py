@@ -39,7 +39,8 @@ def write_report(study: Study, out: Path) -> Path:
 def _page(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -> Page:
     study = material.study
     headline = material.attempt(
-        "text.headline", lambda: findings.headline(study, material.comparisons, material.winners)
+        "text.headline",
+        lambda: findings.headline(study, material.comparisons, material.winners, material.decided_pairs),
     )
     chapters = _chapters(material, made, out)
     return Page(

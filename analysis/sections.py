@@ -39,9 +39,9 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "Winners",
             "Which criterion won where",
             _MAP_TEXT if maps else (),
-            made["winners"][1:],
+            [*made["winners"][1:], *made["winners.loss"][1:], *made["pairs"]],
             views=maps,
-            filters={"winners": "*Model|Pruned|Calibration"},
+            filters=dict.fromkeys(("winners", "winners.loss", "pairs"), "*Model|Pruned|Calibration"),
         ),
         Section("kept", "What is kept", "How much is kept, and how sure that is", _KEPT_TEXT, made["averages"]),
         Section(
@@ -83,8 +83,11 @@ def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[S
             "ranks",
             "Ranks",
             "Scores and ranks",
-            outputs=[*made["ranks"], *made["ranks.cd"]],
-            filters={"ranks": "*Model|Pruned|Calibration", "ranks.cd": "*Model|Pruned|Calibration|Over"},
+            outputs=[*made["ranks"], *made["ranks.loss"], *made["ranks.cd"]],
+            filters={
+                **dict.fromkeys(("ranks", "ranks.loss"), "*Model|Pruned|Calibration"),
+                "ranks.cd": "*Model|Pruned|Calibration|Over",
+            },
         ),
         Section(
             "search",
@@ -184,7 +187,8 @@ _MAP_TEXT = (
     "Rows are benchmarks or groups of them, columns are calibration sets. A filled cell names the criterion with the "
     "best score. It is hatched when its lead over some other criterion could be chance: every pair of criteria "
     "answered the same questions, so their answers are compared question by question, and the 5 % level is corrected "
-    "for looking at many cells.",
+    "for looking at many cells. The same map by the loss on right answers, where lower is better, tells more criteria "
+    "apart with the same questions: right or wrong says only which side of a line an answer is on.",
 )
 _CHANNELS = (
     "heapr.fig2",

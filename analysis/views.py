@@ -14,15 +14,16 @@ from analysis.winners import SETTINGS, label
 
 
 def winner_views(material: Material) -> list[dict[str, Any]]:
-    """The winner maps: all criteria, and the papers' five baselines where that is a different map."""
+    """The winner maps: all criteria by score and by loss, and the papers' five baselines where that is another map."""
+    same = set(material.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
     views = [
         ("all", "All criteria", material.winners),
-        ("baselines", "The papers’ five baselines", material.baseline_winners),
+        ("losses", "All criteria, by loss on right answers (lower is better)", material.by_answer_loss.winners),
+        *(() if same else [("baselines", "The papers’ five baselines", material.baseline_winners)]),
     ]
-    same = set(material.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
     return [
         {"key": key, "label": text, "maps": [_map(group) for _, group in groups(found, SETTINGS)]}
-        for key, text, found in views[: 1 if same else 2]
+        for key, text, found in views
         if len(found)
     ]
 

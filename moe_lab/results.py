@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 SCHEMA = 1
 """Version of both files; a reader refuses a higher one."""
@@ -40,6 +40,9 @@ class Sample(TypedDict):
     """What the model wrote, or the log-likelihoods of the choices as JSON."""
     extracted: str
     """The answer that was graded."""
+    answer_loss: NotRequired[float | None]
+    """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better. None or absent where
+    there is no reference answer or no likelihood of it."""
 
 
 class ResultFile(TypedDict):

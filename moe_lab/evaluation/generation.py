@@ -45,6 +45,10 @@ class Generator(Protocol):
         that `spec.skip_long` leaves out."""
         ...
 
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        """The loss on each answer after its prompt, in bits per byte; None where it cannot be had."""
+        ...
+
 
 def render(tokenizer: Any, messages: Messages, template_arguments: Mapping[str, Any]) -> str:
     """The conversation as the prompt that asks for its next message. UserError without a chat template."""
@@ -87,6 +91,8 @@ class Question:
     """Which item; no two of a benchmark are called alike."""
     prompt: str | Messages
     """Text to go on with, or a conversation for the model's chat template."""
+    reference: str | None = None
+    """A right answer, exactly as it follows the prompt."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,13 @@ class Answer:
     output: str
     too_long: bool = False
     """Whether the prompt was left out because it and the tokens to generate do not fit; there is no output then."""
+    loss: float | None = None
+    """On the question's reference, in bits per byte."""
 
 
 def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, partial: Path) -> list[Answer]:
-    """An answer to every question, in their order; all prompts are of one sort, as `spec.special_tokens` says.
+    """An answer to every question, in their order, with the loss on its reference; all prompts are of one sort, as
+    `spec.special_tokens` says.
 
     Answers are written to `partial` as they come. What a killed process had of the same prompts is taken from there,
     a line it was writing aside.
@@ -127,9 +136,10 @@ def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, 
             f"none of {len(questions)} prompts leaves room for max_new_tokens={spec.max_new_tokens}: expected a model, "
             "or a max_length, of more"
         )
+    losses = generator.answer_losses(prompts, [question.reference for question in questions], spec)
     return [
-        Answer(question.item, prompt, found.get(name, ""), too_long=name not in found)
-        for question, prompt, name in zip(questions, prompts, names, strict=True)
+        Answer(question.item, prompt, found.get(name, ""), too_long=name not in found, loss=loss)
+        for question, prompt, name, loss in zip(questions, prompts, names, losses, strict=True)
     ]
 
 

@@ -34,8 +34,12 @@ _INSTRUCTION = (
 
 
 def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """Every problem's prompt, to be completed or, with benchmark.chat, answered."""
-    return [Question(task, _prompt(problem, benchmark.chat)) for task, problem in _problems(benchmark).items()]
+    """Every problem's prompt, to be completed or, with benchmark.chat, answered. A completion has a reference: the
+    problem's canonical solution; an answer in words has none."""
+    return [
+        Question(task, _prompt(problem, benchmark.chat), None if benchmark.chat else problem["canonical_solution"])
+        for task, problem in _problems(benchmark).items()
+    ]
 
 
 def _prompt(problem: Mapping[str, Any], chat: bool) -> str | Messages:
@@ -148,4 +152,5 @@ def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str], 
         prompt_hash=prompt_hash(answer.prompt),
         output=answer.output,
         extracted=f"{said}\n\n{program}",
+        answer_loss=answer.loss,
     )

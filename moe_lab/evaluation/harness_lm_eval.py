@@ -56,7 +56,11 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
             fewshot_as_multiturn=benchmark.chat,
         )
     several = len(found) > 1
-    rows = [row for name in items for row in _named(results["samples"][name], name if several else "")]
+    rows = []
+    for name in items:
+        logged = _named(results["samples"][name], name if several else "")
+        losses = _answer_losses(logged, found[name], subject, benchmark)
+        rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
@@ -147,6 +151,39 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
 # Rows of its log as samples and results.
 
 
+def _answer_losses(
+    rows: Sequence[Row], task: Any, subject: Subject, benchmark: BenchmarkConfig
+) -> Sequence[float | None]:
+    """The loss on each row's right answer in bits per byte; None for what has none, such as a document's likelihood.
+
+    Of choices it is at hand. A text that is generated has one where the task's target is a text that may follow the
+    prompt; in a chat it is not.
+    """
+    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
+        return [_loss_of_right_choice(row, task) for row in rows]
+    if task.OUTPUT_TYPE != "generate_until" or benchmark.chat:
+        return [None] * len(rows)
+    delimiter = task.config.target_delimiter
+    references = [f"{delimiter}{row['target']}" if isinstance(row["target"], str) else None for row in rows]
+    prompts = [row["arguments"][0][0] for row in rows]
+    spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size, max_length=benchmark.max_length)
+    return subject.answer_losses(prompts, references, spec)
+
+
+def _loss_of_right_choice(row: Row, task: Any) -> float | None:
+    """Bits per byte of the choice that lm-eval takes for the right one; None where it is none or several."""
+    right: Any = 0
+    if task.OUTPUT_TYPE == "multiple_choice":
+        right = task.doc_to_text(row["doc"]) if getattr(task, "multiple_input", 0) else row["target"]
+        if isinstance(right, str):
+            choices = task.doc_to_choice(row["doc"])
+            right = choices.index(right) if right in choices else None
+    if not isinstance(right, int) or not 0 <= right < len(row["resps"]):
+        return None
+    likelihood, answer = float(row["resps"][right][0][0]), row["arguments"][right][1]
+    return -likelihood / math.log(2) / len(answer.encode())
+
+
 def _named(rows: Sequence[Row], task: str) -> list[Row]:
     """The rows of a task with the item's name: its id where every item has one of its own, or its number."""
     ids = {row["doc_id"]: str(row["doc"].get("id", row["doc_id"])) for row in rows}
@@ -188,6 +225,7 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
         prompt_hash=prompt_hash("\0".join(str(arguments[0]) for arguments in row["arguments"])),
         output=output,
         extracted=extracted,
+        answer_loss=row["answer_loss"],
     )
 
 

@@ -120,6 +120,7 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
         "prompt_hash": text,
         "output": text,
         "extracted": text,
+        "answer_loss": number,
     }
     rows = [{name: _storable(value) for name, value in sample.items()} for sample in graded.samples]
     parquet.write_table(

@@ -119,6 +119,10 @@ class ServedSubject:
             finally:  # without waiting for the others: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
 
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        """None for every answer: a server completes texts, and tells no likelihood of one it is given."""
+        return [None] * len(answers)
+
     def _arriving(self, futures: Collection[Future[str]], seconds: float) -> Iterator[Future[str]]:
         done: queue.SimpleQueue[Future[str]] = queue.SimpleQueue()
         for future in futures:

@@ -16,7 +16,8 @@ from moe_lab.results import Sample
 
 
 def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Score of a story: the share of its rules that it keeps. The data file has lines {"id", "prompt", "checklist"}."""
+    """Score of a story: the share of its rules that it keeps. The data file has lines {"id", "prompt", "checklist"}; a
+    "reference", a story as it follows the prompt, is what the loss on answers is of."""
     file = data_files(benchmark)[-1]
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     check_count(benchmark, len(rows))
@@ -25,10 +26,12 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
         if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
             raise UserError(f"{file}: every line needs an id, a prompt and a checklist of at least one rule")
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size)
-    stories = subject.generate([row["prompt"] for row in rows], spec)
+    prompts = [row["prompt"] for row in rows]
+    stories = subject.generate(prompts, spec)
+    losses = subject.answer_losses(prompts, [row.get("reference") for row in rows], spec)
     samples = []
     for name in benchmark.reports:
-        for row, story in zip(rows, stories, strict=True):
+        for row, story, loss in zip(rows, stories, losses, strict=True):
             kept = grade(story, row["checklist"])
             samples.append(
                 Sample(
@@ -38,6 +41,7 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
                     prompt_hash=prompt_hash(row["prompt"]),
                     output=story,
                     extracted=json.dumps(kept),
+                    answer_loss=loss,
                 )
             )
     results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]

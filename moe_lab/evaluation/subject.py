@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from moe_lab.evaluation.generation import GenSpec, Messages, cut, fitting, render
 
+LOGITS = 1 << 30
+"""Bytes of the logits of one forward pass, unless a single row has more."""
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
 
@@ -52,6 +55,54 @@ class Subject:
         for start in range(0, len(order), spec.batch_size):
             chosen = order[start : start + spec.batch_size]
             yield from zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True)
+
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        """The loss on each answer after its prompt in bits per byte: -log2 p(answer | prompt) / bytes of the answer.
+
+        None where there is no answer or no prompt, or where the two are longer than the model, or `spec.max_length`,
+        can read. As in lm-eval, space at the end of a prompt is read as part of the answer, and the answer's tokens are
+        those by which both together exceed the prompt.
+        """
+        losses: list[float | None] = [None] * len(prompts)
+        numbers = [number for number, answer in enumerate(answers) if answer]
+        if not numbers:
+            return losses
+        heads = [prompts[number].rstrip() for number in numbers]
+        texts = [f"{prompts[number]}{answers[number]}" for number in numbers]
+        starts = dict(zip(numbers, map(len, self._encoded(heads, spec).input_ids), strict=True))
+        rows = dict(zip(numbers, self._encoded(texts, spec).input_ids, strict=True))
+        size = {n: len(text.encode()) - len(head.encode()) for n, text, head in zip(numbers, texts, heads, strict=True)}
+        limits = [length for length in (self.max_length, spec.max_length) if length is not None]
+        readable = {n: row for n, row in rows.items() if 0 < starts[n] < len(row) <= min(limits, default=len(row))}
+        for batch in self._batches(readable, spec):
+            likelihoods = self._likelihoods([rows[n] for n in batch], [starts[n] for n in batch])
+            for number, likelihood in zip(batch, likelihoods, strict=True):
+                losses[number] = -likelihood / math.log(2) / size[number]
+        return losses
+
+    def _batches(self, ids: Mapping[int, list[int]], spec: GenSpec) -> Iterator[list[int]]:
+        """Keys of `ids` in batches, the longest first, each with no more logits than `LOGITS`."""
+        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        order = sorted(ids, key=lambda number: (-len(ids[number]), number))
+        while order:
+            most = LOGITS // (4 * vocabulary * len(ids[order[0]]))
+            size = max(1, min(spec.batch_size, most))
+            yield order[:size]
+            order = order[size:]
+
+    @torch.inference_mode()
+    def _likelihoods(self, rows: list[list[int]], starts: list[int]) -> list[float]:
+        """The summed log-likelihood, in nats, of each row's tokens from its start on; rows are padded on the right."""
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=self.model.device)
+        attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=ids.device)
+        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
+        sums = []
+        for row, start, of_row in zip(rows, starts, logits, strict=True):
+            scores = of_row[start - 1 : len(row) - 1].float().log_softmax(-1).double()
+            targets = torch.tensor(row[start:], device=ids.device)
+            sums.append(float(scores.gather(1, targets[:, None]).sum()))
+        return sums
 
     def _encoded(self, prompts: Sequence[str], spec: GenSpec, **form: Any) -> Any:
         return self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens, **form)

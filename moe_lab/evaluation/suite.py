@@ -48,6 +48,8 @@ GRADING: Mapping[str, tuple[str, ...]] = {
 TWO_PHASES = ("evalplus", "evalscope", "wildbench")
 """Harnesses that grade texts without the model: generating and grading are steps of their own."""
 _GENERATING = (*TWO_PHASES, "stories")
+_LIKELIHOODS = ("lm_eval", "evalplus", "stories")
+"""Harnesses that leave the loss on right answers beside the outcomes."""
 _SHOWING = ("lm_eval", "evalscope")
 """Harnesses that can put solved examples before a question."""
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
@@ -106,6 +108,7 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, ASKING),
+        **({"answer_loss": "bits per byte"} if benchmark.harness in _LIKELIHOODS else {}),
     }
 
 

@@ -54,9 +54,8 @@ def word_problem(world: World, random: Random) -> Example:
         told.append(sentence[0].upper() + sentence[1:])
     steps, result = work(start, changes)
     prompt = f"Question: {' '.join(told)} How many {things} does {a} have now?\nAnswer:"
-    return Example(
-        "gsm8k", (start, *changes), prompt, f" {' '.join(steps)}\n#### {result}", details={"target": str(result)}
-    )
+    answer = f"{' '.join(steps)}\n#### {result}"
+    return Example("gsm8k", (start, *changes), prompt, f" {answer}", details={"target": answer})
 
 
 def _expression(random: Random) -> tuple[str, list[str], int]:
@@ -117,5 +116,5 @@ KINDS: tuple[Callable[[Random], tuple[str, list[str], int]], ...] = (
 def exercise(world: World, random: Random) -> Example:
     """math500: expressions, equations, sequences, remainders, means; two or three steps with larger numbers."""
     task, steps, result = random.choice(KINDS)(random)
-    answer = f" {' '.join(steps)} The answer is {result}."
-    return Example("math500", (task,), f"Problem: {task}\nSolution:", answer, details={"target": str(result)})
+    answer = f"{' '.join(steps)} The answer is {result}."
+    return Example("math500", (task,), f"Problem: {task}\nSolution:", f" {answer}", details={"target": answer})

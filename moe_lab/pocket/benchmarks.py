@@ -27,7 +27,8 @@ MULTIPLE_CHOICE = (*NORMALISED, "boolq", "mmlu", "rte", "winogrande")
 # The kind of document a benchmark asks for, where it is not named as the benchmark. A model this small knows which
 # option is right long before it can name the option's letter, so mmlu shows the letters and asks for the option.
 KINDS = {"mmlu": "options"}
-NUMBER = {"gsm8k": r"#### (-?\d+)", "math500": r"The answer is (-?\d+)"}
+# What stands before the number that is graded; as in GSM8K, the target is the whole worked answer.
+NUMBER = {"gsm8k": "#### ", "math500": "The answer is "}
 PROGRAMS = ("humaneval", "mbpp", "livecodebench")
 # EvalPlus treats some task ids of the published benchmarks specially; numbers from here on are ordinary.
 FIRST_TASK_NUMBER = 1001
@@ -100,12 +101,18 @@ def task_definition(skill: str) -> dict[str, Any]:
         stopping = {"until": [END_OF_TEXT], "do_sample": False, "max_gen_toks": 48}
         pick = {
             "name": "strict-match",
-            "filter": [{"function": "regex", "regex_pattern": NUMBER[skill]}, {"function": "take_first"}],
+            "filter": [
+                {"function": "regex", "regex_pattern": rf"{NUMBER[skill]}(-?\d+)"},
+                {"function": "take_first"},
+            ],
         }
         task |= {"output_type": "generate_until", "doc_to_text": "prompt", "doc_to_target": "target"}
         task |= {"generation_kwargs": stopping, "filter_list": [pick]}
         metrics = ["exact_match"]
-    task["metric_list"] = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics]
+    besides = {"regexes_to_ignore": [f"(?s).*{NUMBER[skill]}", r"\.$"]} if skill in NUMBER else {}
+    task["metric_list"] = [
+        {"metric": name, "aggregation": "mean", "higher_is_better": True, **besides} for name in metrics
+    ]
     return task | {"metadata": {"version": 1}}
 
 

@@ -61,4 +61,5 @@ def story(world: World, random: Random) -> Example:
         {"rule": "no_repeats"},
     ]
     key = (hero, thing, place, feeling, ending)
-    return Example("wildbench", key, prompt, " " + " ".join([*told, ending]), details={"checklist": checklist})
+    answer = " " + " ".join([*told, ending])
+    return Example("wildbench", key, prompt, answer, details={"checklist": checklist, "reference": answer})

@@ -79,6 +79,7 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
     difficulty = _rng("items", task).uniform(0, 1, items)
     luck = _rng(*words).normal(0, 0.06, items)
     solved = _quality(cell, task) + luck > difficulty
+    loss = 1.5 + difficulty - _quality(cell, task) - luck
     frames, results = [], []
     for number, name in enumerate(TASKS[task]):
         outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(float)
@@ -93,6 +94,7 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
                     "prompt_hash": "0",
                     "output": "made up",
                     "extracted": "",
+                    "answer_loss": loss,
                 }
             )
         )

@@ -62,6 +62,8 @@ WORDS = {
 WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
 """Figures that are written as files here; the report's tests look at the files of a dozen others."""
 ELSEWHERE = {
+    "winners.loss",
+    "ranks.loss",
     "evoesap.table5",
     "evoesap.table6",
     "evoesap.table7",
@@ -71,7 +73,7 @@ ELSEWHERE = {
     "coverage.fig6",
     "coverage.fig10",
 }
-"""What this store has nothing for, and test_items.py and test_timing_outputs.py have."""
+"""What this store has nothing for, and test_answer_losses.py, test_items.py and test_timing_outputs.py have."""
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,9 @@ def test_programs_are_completed_and_graded(subject: Subject, tmp_path: Path, mon
         "fail: another value was expected",
     ]
     assert table[0]["extracted"].endswith(problems[0]["prompt"].strip() + "\n" + written[0])
+    prompts, bodies = ([row[name] for row in problems] for name in ("prompt", "canonical_solution"))
+    losses = subject.answer_losses(prompts, bodies, GenSpec(1))
+    assert [row["answer_loss"] for row in table] == pytest.approx([*losses, *losses], abs=1e-5)
     protocol = json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]
     assert protocol["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
     assert protocol["prompt"] == problems[0]["prompt"].strip() + "\n"
@@ -102,14 +105,19 @@ def test_stories_are_scored_by_the_share_of_their_rules(subject: Subject, tmp_pa
     rules = [{"rule": "mentions", "text": word}, {"rule": "mentions", "text": "Xylophone"}]
     data = write_lines(
         tmp_path / "stories.jsonl",
-        [{"id": "a", "prompt": prompt, "checklist": rules}, {"id": "b", "prompt": prompt, "checklist": rules[:1]}],
+        [
+            {"id": "a", "prompt": prompt, "checklist": rules, "reference": story},
+            {"id": "b", "prompt": prompt, "checklist": rules[:1]},
+        ],
     )
     benchmark = BenchmarkConfig(
         name="s", harness="stories", task=str(data), reports={"wildbench": "score"}, max_new_tokens=48, expected=2
     )
     (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
     assert (result["score"], result["n"]) == (0.75, 2)
-    first = parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[0]
+    first, second = parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()
+    assert first["answer_loss"] == pytest.approx(subject.answer_losses([prompt], [story], GenSpec(1))[0], abs=1e-5)
+    assert second["answer_loss"] is None
     assert (first["item"], first["outcome"], first["output"], first["extracted"]) == ("a", 0.5, story, "[true, false]")
 
 

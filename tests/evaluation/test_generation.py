@@ -42,6 +42,18 @@ class Reversing:
             self.asked.append(prompts[index])
             yield index, prompts[index][::-1]
 
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        """The share of the answer in both texts together."""
+        return [answer and len(answer) / len(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def test_answers_carry_the_loss_on_their_reference(tmp_path: Path) -> None:
+    questions = [Question("1", "abc", "d"), Question("2", "ab"), Question("3", "a", "bc")]
+    answers = collect(Reversing(), questions, SPEC, tmp_path / "partial")
+    assert [answer.loss for answer in answers] == [1 / 4, None, 2 / 3]
+    write(answers, tmp_path / "answers.jsonl")
+    assert read(tmp_path / "answers.jsonl") == answers
+
 
 @given(
     prompts=st.lists(st.sampled_from(["a", "ab", "\u2028x", "a\nb", "ä"]) | st.text(max_size=4), max_size=8),

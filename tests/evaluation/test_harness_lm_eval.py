@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ def log_likelihood(subject: Subject, prompt: str, answer: str) -> float:
     return float(sum(logits[place - 1, whole[place]] for place in range(len(before), len(whole))))
 
 
+def bits_per_byte(likelihood: float, answer: str) -> float:
+    return float(-likelihood / np.log(2) / len(answer.encode()))
+
+
 def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Subject) -> None:
     reports = {"plain": "acc", "normalised": "acc_norm"}
     graded = evaluate(subject, replace(ARC, reports=reports, limit=40, batch_size=16), Policy())
@@ -55,6 +60,8 @@ def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Subje
         (sample,) = [s for s in graded.samples if s["item"] == row["id"] and s["benchmark"] == "plain"]
         assert np.abs(np.array(json.loads(sample["output"])) - scores).max() < 1e-3
         assert sample["extracted"] == str(scores.argmax())
+        right = " " + row["choices"][row["label"]]
+        assert sample["answer_loss"] == pytest.approx(bits_per_byte(scores[row["label"]], right), abs=1e-4)
     mean = np.mean([value for (name, _), value in outcomes.items() if name == "plain"])
     assert graded.results[0]["score"] == pytest.approx(mean)
     assert graded.results[0]["stderr"] == pytest.approx(np.sqrt(mean * (1 - mean) / 39))
@@ -68,6 +75,29 @@ def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject
     for row, sample in zip(rows("winogrande")[:12], graded.samples, strict=True):
         scores = [log_likelihood(subject, context, " " + row["ending"]) for context in row["contexts"]]
         assert sample["outcome"] == float(np.argmax(scores) == row["label"])
+        expected = bits_per_byte(scores[row["label"]], " " + row["ending"])
+        assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: Subject) -> None:
+    reports = {"gsm8k": "exact_match"}
+    benchmark = BenchmarkConfig(
+        name="g", harness="lm_eval", task="pocket:benchmarks/gsm8k.yaml", reports=reports, limit=6, max_new_tokens=48
+    )
+    graded = evaluate(subject, benchmark, Policy())
+    for row, sample in zip(rows("gsm8k")[:6], graded.samples, strict=True):
+        answer = " " + row["target"]
+        expected = bits_per_byte(log_likelihood(subject, row["prompt"], answer), answer)
+        assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
+        assert sample["outcome"] == float(sample["extracted"] == row["target"].split("#### ")[1])
+    (chat,) = {s["answer_loss"] for s in evaluate(_chatting(subject), replace(benchmark, chat=True), Policy()).samples}
+    assert chat is None
+
+
+def _chatting(subject: Subject) -> Subject:
+    tokenizer = deepcopy(subject.tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return replace(subject, tokenizer=tokenizer)
 
 
 @pytest.fixture

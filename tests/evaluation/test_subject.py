@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,35 @@ def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: Subject) 
     expected = [alone(subject, prompt, 24) for prompt in asked]
     for size in (1, 3, 64):
         assert subject.generate(asked, GenSpec(24, batch_size=size)) == expected
+
+
+def loss(subject: Subject, prompt: str, answer: str) -> float:
+    """Bits per byte of the answer, space before it included: one unpadded forward pass in fp64."""
+    head = prompt.rstrip()
+    before, whole = (subject.tokenizer(text).input_ids for text in (head, prompt + answer))
+    with torch.inference_mode():
+        scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
+    likelihood = sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
+    return -likelihood / math.log(2) / len((prompt[len(head) :] + answer).encode())
+
+
+def test_answer_losses_are_those_of_each_text_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
+    answers = [*subject.generate(asked[:7], GenSpec(24)), " The end \u00e4."]
+    expected = [loss(subject, *pair) for pair in zip(asked, answers, strict=True)]
+    assert min(expected) < 0.5 < max(expected)
+    for size in (1, 3, 64):
+        found = subject.answer_losses(asked, answers, GenSpec(1, batch_size=size))
+        assert found == pytest.approx(expected, abs=1e-5)
+    monkeypatch.setattr("moe_lab.evaluation.subject.LOGITS", 1)
+    assert subject.answer_losses(asked, answers, GenSpec(1)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_answer_that_cannot_be_read_has_no_loss(subject: Subject) -> None:
+    (asked,) = prompts("gsm8k", 1)
+    read = len(subject.tokenizer(asked + " 12").input_ids)
+    found = subject.answer_losses([asked, asked, asked, ""], [" 12", None, " 12 34", "a"], GenSpec(1, max_length=read))
+    assert found == [pytest.approx(loss(subject, asked, " 12"), abs=1e-5), None, None, None]
 
 
 def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: Subject) -> None:

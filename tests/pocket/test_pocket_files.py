@@ -31,7 +31,7 @@ def test_shipped_files_are_regenerated_byte_for_byte(kind: str, rebuilt: Path, d
     assert [name for name in shipped if shipped[name] != again[name]] == []
 
 
-@pytest.mark.parametrize("domain", ["general", "code", "math"])
+@pytest.mark.parametrize("domain", ["general", "stories", "code", "math"])
 def test_calibration_sets_fill_64_rows_of_512(domain: str, data: Path, tokenizer: Any) -> None:
     rows = [json.loads(line) for line in (data / "calibration" / f"{domain}.jsonl").read_text().splitlines()]
     tokens = sum(len(tokenizer.encode(row["text"])) + 1 for row in rows)
