@@ -1,0 +1,161 @@
+"""Whether the shipped models can tell criteria apart at all: `python -m benchmarks.instrument`.
+
+Experts are ranked on the calibration set of a skill (code, mathematics), a quarter of them is removed from every
+layer, and the loss on right answers to the benchmarks of that skill is compared with that of random plans. Whoever
+wins, two things must hold of every model and skill:
+
+1. The ranking by the exact ablation (what the loss gains without one expert) is below the mean of the random plans.
+2. So is every criterion that reads the text.
+
+Nothing is chosen by what comes out. Exit code 1 when one fails; docs/analysis.md says why those known to fail do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_lab import criteria
+from moe_lab.allocation.uniform import uniform
+from moe_lab.calibration.batches import batches
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.criteria.registry import Need
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.subject import Subject
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.load import load_model
+from moe_lab.paths import resolve
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.search.ablation import ablate
+from moe_lab.statistics.damage import measure
+from moe_lab.statistics.gather import gather
+
+MODELS = ("olmoe", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
+SKILLS = {"math": ("gsm8k", "math500"), "code": ("humaneval", "mbpp")}
+"""Calibration set -> the benchmarks of its skill."""
+ABLATION = "ablation"
+Scores = Mapping[int, Sequence[float]]
+
+
+def main() -> int:
+    """Measure, print, compare."""
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    failures: list[str] = []
+    for name in arguments.models:
+        model, tokenizer = load_model(ModelConfig(name=name, path=f"pocket:{name}", threads=1))
+        subject = Subject(model, tokenizer)
+        chance = [random_scores(model, seed) for seed in range(arguments.seeds)]
+        for skill in SKILLS:
+            failures += _skill(subject, name, skill, chance, arguments)
+    print(f"{len(failures)} failed{': ' if failures else ''}{'; '.join(failures)}")
+    return int(bool(failures))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.instrument", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--ratio", type=float, default=0.25, help="experts removed from every layer")
+    parser.add_argument("--seeds", type=int, default=5, help="random plans")
+    parser.add_argument("--items", type=int, default=None, help="items of each benchmark; all by default")
+    parser.add_argument("--tokens", type=int, default=32768, help="calibration tokens")
+    parser.add_argument("--ablation-tokens", type=int, default=8192, help="calibration tokens of the exact ablation")
+    return parser.parse_args()
+
+
+def _skill(
+    subject: Subject, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
+) -> list[str]:
+    """Print the losses of one model on one skill; what is not below the random plans."""
+    items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[: arguments.items]]
+    whole = mean_loss(subject, items)
+    by_chance = [pruned_loss(subject, scores, items, arguments.ratio) for scores in chance]
+    mean = statistics.mean(by_chance)
+    print(
+        f"{name}, {skill}: {len(items)} items; unpruned {whole:.3f} bits per byte, "
+        f"{len(by_chance)} random plans {mean:.3f} ({min(by_chance):.3f} to {max(by_chance):.3f})",
+        flush=True,
+    )
+    failures = []
+    for criterion, scores in rankings(subject, skill, arguments.tokens, arguments.ablation_tokens):
+        loss = pruned_loss(subject, scores, items, arguments.ratio)
+        better = sum(other < loss for other in by_chance)
+        verdict = "ok" if loss < mean else "FAILED"
+        print(f"  {criterion:13} {loss:.3f}, {better} random plans are better: {verdict}", flush=True)
+        if loss >= mean:
+            failures.append(f"{name} {skill} {criterion}")
+    return failures
+
+
+def items_of(benchmark: str) -> list[tuple[str, str]]:
+    """Prompts and right answers, as the harness of the benchmark puts them together."""
+    lines = Path(resolve(f"pocket:benchmarks/{benchmark}.jsonl")).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [(row["prompt"], row.get("canonical_solution") or f" {row['target']}") for row in rows]
+
+
+def mean_loss(subject: Subject, items: Sequence[tuple[str, str]]) -> float:
+    """The mean loss in bits per byte."""
+    prompts, answers = zip(*items, strict=True)
+    losses = subject.answer_losses(prompts, answers, GenSpec(1))
+    return statistics.mean(loss for loss in losses if loss is not None)
+
+
+def pruned_loss(subject: Subject, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
+    """The same without the experts of lowest score in every layer."""
+    with mask(subject.model, _plan(subject.model, scores, ratio)):
+        return mean_loss(subject, items)
+
+
+def _plan(model: Any, scores: Scores, ratio: float) -> Plan:
+    layers = moe_layers(model)
+    top_k = {layer.index: layer.top_k for layer in layers}
+    remove = uniform({layer.index: layer.n_experts for layer in layers}, ratio, top_k=top_k)
+    return make_plan(scores, remove, top_k=top_k, provenance={})
+
+
+def random_scores(model: Any, seed: int) -> Scores:
+    """Of the criterion `random`."""
+    return _score("random", {}, model, seed)
+
+
+def _score(name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed: int = 42) -> Scores:
+    experts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    found = criteria.score(name, inputs, experts=experts, gate="model", seed=seed)
+    return {layer: [float(value) for value in values] for layer, values in found.items()}
+
+
+def rankings(subject: Subject, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
+    """The exact ablation, then every criterion of whole experts that reads the calibration set of the skill."""
+    model, tokenizer = subject.model, subject.tokenizer
+    few = _rows(skill, ablation_tokens, tokenizer)
+    silent = ablate(model, few, fingerprint={}).layers
+    yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
+    rows = _rows(skill, tokens, tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        passes: dict[Need, Mapping[int, Mapping[str, Any]]] = {
+            "statistics": gather(model, rows, out=Path(folder), fingerprint={}, groups=len(rows)).layers,
+            "damage": measure(model, rows, fingerprint={}).layers,
+        }
+    for need, sums in passes.items():
+        for name in criteria.of_experts_from(need):
+            yield name, _score(name, sums, model)
+
+
+def _rows(skill: str, tokens: int, tokenizer: Any) -> Any:
+    path = f"pocket:calibration/{skill}.jsonl"
+    text = CalibrationConfig(skill, path, packing="chunk", length=512, tokens=tokens, gap="eos", batch_size=8, seed=42)
+    return batches(text, tokenizer).rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
