@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -23,8 +22,6 @@ METRIC = "answer_loss"
 CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
 MEAN = "mean"
 """In place of a column: the mean of all displayed columns that are averaged."""
-REPLICATES = 20_000
-"""Patterns of signs a pair is tested with: of 91 pairs, Holm's first level is 0.00055."""
 PAIR_COLUMNS = ("model", "pruned", "calibration", "column", "pairs", "score", "loss", "both", "opposite")
 
 
@@ -83,9 +80,9 @@ def _block(comparison: Comparison, panel: Panel) -> tuple[pd.DataFrame, pd.DataF
 def decided_pairs(by_score: Iterable[Comparison], by_loss: Iterable[Comparison]) -> pd.DataFrame:
     """How many pairs of methods differ at the 5 % level; columns PAIR_COLUMNS, a row per panel and displayed column.
 
-    Pairs are tested on the items both were asked (McNemar or sign flips) and corrected by Holm over the pairs of the
-    row. score, loss: pairs told apart by scores and by losses, NaN where there are none; both: by either with the same
-    better method; opposite: by either with the other one.
+    Pairs are tested on the items all cells were asked (`Comparison.pairwise`) and corrected by Holm over the pairs of
+    the row. score, loss: pairs told apart by scores and by losses, NaN where there are none; both: by either with the
+    same better method; opposite: by either with the other one.
     """
     losses = {comparison.model: comparison for comparison in by_loss}
     rows = []
@@ -127,22 +124,19 @@ def _panel_pairs(
 
 def _signs(comparison: Comparison, panel: Panel, averaged: Target) -> dict[str, np.ndarray]:
     """Column -> for each pair of methods 1 where the first is better, -1 where the second is, 0 where it is open."""
-    pairs = list(combinations(panel.cells.values(), 2))
-    if not pairs:
-        return {}
     targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     if averaged:
         targets[MEAN] = averaged
-    return {column: _decided(comparison, target, pairs) for column, target in targets.items()}
+    cells = list(panel.cells.values())
+    return {column: _decided(comparison, target, cells) for column, target in targets.items()}
 
 
-def _decided(comparison: Comparison, target: Target, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Those of one target."""
-    first, second = (list(cells) for cells in zip(*pairs, strict=True))
-    p_values = uncertainty.holm(comparison.pair_p_values(target, first, second, REPLICATES))
+def _decided(comparison: Comparison, target: Target, cells: Sequence[int]) -> np.ndarray:
+    """Those of one target; the pairs are those above the diagonal of a matrix of cells."""
+    differences, p_values = (found[np.triu_indices(len(cells), 1)] for found in comparison.pairwise(target, cells))
     lower = set(comparison.weights(target)) <= set(comparison.lower_is_better)
-    better = np.sign([comparison.difference(target, *pair) for pair in pairs]) * (-1 if lower else 1)
-    return np.where(p_values < LEVEL, better, 0)
+    better = np.sign(differences) * (-1 if lower else 1)
+    return np.where(uncertainty.holm(p_values) < LEVEL, better, 0)
 
 
 def pair_table(study: Study, found: pd.DataFrame, *, name: str = "pairs") -> Table:
@@ -165,7 +159,7 @@ def pair_table(study: Study, found: pd.DataFrame, *, name: str = "pairs") -> Tab
         name=name,
         title="How many pairs of criteria are told apart",
         caption=f"Of the pairs of criteria, those that differ at the {LEVEL:.0%} level by their scores and by their "
-        "loss on right answers: paired tests on the same items (McNemar or sign flips), corrected by Holm over the "
+        "loss on right answers: paired tests on the same items (McNemar or t), corrected by Holm over the "
         f"pairs of a row; {MEAN}: of the displayed columns. By both: with the same better criterion. Opposite: with "
         f"the other one. {setting(study)}",
         frame=frame,

@@ -156,24 +156,34 @@ class Comparison:
     def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
         """Two-sided paired p-values of `cell` against each of `others`: McNemar for one benchmark of right-or-wrong
         items, sign flips otherwise; NaN where outcomes are missing."""
-        return self.pair_p_values(target, [cell] * len(others), others)
-
-    def pair_p_values(
-        self, target: Target, cells: Sequence[int], others: Sequence[int], replicates: int = uncertainty.REPLICATES
-    ) -> np.ndarray:
-        """The same of each of `cells` against the one of `others` at its place; `replicates` patterns of signs."""
-        first, second = self.rows(cells), self.rows(others)
+        first, rest = self.rows([cell]), self.rows(others)
         answers = self._right_or_wrong(target, self.outcomes)
         if answers is not None:
-            p_values = uncertainty.mcnemar(answers[first], answers[second])
-            return np.where(np.isnan(answers[first] + answers[second]).any(axis=1), np.nan, p_values)
+            p_values = uncertainty.mcnemar(answers[first], answers[rest])
+            return np.where(np.isnan(answers[first] + answers[rest]).any(axis=1), np.nan, p_values)
         contributions = self._contributions(target)
         if not contributions:
             return np.full(len(others), np.nan)
         items = np.concatenate(list(contributions.values()), axis=1)
-        differences = items[first] - items[second]
-        p_values = uncertainty.sign_flip(np.nan_to_num(differences), replicates=replicates)
-        return np.where(np.isnan(differences).any(axis=1), np.nan, p_values)
+        differences = items[first] - items[rest]
+        return np.where(np.isnan(differences).any(axis=1), np.nan, uncertainty.sign_flip(np.nan_to_num(differences)))
+
+    def pairwise(self, target: Target, cells: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Differences (cells, cells), row minus column, on the items all cells share, and their two-sided p-values.
+
+        McNemar for one benchmark of right-or-wrong items; paired t-tests otherwise, items within their benchmarks,
+        which resolve p-values as small as Holm's correction over many pairs needs. NaN where outcomes are missing.
+        """
+        rows = self.rows(cells)
+        strata = [found[rows] for found in self._contributions(target).values()]
+        if not strata:
+            return np.full((len(cells), len(cells)), np.nan), np.full((len(cells), len(cells)), np.nan)
+        differences, p_values = uncertainty.paired_t(strata)
+        answers = self._right_or_wrong(target, self.outcomes)
+        if answers is not None:
+            exact = [uncertainty.mcnemar(answers[[row]], answers[rows]) for row in rows]
+            p_values = np.where(np.isnan(p_values), np.nan, exact)
+        return differences, p_values
 
     def lead(self, target: Target, cell: int, other: int) -> tuple[float, float]:
         """95 % interval of the difference between two cells, from paired replicates."""

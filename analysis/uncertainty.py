@@ -7,11 +7,12 @@ Well-kept libraries do the statistics where they can be called once for many; th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 from scipy.stats import binom
+from scipy.stats import t as student
 
 CONFIDENCE = 0.95
 REPLICATES = 4000
@@ -64,6 +65,29 @@ def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES, seed: in
         signs = np.unpackbits(packed, axis=1, count=items) * 2.0 - 1.0
         reached += (np.abs(signs @ differences.T) >= totals - tolerance).sum(axis=0)
     return np.asarray((reached + 1) / (replicates + 1))
+
+
+def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Differences (plans, plans) between scores, row minus column, and their p-values by paired t-tests.
+
+    strata: contributions (plans, items), whose sum over all items is a plan's score. Items are drawn within their
+    stratum, so variances of strata add; degrees of freedom are Welch and Satterthwaite's. NaN for plans with NaN, and
+    for strata of one item.
+    """
+    scores = np.sum([stratum.sum(axis=1) for stratum in strata], axis=0)
+    differences = scores[:, None] - scores[None, :]
+    variance, squares = np.zeros_like(differences), np.zeros_like(differences)
+    for stratum in strata:
+        items = stratum.shape[1]
+        covariance = items * np.cov(stratum, ddof=1) if items > 1 else np.full_like(differences, np.nan)
+        own = np.diag(covariance)
+        spread = np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0)
+        variance, squares = variance + spread, squares + spread**2 / max(items - 1, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p_values = 2 * student.sf(np.abs(differences) / np.sqrt(variance), variance**2 / squares)
+    same = np.isclose(variance, 0, atol=1e-18) & ~np.isnan(variance)
+    p_values = np.where(same, np.isclose(differences, 0, atol=1e-9).astype(float), p_values)
+    return differences, np.where(np.isnan(differences + variance), np.nan, p_values)
 
 
 def bootstrap(

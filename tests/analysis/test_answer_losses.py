@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from analysis import answer_losses, names
+from analysis import answer_losses, names, uncertainty
 from analysis.catalogue import Material, make
 from analysis.load import load
 from analysis.tables import Table
@@ -64,19 +65,40 @@ def test_scores_do_not_change_by_losses_beside_them(material: Material) -> None:
 
 def test_pairs_are_decided_as_independent_tests_say(material: Material) -> None:
     (comparison,) = material.comparisons
+    panel = comparison.panels[0]
+    cells = list(panel.cells.values())
+    outcomes = comparison.outcomes["rte"][comparison.rows(cells)]
+    p_values = [
+        mcnemar([[0, (a > b).sum()], [(a < b).sum(), 0]], exact=True).pvalue for a, b in combinations(outcomes, 2)
+    ]
+    decided = multipletests(p_values, 0.05, method="holm")[0]
+    assert (np.abs(answer_losses._decided(comparison, ("rte",), cells)) == decided).all()
     found = table(material, "pairs")
-    for panel in comparison.panels:
-        outcomes = comparison.outcomes["rte"][comparison.rows(list(panel.cells.values()))]
-        p_values = [
-            mcnemar([[0, (a > b).sum()], [(a < b).sum(), 0]], exact=True).pvalue for a, b in combinations(outcomes, 2)
-        ]
-        decided = multipletests(p_values, 0.05, method="holm")[0].sum()
-        counts = answer_losses._signs(comparison, panel, ("MC Avg",))
-        assert np.abs(counts["MC Avg"]).sum() >= decided
-        single = answer_losses._decided(comparison, ("rte",), list(combinations(panel.cells.values(), 2)))
-        assert np.abs(single).sum() == decided
     assert (found["By both"] <= found[["By score", "By answer loss"]].min(axis=1)).all()
     assert (found["By answer loss"] >= found["By score"]).all() and not found["Opposite"].any()
+
+
+def test_paired_t_is_that_of_one_benchmark_and_welchs_of_several() -> None:
+    rng = np.random.default_rng(0)
+    strata = [rng.normal(size=(4, items)) / items for items in (7, 30)]
+    differences, p_values = uncertainty.paired_t(strata[:1])
+    assert p_values[0, 1] == pytest.approx(stats.ttest_rel(strata[0][0], strata[0][1]).pvalue)
+    assert differences[0, 1] == pytest.approx((strata[0][0] - strata[0][1]).sum()) and p_values[2, 2] == 1
+    apart = [stratum[0] - stratum[3] for stratum in strata]
+    spread = [len(part) * part.var(ddof=1) for part in apart]
+    freedom = sum(spread) ** 2 / sum(s**2 / (len(part) - 1) for s, part in zip(spread, apart, strict=True))
+    statistic = abs(sum(part.sum() for part in apart)) / np.sqrt(sum(spread))
+    assert uncertainty.paired_t(strata)[1][0, 3] == pytest.approx(2 * stats.t.sf(statistic, freedom))
+    strata[1][2] = np.nan
+    assert np.isnan(uncertainty.paired_t(strata)[1][2]).all()
+
+
+def test_paired_t_errs_as_rarely_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    p_values = [
+        uncertainty.paired_t([rng.gamma(0.3, size=(2, 40)), rng.gamma(0.3, size=(2, 40))])[1][0, 1] for _ in range(400)
+    ]
+    assert np.mean(np.array(p_values) < 0.05) < 0.075
 
 
 def test_opposite_verdicts_are_counted_as_such(copied: Callable[[], Path]) -> None:
