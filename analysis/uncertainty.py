@@ -79,7 +79,7 @@ def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     variance, squares = np.zeros_like(differences), np.zeros_like(differences)
     for stratum in strata:
         items = stratum.shape[1]
-        covariance = items * np.cov(stratum, ddof=1) if items > 1 else np.full_like(differences, np.nan)
+        covariance = items * np.atleast_2d(np.cov(stratum, ddof=1)) if items > 1 else np.full_like(differences, np.nan)
         own = np.diag(covariance)
         spread = np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0)
         variance, squares = variance + spread, squares + spread**2 / max(items - 1, 1)
