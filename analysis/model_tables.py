@@ -14,7 +14,6 @@ import pandas as pd
 from analysis import names
 from analysis.load import Study
 from analysis.tables import Table
-from moe_lab.config import GATES
 
 if TYPE_CHECKING:
     from moe_lab.criteria.layer import Array
@@ -121,6 +120,8 @@ def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]
 
 def _inputs(changed: str | None = None) -> dict[str, Array]:
     """Sums of a layer as statistics/sums.py names them; those that carry the signal `changed` are others."""
+    from moe_lab.config import GATES
+
     act, route, grad, weight = (_draws(at + 10 * (signal == changed)) for at, signal in enumerate(SIGNALS) if at)
     channels = (EXPERTS, CHANNELS)
     tokens = 5 * route(EXPERTS)

@@ -27,7 +27,7 @@ def test_lines_are_methods_with_enough_ratios() -> None:
 
 def test_accuracy_and_flops_are_drawn_against_the_ratio() -> None:
     solved = [10, 9, 5, 7, 6, 4, 2, 8, 6]
-    comparison = comparison_of(AXES, {"gsm8k": [[1] * n + [0] * (10 - n) for n in solved]})
+    comparison = comparison_of(AXES, {"arc_challenge": [[1] * n + [0] * (10 - n) for n in solved]})
     costs = [{"routed_kept": 1.0, "flops_ratio": ratio, "storage_bytes": 1.0} for ratio in FLOPS]
     figure = channel_figures.ratio_figure(study_of(comparison, costs), comparison, name="heapr.fig2")
     assert figure is not None

@@ -65,7 +65,7 @@ def test_documented_outputs_are_those_that_there_are() -> None:
 
 def test_what_lacks_data_says_what_makes_it() -> None:
     general = {name for name in CATALOGUE if needs(name) == DEFAULT}
-    assert general <= {"averages", "pareto", "ranks", "artefacts", "gaps", "claims", "coverage", "winners"} | {
+    assert general <= {"averages", "pairs", "pareto", "ranks", "artefacts", "gaps", "claims", "coverage", "winners"} | {
         name for name in CATALOGUE if name.startswith(("unified.", "coverage.fig"))
     }
     assert needs("coverage.table19") == needs("coverage.table9") != DEFAULT

@@ -39,7 +39,7 @@ WORDS = {
     "allocation": {"none", "na", "uniform", "DiEP", "coverage aligned 256", "coverage aligned 256 scores"}
     | {"coverage true attribution", *(f"{start}top-k {k}" for start in ("", "coverage ") for k in (1, 2, 4, 6))},
     "recovery": {"none", "nf4", "q8", "dora", "dora_nf4"},
-    "calibration": {"none", "na", "matched", "gsm8k", "opencodereasoning", "c4+gsm8k+opencodereasoning"},
+    "calibration": {"none", "na", "matched"},
 }
 """Words that no setting of this project is called by."""
 ROWS = {"000": 1310, "001": 1670, "002": 371, "003": 19, "004": 794}

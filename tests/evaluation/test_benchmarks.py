@@ -162,7 +162,7 @@ def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: Subject, tmp
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
     assert content["protocol"]["data"] == suite.data_digest(benchmark)
     assert {"torch", "transformers"} <= set(content["versions"])
-    columns = ["benchmark", "item", "outcome", "prompt_hash", "output", "extracted"]
+    columns = ["benchmark", "item", "outcome", "prompt_hash", "output", "extracted", "answer_loss"]
     assert parquet.read_table(tmp_path / "out" / "samples.parquet").column_names == columns
     hook = subject.model.lm_head.register_forward_hook(lambda module, given, logits: logits * math.nan)
     try:
