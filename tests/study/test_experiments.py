@@ -1,0 +1,69 @@
+"""Every shipped experiment runs to its page, alone and beside the others in one store, with as little as shows it."""
+
+from __future__ import annotations
+
+import html
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis import style
+from analysis.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["calibration.tokens=2048", "suite.limit=2", "launcher=inline", "report=false"]
+CHOICES = "suite.benchmarks=[pocket_arc_challenge,pocket_winogrande]"
+MIXED = "suite.benchmarks=[pocket_arc_challenge,pocket_gsm8k,pocket_livecodebench]"
+LESS = {
+    "coverage": [CHOICES],
+    "heapr": [CHOICES],
+    "aimer": [MIXED, "ratio=0.5"],
+    "evoesap": [CHOICES, "ratio=0.25", "grid.criterion=[reap]"],
+    "quantized": [CHOICES, "grid.ratio=[0.0,0.5]", "recovery.epochs=1"],
+    "methods": [CHOICES, "ratio=0.5"],
+    "task_specific": [MIXED, "ratio=0.5", "grid.criterion=[reap,man]"],
+    "task_agnostic": [CHOICES, "grid.criterion=[frequency,reap,man]", "grid.calibration=[pocket_general,pocket_code]"],
+}
+"""Experiment -> the suite, and what is left out of the grid: values that show what others of their axis show."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"),
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all experiments: what they share is computed once."""
+    return tmp_path_factory.mktemp("experiments") / "store"
+
+
+def report(store: Path, study: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of the report, whose page is there and lacks nothing; figures are drawn for the page alone."""
+    with monkeypatch.context() as quick:
+        quick.setattr(style, "write", lambda figure, folder: [folder / figure.name])
+        code = main(["report", f"store={store}", f"study={study}", f"out={out}"])
+    assert not list((out / "failed").glob("*"))
+    assert "Nothing is missing" in html.unescape((out / "report.html").read_text(encoding="utf-8"))
+    return code
+
+
+def test_every_experiment_is_run_here() -> None:
+    assert set(LESS) == {file.stem for file in (ROOT / "conf/experiment").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("experiment", LESS)
+def test_an_experiment_runs_to_its_page(
+    experiment: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-m", "moe_lab", f"+experiment={experiment}", *SMALL, *LESS[experiment]]
+    done = subprocess.run([*command, f"store={store}"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert report(store, experiment, tmp_path / "out", monkeypatch) == 0, capsys.readouterr().err
+
+
+def test_all_experiments_of_a_store_stand_on_one_page(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(store, "all", tmp_path / "out", monkeypatch) == 0, capsys.readouterr().err
