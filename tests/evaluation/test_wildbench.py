@@ -160,6 +160,9 @@ class Counting:
         for index in fitting([len(prompt.split()) for prompt in prompts], spec, None):
             yield index, "7"
 
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        return [None] * len(answers)
+
 
 def test_conversations_that_are_too_long_count_as_nothing_written(
     published: BenchmarkConfig, at: Endpoint, tmp_path: Path
