@@ -29,6 +29,7 @@ LESS = {
 """Experiment -> the suite, and what is left out of the grid: values that show what others of their axis show."""
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not (ROOT / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"),
 ]
 
