@@ -30,6 +30,8 @@ from moe_lab.paths import conf
 def register(words: Sequence[str] = ()) -> None:
     """Tell Hydra the schema that conf/config.yaml starts from, and a choice for every criterion and allocation without
     a file, those of plugins that a command line names included. UserError for a plugin that cannot be had."""
+    # Hydra copies its sources for every group that --help lists, and all schemas with them: two thirds of the time.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
     named = OverridesParser.create().parse_overrides([word for word in words if word.startswith("plugins=")])
     offer([module for item in named if isinstance(item.value(), list) for module in cast(list[str], item.value())])
