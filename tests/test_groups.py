@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 
 from moe_lab import __main__ as command_line
-from moe_lab import grid
+from moe_lab import compose, grid
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.study import run
@@ -123,3 +125,9 @@ def test_what_hydra_keeps_to_itself_is_there() -> None:
     """`Groups` uses these; hydra-core is pinned in constraints.txt."""
     assert callable(ConfigLoaderImpl._parse_overrides_and_create_caching_repo)
     assert callable(ConfigLoaderImpl._compose_config_from_defaults_list)
+
+
+def test_the_schemas_are_not_copied_with_hydras_sources() -> None:
+    """Hydra copies its sources for every group that --help lists."""
+    compose.register()
+    assert copy.deepcopy(ConfigStore.instance()) is ConfigStore.instance()
