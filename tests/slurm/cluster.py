@@ -149,6 +149,12 @@ class Cluster:
         words = self.ask("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def minutes(self, job: str) -> int:
+        """How many whole minutes a job has run since it was started or restarted."""
+        days, _, clock = self.job(job)["RunTime"].rpartition("-")
+        hours, minutes, _ = map(int, clock.split(":"))
+        return (int(days or 0) * 24 + hours) * 60 + minutes
+
     def wait_for_the_end(self, store: Path) -> None:
         """Until the queue has no jobs of the studies in a store."""
         arrays = self.arrays(store)

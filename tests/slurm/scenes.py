@@ -95,15 +95,19 @@ class Limited:
     why: str = ""
 
     def play(self) -> Limited:
-        """The first time it is the job's real limit, brought down to the least there is; Slurm looks twice a minute."""
+        """The first time it is the job's real limit, brought down while it runs.
+
+        Slurm looks twice a minute, and a job that is past its limit when Slurm looks is killed without the signal: the
+        new limit leaves one to two minutes, however long the job took to begin.
+        """
         little, cluster = self.little, self.little.cluster
         words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
-        words += ["+resources.jobs={cost: {minutes: 2}}"]
+        words += ["+resources.jobs={cost: {minutes: 10}}"]
         little.hold("cost")
         self.first = little.submit(*words)
         job = self.first["cost"]
         little.wait_for("cost")
-        cluster.ask("scontrol", "update", f"jobid={job}", "timelimit=1")
+        cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
         little.wait_for("cost", 2)
         self.restarted = dict(cluster.job(job))
         cluster.ask("scancel", "--signal=USR2", job)
