@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, unknown
+from moe_lab.paths import shortened
 
 if TYPE_CHECKING:
     from analysis.catalogue import Material
@@ -153,7 +154,7 @@ def _run(request: Request) -> int:
     newest = studies(request.store)[0]
     study = load(request.store, request.study or newest)
     material = catalogue.Material(study)
-    out = request.out or request.store / "reports" / study.name
+    out = request.out or request.store / "reports" / shortened(study.name)
     try:
         complete = _write(request, material, out)
         if request.compare:

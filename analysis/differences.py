@@ -30,6 +30,7 @@ from analysis.sides import Sides, beside, side
 from analysis.style import Figure
 from analysis.tables import Table
 from moe_lab.errors import UserError
+from moe_lab.paths import shortened
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +148,7 @@ def _of_studies(sides: Sides) -> Changes:
         tiles=_tiles(sides, averages, kept, settings),
         chapters=_chapters(sides, averages, benchmarks, kept, settings),
         complete=not gaps and not any(sides.alone),
-        folder=sides.first.store / "reports" / f"diff_{sides.first.name}_{sides.second.name}",
+        folder=sides.first.store / "reports" / shortened(f"diff_{sides.first.name}_{sides.second.name}"),
     )
 
 

@@ -1,10 +1,13 @@
-"""Where things that ship with moe_lab are. No torch."""
+"""Where things that ship with moe_lab are, and what may be part of a path. No torch."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+from hashlib import sha256
 from pathlib import Path
 
-from moe_lab.errors import unknown
+from moe_lab.errors import UserError, unknown
 
 PREFIX = "pocket:"
 DATA = Path(__file__).parent / "pocket" / "data"
@@ -41,3 +44,34 @@ def shipped() -> dict[str, Path]:
         else:
             found.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
     return found
+
+
+NAME = re.compile(r"\w[\w.+-]*")
+LONGEST_NAME = 100
+"""Bytes of a name: folders are called by several of them, and file systems take 255 bytes."""
+
+
+def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
+    """UserError unless `name` can be part of a path wherever it is used: letters, digits and _ . + - after the first,
+    not too long, and none of `reserved`, which mean something else."""
+    size = len(name.encode("utf-8", "replace"))
+    if size > LONGEST_NAME:
+        raise UserError(
+            f"{field}={name[:40]}... has {size} bytes, and folders are called by it: expected {LONGEST_NAME} at most"
+        )
+    if name in reserved:
+        raise UserError(f"{field}={name} means something else: expected another name, such as {name}_1")
+    if not NAME.fullmatch(name):
+        close = re.sub(r"[^\w.+-]+", "_", name).strip("_.+-")
+        raise UserError(
+            f"{field}={name} cannot be called so, as folders are: expected letters, digits and _ . + - after the first"
+            f"{f', such as {close}' if close else ''}"
+        )
+
+
+def shortened(name: str, longest: int = LONGEST_NAME) -> str:
+    """`name` in at most so many bytes: what is longer ends in a digest of all of it."""
+    encoded = name.encode()
+    if len(encoded) <= longest:
+        return name
+    return f"{encoded[: longest - 9].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"

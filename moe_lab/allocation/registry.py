@@ -10,6 +10,7 @@ from moe_lab.allocation import coverage, listed, ranked, shapes, uniform
 from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
+from moe_lab.paths import check_name
 
 Granularity: TypeAlias = Literal["expert", "channel"]
 Step: TypeAlias = Literal["plan", "search", "reconstruction"]
@@ -83,6 +84,7 @@ ALLOCATIONS: dict[str, Allocation] = {
 
 def register(allocation: Allocation) -> None:
     """Make an allocation one that can be chosen. UserError when its name is taken."""
+    check_name("allocation", allocation.name, ("none",))
     if allocation.name in ALLOCATIONS:
         raise UserError(f"allocation {allocation.name} is there already: expected a new name")
     ALLOCATIONS[allocation.name] = allocation

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from moe_lab.config import GATES
 from moe_lab.criteria.layer import Array, Layer
 from moe_lab.errors import UserError, unknown
+from moe_lab.paths import check_name
 
 Need = Literal["statistics", "damage", "weights", "channel_weights", "gradients", "weight_gradients"]
 Granularity = Literal["expert", "channel"]
@@ -66,6 +67,7 @@ def criterion(
     """Register the decorated function under `name`."""
 
     def register(function: Function) -> Function:
+        check_name(f"criterion of {function.__module__}", name, ("none",))
         if name in CRITERIA:
             other = CRITERIA[name].function.__module__
             raise UserError(

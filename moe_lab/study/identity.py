@@ -9,6 +9,11 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
+from moe_lab.paths import shortened
+
+LONGEST_LABEL = 200
+"""Bytes of a label, so that what is written beside a folder, under a longer name, can be called so too."""
+
 
 def canonical(document: Any) -> str:
     """JSON text that is equal for equal documents: sorted keys, no spaces, no NaN."""
@@ -55,7 +60,7 @@ class Step:
     @cached_property
     def folder(self) -> str:
         """Path inside the store: kind, readable label, and enough of the id to be unique."""
-        return f"{self.kind}/{self.label}-{self.id[:12]}"
+        return f"{self.kind}/{shortened(self.label, LONGEST_LABEL)}-{self.id[:12]}"
 
     def document(self) -> dict[str, Any]:
         """The identity in full, as stored beside the result."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from moe_lab.evaluation import backend, suite
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.models.expected import check_expected
-from moe_lab.paths import resolve
+from moe_lab.paths import check_name, resolve
 from moe_lab.pruning import layout
 from moe_lab.pruning.export_form import SHAPES
 from moe_lab.pruning.plan import Plan
@@ -28,8 +27,8 @@ from moe_lab.study import device, resources
 from moe_lab.study.launch import visible_gpus
 from moe_lab.study.maker import evidence_of, reads_text
 
-NAME = re.compile(r"\w[\w.+-]*")
-"""What a study may be called."""
+RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
+"""Group -> names that stand for every study, or for what an unpruned model lacks."""
 ANSWERED = ("search", "instructions")
 """Texts that are of no use without answers."""
 
@@ -63,6 +62,7 @@ def _check_device(named: str) -> None:
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
+    yield from _check_names(config, cells, benchmarks)
     yield from _check_words(config)
     if config.export not in (None, *SHAPES):
         yield str(unknown("export", config.export, SHAPES))
@@ -149,12 +149,17 @@ def _check_masked(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
             yield from said(partial(layout.check_masked, folder))
 
 
+def _check_names(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
+    """Names become parts of paths, so they are looked at before anything is joined to one."""
+    yield from said(partial(check_name, "study", config.study, RESERVED["study"]))
+    for group in ("model", "criterion", "calibration", "allocation", "recovery"):
+        for name in dict.fromkeys(getattr(cell, group).name for cell in cells):
+            yield from said(partial(check_name, f"{group}.name", name, RESERVED.get(group, ())))
+    for benchmark in benchmarks:
+        yield from said(partial(check_name, "benchmark.name", benchmark.name))
+
+
 def _check_words(config: Config) -> Iterator[str]:
-    if not NAME.fullmatch(config.study):
-        yield (
-            f"study={config.study} cannot be called so, as its folder and jobs are: expected letters, digits and "
-            "_ . + - after the first"
-        )
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
 

@@ -27,8 +27,9 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     mistakes that show before anything is run; a dry run first shows what it would cost without them.
     """
     launch = launcher(config.launcher)
+    problems = preflight(config, requests)
     missing = lacking(config, requests)
-    if problems := preflight(config, requests) + ([] if config.dry_run else missing):
+    if problems := problems + ([] if config.dry_run else missing):
         raise _together("several things:", problems)
     graph = build(config, requests)
     store = Store(config.store)

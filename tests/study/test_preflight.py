@@ -1,0 +1,86 @@
+"""What is refused before anything heavy is loaded: the composed configuration, and a sentence for each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from moe_lab.compose import Groups, register, requests
+from moe_lab.config import Config
+from moe_lab.errors import UserError
+from moe_lab.grid import Request
+from moe_lab.paths import LONGEST_NAME, conf
+from moe_lab.study.graph import build
+from moe_lab.study.preflight import lacking, preflight
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composed() -> Iterator[None]:
+    """The default configuration, composed once; tests change copies of it."""
+    register()
+    with initialize_config_dir(str(conf()), version_base="1.3"):
+        COMPOSED.append(compose("config", ["suite.benchmarks=[pocket_boolq]"]))
+        yield
+        COMPOSED.clear()
+
+
+COMPOSED: list[DictConfig] = []
+
+
+def asked(*words: str, groups: Groups | None = None) -> tuple[Config, list[Request]]:
+    """What a command line of settings asks for."""
+    config = COMPOSED[0].copy()
+    for word in words:
+        key, _, value = word.partition("=")
+        OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
+    return requests(config, groups or Groups(), words)
+
+
+def problems(*words: str) -> list[str]:
+    """What is wrong with a command line."""
+    try:
+        settings, wanted = asked(*words)
+        return preflight(settings, wanted) + lacking(settings, wanted)
+    except UserError as error:
+        return [str(error)]
+
+
+NAMED = ("study", "model.name", "calibration.name", "criterion.name", "allocation.name", "recovery.name")
+
+
+@pytest.mark.parametrize("name", ["../../../evil", "a/b", ".hidden", "-x", "a b", "x" * 300, ""])
+def test_what_becomes_part_of_a_path_is_a_name(name: str) -> None:
+    found = problems(*(f"{field}='{name}'" for field in NAMED))
+    for field in NAMED:
+        assert any(one.startswith(f"{field}=") and "expected" in one for one in found), (field, found)
+
+
+@pytest.mark.parametrize(
+    "word", ["study=all", "criterion.name=none", "calibration.name=none", "allocation.name=none", "recovery.bits=4"]
+)
+def test_names_that_mean_something_else_are_refused(word: str) -> None:
+    field = "recovery.name=none" if word.startswith("recovery") else word
+    assert any(sentence.startswith(field) for sentence in problems(word))
+
+
+def test_a_benchmark_of_a_file_of_yours_is_called_by_a_name(tmp_path: Path) -> None:
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "mine.yaml").write_text(
+        "name: ../../mine\nharness: perplexity\ntask: pocket:calibration/general.jsonl\nreports: {mine: perplexity}\n"
+    )
+    settings, wanted = asked("suite.benchmarks=[mine]", groups=Groups([f"file://{tmp_path}"]))
+    assert any(sentence.startswith("benchmark.name=../../mine") for sentence in preflight(settings, wanted))
+
+
+def test_folders_of_steps_are_in_the_store_and_can_be_written_beside_however_long_names_are() -> None:
+    name = "n" * LONGEST_NAME
+    settings, wanted = asked(*(f"{field}={name}" for field in ("model.name", "calibration.name", "recovery.name")))
+    assert preflight(settings, wanted) == []
+    for step in build(settings, wanted).steps():
+        kind, folder = step.folder.split("/")
+        assert kind == step.kind and len(folder) < 240 and folder.endswith(step.id[:12])
