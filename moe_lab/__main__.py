@@ -6,6 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
+from moe_lab.errors import end_with
 from moe_lab.paths import conf
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
@@ -69,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -34,3 +37,23 @@ def said(check: Callable[[], object]) -> Iterator[str]:
         check()
     except UserError as error:
         yield str(error)
+
+
+def end_with(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command and end the process with its exit code, as a shell has it: 130 after Ctrl-C, and 141 when whoever
+    reads the output has stopped, as `head` does; neither prints a trace."""
+    try:
+        try:
+            code = main() or 0
+        except SystemExit as exit_:
+            code = exit_.code  # type: ignore[assignment]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):  # Python flushes them once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        code = 141
+    sys.exit(code)

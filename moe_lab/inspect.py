@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lab.config import Config
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, end_with
 from moe_lab.models.size import Size, size_of
 from moe_lab.paths import conf
 
@@ -188,4 +189,4 @@ def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(partial(main, sys.argv[1:]))

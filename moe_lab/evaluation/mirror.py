@@ -10,12 +10,12 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, end_with, unknown
 
 MANIFEST = "moe_lab.json"
 _COMMAND = "python -m moe_lab.evaluation.mirror"
@@ -170,4 +170,4 @@ def _data_sets() -> Mapping[str, Any]:
 if __name__ == "__main__":
     from moe_lab.evaluation.mirror_make import main
 
-    sys.exit(main(sys.argv[1:]))
+    end_with(partial(main, sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from moe_lab.errors import end_with
 from moe_lab.pocket.benchmarks import write_benchmarks
 from moe_lab.pocket.calibration import write_calibration
 from moe_lab.pocket.search import write_search
@@ -24,4 +25,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

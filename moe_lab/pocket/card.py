@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_lab.errors import end_with
 from moe_lab.pocket.recipes import RECIPES
 from moe_lab.pocket.train import DATA
 
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

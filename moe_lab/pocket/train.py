@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from moe_lab.errors import end_with
 from moe_lab.pocket.batches import Batch, batch
 from moe_lab.pocket.corpus import documents
 from moe_lab.pocket.examples import Example
@@ -189,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)
