@@ -33,8 +33,8 @@ def header(path: Path | str) -> dict[str, Any]:
     """What the sums in a file are sums of: kind, fingerprint, rows. Errors as `read`."""
     try:
         with safe_open(path, framework="np") as file:
-            found: dict[str, Any] = json.loads((file.metadata() or {}).get("moe_lab", "{}"))
-    except (OSError, SafetensorError) as error:
+            found: dict[str, Any] = dict(json.loads((file.metadata() or {}).get("moe_lab", "{}")))
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise UserError(f"statistics={path} cannot be read: {error}") from error
     schema = found.pop("schema", None)
     if schema is None or schema > SCHEMA:

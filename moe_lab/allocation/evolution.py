@@ -122,7 +122,7 @@ def evolve(
             "allocation.parameters.filter, or proposals=1"
         )
     search = identity(problem, settings, fingerprint)
-    state = load(checkpoint, search) if checkpoint and checkpoint.exists() else begin(settings.seed)
+    state = (load(checkpoint, search) if checkpoint else None) or begin(settings.seed)
     while state.generations < settings.generations and len(state.known) < space.size:
         made = _children(space, settings, state) if state.generations else _first(space, settings, state)
         _judge(made, settings, state, evaluate, screen if settings.proposals > 1 and state.generations else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,8 +14,10 @@ from numpy.random import PCG64, Generator
 from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.allocation.evolution_space import Problem, Schedule
 from moe_lab.errors import UserError
+from moe_lab.json_files import Number, read_json
 
-_PARTS = {"search", "generations", "random", "history"}
+_ROW = {"schedule": [int], "evaluated": bool, "fitness": Number | None}
+_SHAPE = {"search": dict, "generations": int, "random": dict, "history": [_ROW]}
 
 
 @dataclass
@@ -60,28 +63,27 @@ def save(path: Path, search: Mapping[str, Any], state: State) -> None:
     beside.replace(path)
 
 
-def load(path: Path, search: Mapping[str, Any]) -> State:
-    """The state that `save` wrote. UserError when the file is of a search with other settings, problem or data
-    (naming what differs), or damaged."""
+def load(path: Path, search: Mapping[str, Any]) -> State | None:
+    """The state that `save` wrote; None when there is none, or it is damaged, which is set aside and printed. UserError
+    when the file is of a search with other settings, problem or data (naming what differs)."""
     try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise _damaged(path) from error
-    if not isinstance(document, dict) or set(document) != _PARTS:
-        raise _damaged(path)
+        document = read_json(path, _SHAPE)
+        state = State(Generator(PCG64()), document["generations"], document["history"])
+        state.random.bit_generator.state = document["random"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):  # of a wrong document, or of a wrong state of the random numbers
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:6]}.damaged")
+        path.rename(aside)
+        print(f"{path} is damaged: moved to {aside}, and the search begins again", flush=True)
+        return None
     for name, old, new in _differences(document["search"], search):
         raise UserError(
             f"{path} is of a search with {name}={_shown(old)}, not {_shown(new)}: go on with the old value, or remove "
             "the file to begin again"
         )
-    state = State(Generator(PCG64()), document["generations"], document["history"])
-    state.random.bit_generator.state = document["random"]
     state.known = {tuple(row["schedule"]): row["fitness"] for row in state.history if row["evaluated"]}
     return state
-
-
-def _damaged(path: Path) -> UserError:
-    return UserError(f"{path} is not the checkpoint of a search: remove it to begin again")
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from moe_lab.errors import UserError
+from moe_lab.json_files import fits
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
@@ -150,12 +152,11 @@ def _digest(prompt: str) -> str:
 def _saved(partial: Path) -> Iterator[tuple[str, str]]:
     if not partial.exists():
         return
-    for line in partial.read_text(encoding="utf-8").splitlines():
-        try:
-            name, text = json.loads(line)
-        except ValueError:
-            continue
-        yield name, text
+    for line in partial.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            found = json.loads(line)
+            if fits(found, (str, str)):
+                yield found[0], found[1]
 
 
 def write(answers: Sequence[Answer], file: Path) -> None:

@@ -51,7 +51,7 @@ def load(
             if found["about"] != json.loads(json.dumps(about)):
                 return []
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError):
+    except (FileNotFoundError, SafetensorError, ValueError, KeyError, TypeError):
         return []
     with torch.no_grad():
         for name, parameter in parameters.items():

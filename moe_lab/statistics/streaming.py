@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from moe_lab.json_files import Damaged, read_json
 from moe_lab.models.decoder import run, stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.backward import differentiable, loss_gradient
@@ -176,7 +177,9 @@ class _Work:
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self.about = folder / "streamed", json.loads(json.dumps(about))
         self.list = self.folder / "finished.json"
-        content = json.loads(self.list.read_text()) if self.list.exists() else {}
+        content: dict[str, Any] = {}
+        with suppress(FileNotFoundError, Damaged):  # what cannot be read is computed again
+            content = read_json(self.list, {"about": dict, "finished": [(str, int)]})
         if content.get("about") != self.about:
             shutil.rmtree(self.folder, ignore_errors=True)
             content = {}

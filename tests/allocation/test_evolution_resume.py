@@ -115,8 +115,15 @@ def test_going_on_with_something_else_is_refused(
         search(Judge(), tmp_path / "search.json", settings, **changes)
 
 
-@pytest.mark.parametrize("text", ['{"search": {}, "gener', "[]", "{}", ""])
-def test_a_damaged_checkpoint_is_said_to_be_one(tmp_path: Path, text: str) -> None:
+RANDOM = {"bit_generator": "PCG64", "state": {"state": "x"}}
+WRONG = json.dumps({"search": {}, "generations": 1, "random": RANDOM, "history": []})
+
+
+@pytest.mark.parametrize("text", ['{"search": {}, "gener', "[]", "{}", "", WRONG])
+def test_a_damaged_checkpoint_is_set_aside_and_the_search_begins_again(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "search.json").write_text(text)
-    with pytest.raises(UserError, match=r"search.json is not the checkpoint of a search: remove it"):
-        search(Judge(), tmp_path / "search.json")
+    assert search(Judge(), tmp_path / "search.json") == search(Judge(), None)
+    (aside,) = tmp_path.glob("search.json.*.damaged")
+    assert aside.read_text() == text and aside.name in capsys.readouterr().out

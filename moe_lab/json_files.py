@@ -1,0 +1,55 @@
+"""JSON documents in files: written whole or not at all, and read with their shape checked."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Number = int | float
+
+
+class Damaged(ValueError):
+    """A file that is there and does not hold the document that it should."""
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write `document` so that a reader sees all of it or nothing."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    beside.replace(path)
+
+
+def read_json(path: Path, shape: Any) -> Any:
+    """The document in a file. FileNotFoundError where there is none, Damaged where it is not of `shape`; see `fits`."""
+    try:
+        document = json.loads(path.read_text())
+    except NotADirectoryError:
+        raise FileNotFoundError(path) from None
+    except (IsADirectoryError, ValueError, RecursionError):  # ValueError: no JSON, or no text
+        raise Damaged(f"{path} is damaged") from None
+    if not fits(document, shape):
+        raise Damaged(f"{path} is damaged")
+    return document
+
+
+def fits(document: Any, shape: Any) -> bool:
+    """Whether a JSON document has a shape.
+
+    {"a": int, "b": str | None}: an object with these keys at least, and possibly without b; {str: int}: an object of
+    any keys; [int]: a list of any length; (int, str): a list of two. True and False are no numbers.
+    """
+    if isinstance(shape, Mapping):
+        if not isinstance(document, dict):
+            return False
+        if str in shape:
+            return all(fits(value, shape[str]) for value in document.values())
+        return all(fits(document.get(key), inner) for key, inner in shape.items())
+    if isinstance(shape, list):
+        return isinstance(document, list) and all(fits(item, shape[0]) for item in document)
+    if isinstance(shape, tuple):
+        alike = isinstance(document, list) and len(document) == len(shape)
+        return alike and all(fits(item, inner) for item, inner in zip(document, shape, strict=True))
+    return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
