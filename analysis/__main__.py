@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, end_with, unknown
 from moe_lab.paths import shortened
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ diff   what changed from A to B: two studies of the store, two stores (or STORE:
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 COMPARE = "--compare"
 OPTIONS = ("store", "study", "out", "compare")
 
@@ -104,7 +106,8 @@ def _diff(request: Request) -> int:
 
 
 def _unwritable(out: Path, error: OSError) -> UserError:
-    return UserError(f"out={out} cannot be written ({error.strerror}): name a folder you own")
+    way = "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
+    return UserError(f"out={out} cannot be written ({error.strerror}): {way}")
 
 
 def _compare(request: Request, material: Material, out: Path) -> bool:
@@ -197,4 +200,4 @@ def _write(request: Request, material: Material, out: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(partial(main, sys.argv[1:]))

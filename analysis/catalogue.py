@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -42,6 +43,7 @@ from analysis.style import Figure
 from analysis.winners import winner_map
 
 T = TypeVar("T")
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 FAILED = "failed"
 """Folder beside the tables and figures: NAME.log has the traceback of what could not be made."""
 
@@ -55,11 +57,14 @@ class Material:
         """What was attempted -> why it failed, if it did."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """What `make` gives. Where it raises: None, and a gap with the name and the reason."""
+        """What `make` gives. Where it raises: None, and a gap with the name and the reason. A disk that takes nothing
+        is no matter of one output, and is raised."""
         self.attempted.setdefault(name, None)
         try:
             return make()
-        except Exception as error:  # noqa: BLE001 - a bug in one output must not take the others with it
+        except Exception as error:  # a bug in one output must not take the others with it
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                raise
             self.attempted[name] = error
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.study.reader.gap(f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name)

@@ -9,6 +9,8 @@ from typing import Any
 
 from analysis.reader import SCHEMA
 from moe_lab.errors import UserError, unknown
+from moe_lab.json_files import Damaged, read_json
+from moe_lab.results import STUDY_SHAPE
 
 EVERY = "all"
 """Stands for every study of a store, unless one is called so."""
@@ -63,19 +65,18 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
 def _read(store: Path, name: str) -> dict[str, Any]:
     path = store / "studies" / f"{name}.json"
     try:
-        record = json.loads(path.read_bytes())
-        schema = int(record["schema"])
-        if not record["cells"]:
-            raise UserError(f"study={name} has no cells: {path}")
-    except (ValueError, KeyError, TypeError):
+        record: dict[str, Any] = read_json(path, STUDY_SHAPE)
+    except (Damaged, OSError):
         raise UserError(
             f"study={name} cannot be read: {path} is damaged, run the study again to write it anew"
         ) from None
-    if schema > SCHEMA:
+    if record["schema"] > SCHEMA:
         raise UserError(
-            f"study={name} has schema {schema}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
+            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
         )
-    return dict(record)
+    if not record["cells"]:
+        raise UserError(f"study={name} has no cells: {path}")
+    return record
 
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:

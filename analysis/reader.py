@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from moe_lab.json_files import read_json
 
 SCHEMA = 1
 """The newest layout this code reads."""
@@ -71,7 +74,7 @@ class Reader:
         except FileNotFoundError:
             self._unreadable(f"{file} is missing", folder)
             return None
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError):
             self._unreadable(f"{file} is damaged", folder)
             return None
         if not isinstance(document, dict):
@@ -105,10 +108,11 @@ class Reader:
         return content
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256; {} for a folder without a manifest."""
+        """File of a step -> sha256; {} for a folder without a manifest. Damaged, a ValueError, for one that is none."""
         if folder not in self._published:
-            manifest = folder / "manifest.json"
-            files = json.loads(manifest.read_bytes())["files"] if manifest.exists() else {}
+            files: dict[str, dict[str, str]] = {}
+            with contextlib.suppress(FileNotFoundError):
+                files = read_json(folder / "manifest.json", {"files": {str: {"sha256": str}}})["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 

@@ -43,14 +43,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = fill(Store(folder), words.gib, words.steps)
+        steps = fill(Store(folder).create(), words.gib, words.steps)
 
         def compare() -> None:
-            store = Store(folder)
+            store = Store(folder).create()
             assert all(store.done(step) for step in steps)
 
         def hash_all() -> None:
-            store = Store(folder)
+            store = Store(folder).create()
             assert not any(damaged(store.path(step)) for step in steps)
 
         pairs = [(seconds(compare), seconds(hash_all)) for _ in range(words.pairs)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, cast
 
 from hydra._internal.defaults_list import create_defaults_list
@@ -27,12 +29,23 @@ from moe_lab.errors import UserError, nearest, unknown
 from moe_lab.paths import conf
 
 
+@cache
+def _folder_of_nothing() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="moe_lab_")
+
+
+def _sweeps(store: str, dry_run: bool) -> str:
+    """Where Hydra notes a multirun: in the store, and of a dry run, which leaves nothing, until the process ends."""
+    return _folder_of_nothing().name if dry_run or not store else f"{store}/hydra"
+
+
 def register(words: Sequence[str] = ()) -> None:
     """Tell Hydra the schema that conf/config.yaml starts from, and a choice for every criterion and allocation without
     a file, those of plugins that a command line names included. UserError for a plugin that cannot be had."""
     # Hydra copies its sources for every group that --help lists, and all schemas with them: two thirds of the time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
+    OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
     named = OverridesParser.create().parse_overrides([word for word in words if word.startswith("plugins=")])
     offer([module for item in named if isinstance(item.value(), list) for module in cast(list[str], item.value())])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
+from moe_lab.json_files import Number
+
 SCHEMA = 1
 """Version of both files; a reader refuses a higher one."""
 
@@ -56,3 +58,21 @@ class ResultFile(TypedDict):
     """How it was measured: harness, data digest, limits, sandbox, one rendered prompt."""
     versions: dict[str, str]
     """Versions of the libraries that asked and graded."""
+
+
+_NAME = str | None
+STUDY_SHAPE = {
+    "schema": int,
+    "created": Number,
+    "cells": [
+        {
+            "cell": {"model": _NAME, "criterion": _NAME, "calibration": _NAME, "ratio": Number | None},
+            "evaluate": {str: str | None},
+            "errors": dict | None,
+        }
+    ],
+    "families": dict | None,
+    "damages": dict | None,
+    "convergences": dict | None,
+}
+"""studies/NAME.json of a store, as `json_files.fits` has it: the cells of a study, and where their results are."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, end_with, unknown
 from moe_lab.study.ask import cancel, logs, status, verify, why
+from moe_lab.study.progress import say_notices
+from moe_lab.study.runs import last_about, studies
 from moe_lab.study.state import StepState, StudyState, study_state
 from moe_lab.study.store import Store
 
@@ -29,12 +30,14 @@ def main() -> int:
     parser.add_argument("store", nargs="?", default="store=store", help="store=FOLDER, as for python -m moe_lab")
     words = parser.parse_args()
     try:
-        folder = Path(words.store.removeprefix("store="))
-        if not (folder / "store.json").exists():
-            raise UserError(f"store={folder} is no store: name the folder the study was run with")
-        store = Store(folder)
-        study, state, steps = find(store, words.name)
-        return COMMANDS[words.command](store, study, state, steps) or 0
+        store = Store(words.store.removeprefix("store="))
+        if not store.is_there():
+            raise UserError(f"store={store.root} is no store: name the folder the study was run with")
+        with store.errors_as_sentences():
+            study, state, steps = find(store, words.name)
+            code = COMMANDS[words.command](store, study, state, steps) or 0
+        say_notices(store)
+        return code
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
@@ -42,11 +45,13 @@ def main() -> int:
 
 def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
     """The study of that name with all its steps, or the steps of that name and the study they are in."""
-    known = sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir())
+    known = studies(store)
     if name in known:
         state = study_state(store, name)
         return name, state, list(state.steps.values())
     for study in known:
+        if last_about(store, study) is None:  # damaged: the study's own name gets a sentence on it
+            continue
         state = study_state(store, study)
         found = [step for step in state.steps.values() if name in step.name or step.id.startswith(name)]
         if found:
@@ -55,4 +60,4 @@ def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
+from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.study.logs import job_log, step_log
 from moe_lab.study.runs import RECORD
 from moe_lab.study.slurm import scheduler
@@ -135,7 +136,10 @@ def _jobs(state: StudyState) -> list[str]:
 def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float | None:
     done = [step for step in steps if step.kind == kind and step.state == "done"][:SAMPLE]
     files = [store.place(step.name, step.id) / "provenance.json" for step in done]
-    found = [json.loads(file.read_text())["seconds"] for file in files if file.exists()]
+    found = []
+    for file in files:
+        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, says so
+            found.append(read_json(file, {"seconds": Number})["seconds"])
     return fmean(found) if found else None
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moe_lab import plugins
 from moe_lab.config import Config
+from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.start import command
 from moe_lab.study import record
 from moe_lab.study.graph import Graph
-from moe_lab.study.progress import say
+from moe_lab.study.progress import say, say_notices
 from moe_lab.study.schedule import Schedule
-from moe_lab.study.store import Store
+from moe_lab.study.store import NO_ROOM, Store
 
 NAMED = 8
 """Exports that are named one by one."""
@@ -32,6 +32,8 @@ class Study:
     store: Store
     add: bool
     """Whether its cells are added to those recorded under its name."""
+    before: float | None = None
+    """What `record.created` gave when it was started."""
 
 
 def finish(study: Study, schedule: Schedule) -> int:
@@ -40,11 +42,16 @@ def finish(study: Study, schedule: Schedule) -> int:
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake.
     """
     plugins.load(study.config.plugins)  # the last job of a cluster is a process of its own
+    study.store.check_there()
     errors = {name: error.document for name, error in schedule.failed.items()}
-    record.write(study.store, study.config, study.graph, errors, add=study.add)
+    another = record.write(study.store, study.config, study.graph, errors, add=study.add, before=study.before)
+    say_notices(study.store)
+    if another:
+        say(f"moe_lab: {another}")
     _complain(schedule, study.store)
     _name_exports(study, schedule)
-    code = _report(study.config, study.store) if study.config.report else 0
+    full = any(error["message"] == NO_ROOM for error in errors.values())
+    code = _report(study.config, study.store) if study.config.report and not full else 0
     if schedule.failed:
         return 2 if all(error.document.get("user") for error in schedule.failed.values()) else 1
     return code
@@ -65,8 +72,9 @@ def _name_exports(study: Study, schedule: Schedule) -> None:
     steps = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
     written = [study.store.path(step) for name, step in steps.items() if name in schedule.finished]
     for folder in written[:NAMED]:
-        file = folder / "verified.json"
-        difference = json.loads(file.read_text())["difference"] if file.exists() else None
+        difference = None
+        with suppress(FileNotFoundError, Damaged):  # verified or not, the checkpoint is there
+            difference = read_json(folder / "verified.json", {"difference": Number | None})["difference"]
         say(f"export: {(folder / 'checkpoint').absolute()}{_compared(difference)}")
     if len(written) > NAMED:
         say(f"and {len(written) - NAMED} more, in {(study.store.root / 'export').absolute()}")
@@ -81,25 +89,43 @@ def _compared(difference: float | None) -> str:
 
 
 def _report(config: Config, store: Store) -> int:
-    """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date."""
+    """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date. One at a
+    time: two runs of a study write to the same folder."""
     page = record.report_folder(store, config.study) / "report.html"
-    if not record.report_is_current(store, config.study):
-        start = time.monotonic()
-        about = f"store={store.root}", f"study={config.study}", f"out={page.parent}"
-        done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
-        if not done.stdout.strip():  # it prints where the page is
-            say(f"moe_lab: the report failed: {done.stderr.strip()[-2000:]}", style="red")
+    with store.lock(store.root / "locks" / f"report-{config.study}.lock"):
+        if not record.report_is_current(store, config.study) and not _make_report(config, store, page):
             return 1
-        _track(config, store, page.parent)
-        say(f"report written in {time.monotonic() - start:.0f} s")
-        say(f"report: {page.absolute()}")
-        if failed := sorted(log.stem for log in (page.parent / "failed").glob("*.log")):
-            say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {page.parent / 'failed'}", style="red")
-            return 1
-        record.mark_report(store, config.study)
-        return 0
     say(f"report: {page.absolute()}")
     return 0
+
+
+def _make_report(config: Config, store: Store, page: Path) -> bool:
+    """Whether the report was made whole."""
+    start, made_from = time.monotonic(), record.fingerprint(store, config.study)
+    about = f"store={store.root}", f"study={config.study}", f"out={page.parent}"
+    done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
+    if not done.stdout.strip():  # it prints where the page is
+        _say_failed(done, store.root / "logs" / f"report-{config.study}.log")
+        return False
+    _track(config, store, page.parent)
+    say(f"report written in {time.monotonic() - start:.0f} s")
+    if failed := sorted(log.stem for log in (page.parent / "failed").glob("*.log")):
+        say(f"report: {page.absolute()}")
+        say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {page.parent / 'failed'}", style="red")
+        return False
+    record.mark_report(store, config.study, made_from)
+    return True
+
+
+def _say_failed(done: subprocess.CompletedProcess[str], log: Path) -> None:
+    """Say in a sentence why there is no report; a trace goes into `log`."""
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    more = ""
+    if len(said) > 1:
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(done.stderr)
+        more = f" (all that it said is in {log})"
+    say(f"moe_lab: the report failed: {said[-1].removeprefix('analysis: ')}{more}", style="red")
 
 
 def _track(config: Config, store: Store, folder: Path) -> None:
@@ -109,5 +135,5 @@ def _track(config: Config, store: Store, folder: Path) -> None:
 
     tables: dict[str, Path] = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
     figures: list[Path] = sorted(folder.rglob("*.png"))
-    study: dict[str, Any] = record.read(store, config.study)
-    log_study(config.tracker, study, tables, figures)
+    if study := record.read(store, config.study):
+        log_study(config.tracker, study, tables, figures)

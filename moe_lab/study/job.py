@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import subprocess
 import traceback
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from typing import Any
 
 import moe_lab
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.json_files import Damaged, read_json
 from moe_lab.study.identity import Step, digest
-from moe_lab.study.store import Store
+from moe_lab.study.store import FULL, NO_ROOM, Store
 
-TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM}
+TRANSIENT = {*FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
 """Errors of the machine, not of the work: a rerun simply tries again."""
 
 
@@ -63,8 +63,8 @@ def error_document(error: BaseException) -> dict[str, Any]:
     )
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text, transient = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})", True
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text = "the disk of the store is full: make room and start the same command again, what is finished is kept"
+    if isinstance(error, OSError) and error.errno in FULL:
+        text = NO_ROOM
     return {
         "message": text,
         "type": type(error).__name__,
@@ -83,8 +83,8 @@ NOTED = "code_state.json"
 def code_state() -> dict[str, Any]:
     """Version of moe_lab; in a checkout also the commit and a digest of what was edited since."""
     noted = Path(moe_lab.__file__).parent / NOTED
-    if noted.exists():
-        copied: dict[str, Any] = json.loads(noted.read_text())
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        copied: dict[str, Any] = read_json(noted, {"version": str})
         return copied
     state: dict[str, Any] = {"version": moe_lab.__version__}
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # installed, not a checkout

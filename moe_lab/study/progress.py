@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from moe_lab.study.schedule import Schedule
+from moe_lab.study.store import Store
 
 LINE_EVERY = 60.0
 """Seconds between two lines when nobody watches."""
@@ -22,6 +23,12 @@ console = Console(stderr=True, highlight=False)
 def say(sentence: str, style: str | None = None) -> None:
     """A sentence for the user, on standard error, as it is."""
     console.print(sentence, markup=False, soft_wrap=True, style=style)
+
+
+def say_notices(store: Store) -> None:
+    """Say what of the store was set aside since this was last called."""
+    while store.notices:
+        say(f"moe_lab: {store.notices.pop(0)}")
 
 
 @contextlib.contextmanager

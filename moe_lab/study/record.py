@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 import moe_lab
 from moe_lab import criteria
 from moe_lab.config import AllocationConfig, Config
+from moe_lab.json_files import write_json
+from moe_lab.results import STUDY_SHAPE
 from moe_lab.study.graph import CellSteps, Graph
-from moe_lab.study.identity import Step, digest
-from moe_lab.study.store import Store, write_json
+from moe_lab.study.identity import Step, canonical, digest
+from moe_lab.study.store import Store
 
 SCHEMA = 1
 
@@ -25,10 +24,26 @@ def _path(store: Store, study: str) -> Path:
     return store.root / "studies" / f"{study}.json"
 
 
-def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mapping[str, Any]], *, add: bool) -> None:
+def created(store: Store, study: str) -> float | None:
+    """When the record that is there was written: what tells a later run that another one has written since."""
+    found: float | None = (read(store, study) or {}).get("created")
+    return found
+
+
+def write(
+    store: Store,
+    config: Config,
+    graph: Graph,
+    failed: Mapping[str, Mapping[str, Any]],
+    *,
+    add: bool,
+    before: float | None = None,
+) -> str:
     """Write studies/<study>.json: every cell with the folders of its steps; failed ones with their sentence.
 
-    `add` keeps the cells that are there already, for the jobs of a multirun, each of which knows only its own.
+    `before`: what `created` gave when this run began. What another run of the study has written since is kept beside
+    this one's, and so it is with `add`, for the jobs of a multirun, each of which knows only its own cells. Gives a
+    sentence on another run's cells, or "".
     """
 
     def place(step: Step | None) -> str | None:
@@ -70,23 +85,58 @@ def write(store: Store, config: Config, graph: Graph, failed: Mapping[str, Mappi
         "channel_convergences": {name: place(step) for name, step in graph.channel_convergences.items()},
     }
     path = _path(store, config.study)
-    path.parent.mkdir(exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if add and path.exists():
-            document = _joined(read(store, config.study), document)
-        write_json(path, document)
+    with store.lock(path.with_suffix(".lock")):
+        old = read(store, config.study)
+        if old is None or not (add or old["created"] != before):
+            write_json(path, document)
+            return ""
+        joined, unlike = _joined(old, document)
+        write_json(path, joined)
+    return "" if add else _about_another(config.study, len(joined["cells"]) - len(cells), unlike)
 
 
-def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The new document with the cells, families, damages and convergences only the old one has."""
-    named = [cell["cell"] for cell in new["cells"]]
-    return {
-        **new,
-        "cells": [cell for cell in old["cells"] if cell["cell"] not in named] + new["cells"],
-        "families": {**old["families"], **new["families"]},
-        "damages": {**old["damages"], **new["damages"]},
-        **{name: {**old.get(name, {}), **new[name]} for name in ("convergences", "channel_convergences")},
-    }
+def _about_another(study: str, more: int, unlike: int) -> str:
+    if unlike:
+        return (
+            f"study={study}: another run of it has ended meanwhile, and {unlike} of its cells are called as cells of "
+            "this run and have other settings: the record has those of this run; give one of the runs another study="
+        )
+    return f"study={study}: another run of it has ended meanwhile: its {more} other cells are kept" if more else ""
+
+
+def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The new document with the cells, benchmarks, families, damages and convergences only the old one has; and how
+    many cells have the same name in both and other results."""
+    cells = {canonical(cell["cell"]): cell for cell in new["cells"]}
+    others, unlike = [], 0
+    for cell in old["cells"]:
+        name = canonical(cell["cell"])
+        if name not in cells:
+            others.append(cell)
+        elif _alike(cell, cells[name]):
+            cells[name] = _with_benchmarks(cell, cells[name])
+        else:
+            unlike += 1
+    figures = ("families", "damages", "convergences", "channel_convergences")
+    kept = {name: {**(old.get(name) or {}), **new[name]} for name in figures}
+    return {**new, "cells": others + list(cells.values()), **kept}, unlike
+
+
+def _alike(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two entries of one cell nowhere name different steps; a step's folder ends in its id."""
+    places = [(old.get(name), new[name]) for name in new if name not in ("cell", "protocol", "evaluate", "errors")]
+    places += [(old["evaluate"].get(name), place) for name, place in new["evaluate"].items()]
+    return all(one is None or other is None or one[-12:] == other[-12:] for one, other in places)
+
+
+def _with_benchmarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The new entry of a cell with what only the old one has."""
+    places = {name: place if place is not None else old.get(name) for name, place in new.items()}
+    benchmarks = dict.fromkeys([*old["evaluate"], *new["evaluate"]])
+    evaluate = {name: new["evaluate"].get(name) or old["evaluate"].get(name) for name in benchmarks}
+    errors = {**(old.get("errors") or {}), **new["errors"]}
+    still = {name: error for name, error in errors.items() if {**places, **evaluate}.get(name) is None}
+    return {**places, "evaluate": evaluate, "errors": still}
 
 
 def _models(graph: Graph) -> dict[tuple[str, str], str]:
@@ -129,10 +179,10 @@ def _differing(allocation: AllocationConfig) -> dict[str, Any]:
     return {**own, **allocation.parameters}
 
 
-def read(store: Store, study: str) -> dict[str, Any]:
-    """The study as written."""
-    document: dict[str, Any] = json.loads(_path(store, study).read_text())
-    return document
+def read(store: Store, study: str) -> dict[str, Any] | None:
+    """The study as written; None where it was not, or where that is damaged."""
+    found: dict[str, Any] | None = store.read(_path(store, study), STUDY_SHAPE, "written again when the study ends")
+    return found
 
 
 def report_folder(store: Store, study: str) -> Path:
@@ -140,15 +190,16 @@ def report_folder(store: Store, study: str) -> Path:
     return store.root / "reports" / study
 
 
-def _fingerprint(store: Store, study: str) -> str:
-    return digest({key: value for key, value in read(store, study).items() if key not in ("created", "config")})
+def fingerprint(store: Store, study: str) -> str:
+    """What a report made from the record as it is now is made from."""
+    return digest({key: value for key, value in (read(store, study) or {}).items() if key not in ("created", "config")})
 
 
 def report_is_current(store: Store, study: str) -> bool:
     """Whether the report there is shows exactly these cells, made by this version."""
     folder = report_folder(store, study)
     mark = folder / ".made_from"
-    return (folder / "report.html").exists() and mark.exists() and mark.read_text() == _fingerprint(store, study)
+    return (folder / "report.html").is_file() and mark.is_file() and mark.read_text() == fingerprint(store, study)
 
 
 def outdate_reports(store: Store) -> None:
@@ -157,6 +208,6 @@ def outdate_reports(store: Store) -> None:
         mark.unlink(missing_ok=True)
 
 
-def mark_report(store: Store, study: str) -> None:
-    """Remember what the report was made from."""
-    (report_folder(store, study) / ".made_from").write_text(_fingerprint(store, study))
+def mark_report(store: Store, study: str, made_from: str) -> None:
+    """Remember what the report was made from, as `fingerprint` gave it before."""
+    (report_folder(store, study) / ".made_from").write_text(made_from)

@@ -14,8 +14,8 @@ from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import lacking, preflight
-from moe_lab.study.progress import say
-from moe_lab.study.runs import begin
+from moe_lab.study.progress import say, say_notices
+from moe_lab.study.runs import begin, last_about
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
 
@@ -26,19 +26,26 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
     mistakes that show before anything is run; a dry run first shows what it would cost without them.
     """
-    launch = launcher(config.launcher)
+    launcher(config.launcher)
     problems = preflight(config, requests)
     missing = lacking(config, requests)
     if problems := problems + ([] if config.dry_run else missing):
         raise _together("several things:", problems)
     graph = build(config, requests)
     store = Store(config.store)
+    with store.errors_as_sentences():
+        return _run(config, graph, store, missing, add=add)
+
+
+def _run(config: Config, graph: Graph, store: Store, missing: list[str], *, add: bool) -> int:
+    """Look at what there is, and run the rest. `missing`: what this machine lacks for it."""
+    if not config.dry_run:
+        store.create()
     steps = graph.steps()
     done = {step.id for step in steps if store.done(step)}
-    for notice in store.notices:
-        say(f"moe_lab: {notice}")
-    if store.notices:
+    if store.notices and not config.dry_run:
         record.outdate_reports(store)
+    say_notices(store)
     say(_summary(config, graph, steps, done))
     undone = [step for step in steps if step.id not in done]
     full = room.lacking(config.store, undone)
@@ -55,9 +62,12 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
         raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
-    study = Study(config, graph, store, add)
-    if schedule.waiting and not launch(schedule, study, begin(store, config.study, steps)):
-        return 0
+    study = Study(config, graph, store, add, record.created(store, config.study))
+    say_notices(store)
+    if schedule.waiting or last_about(store, config.study) is None:
+        begun = begin(store, config.study, steps)
+        if schedule.waiting and not launcher(config.launcher)(schedule, study, begun):
+            return 0
     return finish(study, schedule)
 
 

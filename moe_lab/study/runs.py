@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -10,10 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_lab.json_files import Number, write_json
 from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state, edits
-from moe_lab.study.store import Store, write_json
+from moe_lab.study.store import Store
 
+RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
+JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str]}]
 RECORD = "record"
 """Kind of the last job of a submission, which writes the record and the report."""
 
@@ -34,14 +36,17 @@ class Submitted:
 class Run:
     """One run: a folder in the store."""
 
+    store: Store
     folder: Path
 
     @property
     def jobs(self) -> list[Submitted]:
         """The jobs, in the order they were submitted in, inputs first."""
-        path = self.folder / "jobs.json"
-        rows = json.loads(path.read_text()) if path.exists() else []
-        return [Submitted(**{**row, "steps": tuple(row["steps"]), "after": tuple(row["after"])}) for row in rows]
+        rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
+        return [
+            Submitted(row["id"], row["array"], row["name"], row["kind"], tuple(row["steps"]), tuple(row["after"]))
+            for row in rows
+        ]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Write further jobs down."""
@@ -58,10 +63,11 @@ class Run:
         return self.folder / "code"
 
     @property
-    def about(self) -> dict[str, Any]:
-        """When, by which code, and all steps of the study, done ones too: id, folder, ids of inputs."""
-        document: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
-        return document
+    def about(self) -> dict[str, Any] | None:
+        """When it began, and all steps of the study, done ones too: id, folder, ids of inputs, which come first. None
+        where it was not written down, or is damaged."""
+        found: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
+        return found
 
 
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
@@ -74,17 +80,22 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
     write_json(folder / "run.json", {"study": study, "time": time.time(), "code": code_state(), "steps": rows})
     if changes := edits():
         (folder / "edits.diff").write_text(changes)
-    return Run(folder)
+    return Run(store, folder)
 
 
 def runs(store: Store, study: str) -> list[Run]:
     """All runs of the study, the oldest first."""
-    return [Run(path.parent) for path in sorted(_folder(store, study).glob("*/run.json"))]
+    return [Run(store, path) for path in sorted(_folder(store, study).glob("*")) if path.is_dir()]
+
+
+def last_about(store: Store, study: str) -> dict[str, Any] | None:
+    """What the newest run of the study says that it is about; None where no run does."""
+    return next((about for run in reversed(runs(store, study)) if (about := run.about)), None)
 
 
 def studies(store: Store) -> list[str]:
     """Names of the studies that were ever run."""
-    return sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir())
+    return sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir() and any(path.iterdir()))
 
 
 def _folder(store: Store, study: str) -> Path:

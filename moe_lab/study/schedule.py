@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_lab.study.identity import Step
 from moe_lab.study.job import error_document
-from moe_lab.study.store import Busy, Store
+from moe_lab.study.store import Busy, Gone, Store
 
 POLL = 0.5
 """Seconds between two looks at a step that another run is working on."""
@@ -105,10 +105,12 @@ def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None])
         except Busy:
             schedule.postpone(step)
         except StepError as error:
+            if removed := [] if error.transient else [each for each in step.inputs.values() if not store.done(each)]:
+                error = _not_as_published(removed[0])
             if not error.transient:
                 store.fail(step, error.document)
             schedule.fail(step, error)
-        except OSError as error:
+        except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         else:
             schedule.finish(step)
@@ -118,8 +120,9 @@ def _check_inputs(step: Step, store: Store) -> None:
     """StepError when what the step is about to read is no longer what was published."""
     for needed in step.inputs.values():
         if not store.readable(needed):
-            message = (
-                f"{needed.folder} was damaged after it was finished, and is set aside: start the study again, and it "
-                "is made anew"
-            )
-            raise StepError({"message": message, "transient": True, "user": True})
+            raise _not_as_published(needed)
+
+
+def _not_as_published(step: Step) -> StepError:
+    message = f"{step.folder} was removed or damaged after it was finished: start the study again, and it is made anew"
+    return StepError({"message": message, "transient": True, "user": True})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moe_lab.errors import UserError
-from moe_lab.study.runs import Run, Submitted, runs
+from moe_lab.study.runs import Run, Submitted, last_about, runs
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store
@@ -57,14 +57,16 @@ def study_state(store: Store, study: str) -> StudyState:
         for step in job.steps:
             if last_job.get(step) not in queue:
                 last_job[step] = job.id
-    about = all_runs[-1].about
+    if (about := last_about(store, study)) is None:
+        raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
     steps: dict[str, StepState] = {}
     busy = {kind: store.being_done(kind) for kind in {name.partition("/")[0] for _, name, _ in about["steps"]}}
     for step, name, needs in about["steps"]:
         since = busy[name.partition("/")[0]].get(step[:12])
         own = last_job.get(step)
-        state = _state(store, step, name, since, queue.get(own or ""), (steps[needed] for needed in needs))
-        steps[step] = StepState(step, name, state, tuple(needs), own, since)
+        inputs = [steps[needed] for needed in needs if needed in steps]
+        state = _state(store, step, name, since, queue.get(own or ""), inputs)
+        steps[step] = StepState(step, name, state, tuple(needed.id for needed in inputs), own, since)
     return StudyState(about["time"], steps, jobs, queue, of_run, silence)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
+import fcntl
 import os
 import shutil
 import time
@@ -15,10 +16,14 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.study.identity import Step
 
 SCHEMA = 1
+MARKER = "store.json"
+IDENTITY = "step.json"
+"""In the folder of a finished step: what it is the result of."""
 MANIFEST = "manifest.json"
 """In the folder of a finished step: size and sha256 of each file, and the modification time all of them were given.
 
@@ -26,52 +31,117 @@ Hashing takes most of a second per GiB, so a start compares sizes and times. The
 step was published: clocks and copies that keep seconds keep it, and whoever writes to a file afterwards, be it within
 the same tick of a coarse clock, changes it.
 """
+MANIFEST_SHAPE = {"files": {str: {"bytes": int, "sha256": str}}, "time": int | None}
+ERROR_SHAPE = {"message": str, "log": str | None}
 TICK = 2
 """Seconds between two times of the file systems whose clocks are coarsest."""
 NANO = 10**9
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 
 
 class Busy(Exception):
     """Another run is working on the step right now."""
 
 
-def write_json(path: Path, document: Any) -> None:
-    """Write `document` so that a reader sees all of it or nothing."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
+class Gone(Unavailable):
+    """The store was deleted or unmounted while it was in use, which is no failure of the work."""
 
 
 class Store:
-    """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far."""
+    """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far.
+
+    Until `create` is called nothing in it is changed: it may be missing, or on a disk that cannot be written. UserError
+    for an empty path, for a folder that something else made, and for a store of a newer moe_lab.
+    """
 
     def __init__(self, root: str | Path) -> None:
+        if not str(root):
+            raise UserError("store= names no folder: write store=FOLDER")
         self.root = Path(root)
         self.notices: list[str] = []
+        self._writing = False
         self._hashed: set[str] = set()
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
-        self._open()
+        self._check_marker()
 
-    def _open(self) -> None:
-        marker = self.root / "store.json"
+    def create(self) -> Store:
+        """Make the folder if there is none, and be ready to write. UserError when nothing can be written there."""
+        self._writing = True
+        self.notices.clear()  # what could only be named is set aside from now on, and named then
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            if not marker.exists():
-                write_json(marker, {"schema": SCHEMA})
+            self._check_marker()
+            if not (self.root / MARKER).exists():
+                write_json(self.root / MARKER, {"schema": SCHEMA})
             probe = self.root / f".probe.{uuid.uuid4().hex[:8]}"
             probe.touch()
             probe.unlink()
         except OSError as error:
+            if error.errno in FULL:
+                raise UserError(NO_ROOM) from None
             raise UserError(f"store={self.root} cannot be written ({error.strerror}): name a folder you own") from None
+        return self
+
+    def _check_marker(self) -> None:
+        marker = self.root / MARKER
         try:
-            schema = json.loads(marker.read_text())["schema"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"store={self.root} is not a moe_lab store: {marker} is damaged") from None
+            schema = read_json(marker, {"schema": int})["schema"]
+        except FileNotFoundError:
+            return
+        except Damaged:
+            if not (self.root / "runs").is_dir():
+                raise UserError(f"store={self.root} is not a moe_lab store: {marker} is damaged") from None
+            self._set_aside(marker, "damaged", "written again")
+            return
         if schema > SCHEMA:
             raise UserError(
                 f"store={self.root} has schema {schema}, written by a newer moe_lab, and this one reads up to "
                 f"{SCHEMA}: upgrade moe_lab or name another store"
             )
+
+    def is_there(self) -> bool:
+        """Whether the folder is a store; one whose marker was set aside has been run in."""
+        return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
+
+    def check_there(self) -> None:
+        """Raise Gone when the folder is a store no longer."""
+        if not self.is_there():
+            raise Gone(
+                f"store={self.root} is gone: it was deleted or unmounted meanwhile, or this machine does not see it; "
+                "no step counts as failed for it: bring it back and start the same command again"
+            )
+
+    @contextlib.contextmanager
+    def errors_as_sentences(self) -> Iterator[None]:
+        """Raise UserError in place of an OSError that the disk of the store is the cause of."""
+        try:
+            yield
+        except OSError as error:
+            self.check_there()
+            if error.errno in FULL:
+                raise UserError(NO_ROOM) from None
+            if not str(error.filename or "").startswith(str(self.root)):
+                raise
+            raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
+
+    def read(self, path: Path, shape: Any, instead: str) -> Any:
+        """The JSON document in a file of the store, or None. One that is not of `shape` (see `json_files.fits`) is set
+        aside, and `notices` says so, and what happens `instead`."""
+        try:
+            return read_json(path, shape)
+        except FileNotFoundError:
+            return None
+        except Damaged:
+            self._set_aside(path, "damaged", instead)
+            return None
+
+    def lock(self, path: Path, timeout: float = -1) -> FileLock:
+        """The lock that is a file of the store; whoever enters it gets Timeout after so many seconds, -1 for never."""
+        path.parent.mkdir(exist_ok=True)
+        if path.is_dir():
+            self._set_aside(path, "a folder in place of a lock", "made again")
+        return FileLock(path, timeout=timeout)
 
     def path(self, step: Step) -> Path:
         """Folder of the finished step. The id decides; a label of another run (a renamed model, say) is accepted."""
@@ -112,17 +182,25 @@ class Store:
     def _keep(self, folder: Path, damage: Mapping[str, str]) -> bool:
         """Whether the folder is there and has no damage; if it has, it is set aside."""
         if damage and folder.exists():
-            self._set_aside(folder, damage)
+            what = ", ".join(f"{file} is {state}" for file, state in damage.items())
+            self._set_aside(folder, what, "computed again")
             return False
         return not damage
 
-    def _set_aside(self, folder: Path, damage: Mapping[str, str]) -> None:
-        aside = self.root / "damaged" / f"{folder.parent.name}-{folder.name}-{uuid.uuid4().hex[:6]}"
+    def _set_aside(self, path: Path, what: str, instead: str) -> None:
+        place = path.relative_to(self.root)
+        if not self._writing:
+            self._notice(f"{place}: {what}: the next run sets it aside")
+            return
+        aside = self.root / "damaged" / f"{'-'.join(place.parts)}-{uuid.uuid4().hex[:6]}"
         aside.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another run may have set it aside first
-            folder.rename(aside)
-            what = ", ".join(f"{file} is {state}" for file, state in damage.items())
-            self.notices.append(f"{folder.relative_to(self.root)}: {what}: moved to {aside} and computed again")
+            path.rename(aside)
+            self._notice(f"{place}: {what}: moved to {aside} and {instead}")
+
+    def _notice(self, sentence: str) -> None:
+        if sentence not in self.notices:
+            self.notices.append(sentence)
 
     def error(self, step: Step) -> dict[str, Any] | None:
         """What the step failed with in an earlier run, if it did."""
@@ -131,28 +209,34 @@ class Store:
     def error_of(self, step_id: str) -> dict[str, Any] | None:
         """What the step with that id failed with, if it did."""
         path = self.root / "failed" / f"{step_id}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        found: dict[str, Any] | None = self.read(path, ERROR_SHAPE, "the step is tried again")
+        return found
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Leave the error of a failed step where a later run finds it."""
         folder = self.root / "failed"
-        folder.mkdir(exist_ok=True)
-        write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
+        with contextlib.suppress(OSError):  # a full disk, say: without a record the next run tries the step again
+            folder.mkdir(exist_ok=True)
+            write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
 
     def being_done(self, kind: str) -> dict[str, float]:
         """Start of the id -> since when, in seconds since the epoch, for steps of a kind that somebody works on."""
         parent = self.root / kind
-        hidden = [entry for entry in os.scandir(parent) if entry.name.startswith(".")] if parent.exists() else []
-        return {entry.name[1:13]: entry.stat().st_mtime for entry in hidden if self._locked(entry.name[1:13])}
+        found = {}
+        for entry in os.scandir(parent) if parent.exists() else ():
+            if entry.name.startswith(".") and self._locked(entry.name[1:13]):
+                with contextlib.suppress(FileNotFoundError):  # it has just been finished
+                    found[entry.name[1:13]] = entry.stat().st_mtime
+        return found
 
     def _locked(self, start_of_id: str) -> bool:
-        """Whether the lock of a step is held by somebody."""
+        """Whether the lock of a step is held by somebody. Asks for a shared lock, which a read-only disk gives too."""
         for path in (self.root / "locks").glob(f"{start_of_id}*.lock"):
-            try:
-                with FileLock(path, timeout=0):
-                    return False
-            except Timeout:
-                return True
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
         return False
 
     def forget(self, step: Step) -> None:
@@ -164,12 +248,12 @@ class Store:
         """Hold the step's lock and give a scratch folder to write in; None when the step is finished already.
 
         Leaving the block without an exception publishes the scratch folder under the step's name, at once and whole.
-        A process that dies leaves nothing but scratch, and the lock ends with it. Raises Busy when another run has it.
+        A process that dies leaves nothing but scratch, and the lock ends with it. Raises Busy when another run has it,
+        and Gone when the store or the scratch folder was removed, whatever error the block met in consequence.
         """
-        locks = self.root / "locks"
-        locks.mkdir(exist_ok=True)
+        self.check_there()
         try:
-            with FileLock(locks / f"{step.id[:16]}.lock", timeout=0):
+            with self.lock(self.root / "locks" / f"{step.id[:16]}.lock", timeout=0):
                 if self.done(step):
                     yield None
                     return
@@ -181,13 +265,18 @@ class Store:
                 try:
                     yield scratch
                     self._publish(step, scratch)
+                except Exception:
+                    self.check_there()
+                    if not os.path.lexists(scratch):
+                        raise Gone(f"{scratch} was removed while {step.folder} was written there") from None
+                    raise
                 finally:
                     shutil.rmtree(scratch, ignore_errors=True)
         except Timeout:
             raise Busy from None
 
     def _publish(self, step: Step, scratch: Path) -> None:
-        write_json(scratch / "step.json", step.document())
+        write_json(scratch / IDENTITY, step.document())
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         _seal(scratch, {str(path.relative_to(scratch)): _entry(path) for path in files})
         scratch.rename(self.root / step.folder)
@@ -212,11 +301,13 @@ def damaged(folder: Path) -> dict[str, str]:
 
 def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files, moment = manifest["files"], manifest.get("time")
+        manifest = read_json(folder / MANIFEST, MANIFEST_SHAPE)
     except FileNotFoundError:
         return {MANIFEST: "missing"}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except Damaged:
+        return {MANIFEST: "damaged"}
+    files, moment = manifest["files"], manifest.get("time")
+    if IDENTITY not in files:
         return {MANIFEST: "damaged"}
     found = {}
     for name, expected in files.items():
@@ -224,8 +315,10 @@ def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
             with (folder / name).open("rb") as file:
                 if not _as_published(file, expected, moment, hash_all):
                     found[name] = "damaged"
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             found[name] = "missing"
+        except IsADirectoryError:
+            found[name] = "damaged"
     if moment is None and not found:
         with contextlib.suppress(OSError):  # another owner's, or set aside by another run
             _seal(folder, files)
@@ -241,7 +334,7 @@ def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int | Non
         return True
     same = bool(_sha256(file) == expected["sha256"])
     if same != timely and moment is not None and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-        with contextlib.suppress(OSError):  # another owner's: hashed again next time
+        with contextlib.suppress(OSError, OverflowError):  # another owner's: hashed again next time
             mended = moment * NANO if same else time.time_ns()
             os.utime(file.fileno(), ns=(mended, mended))
     return same

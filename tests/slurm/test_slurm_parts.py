@@ -218,7 +218,7 @@ def test_the_log_of_a_step_is_its_own() -> None:
 def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, given = Store(tmp_path), []
+    store, given = Store(tmp_path).create(), []
     there, gone = Step("first", "there"), Step("first", "gone", {"p": Part({"n": 1})})
     with store.claim(there):
         pass
@@ -259,7 +259,7 @@ def test_requeues_come_to_an_end() -> None:
 
 
 def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path).create()
     done, failed, lost = (Step("k", name, {"p": Part({"n": name})}) for name in ("done", "failed", "lost"))
     after = [Step("after", step.label, {}, {"in": step}) for step in (failed, lost)]
     with store.claim(done):

@@ -12,9 +12,9 @@ from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
 from moe_lab.grid import plain
+from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
 from moe_lab.study.kinds import pruned
-from moe_lab.study.store import write_json
 
 BENCHMARK = BenchmarkConfig(
     name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}

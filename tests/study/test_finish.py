@@ -19,7 +19,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
     marked: list[str] = []
     monkeypatch.setattr(record, "report_is_current", lambda store, study: False)
-    monkeypatch.setattr(record, "mark_report", lambda store, study: marked.append(study))
+    monkeypatch.setattr(record, "mark_report", lambda store, study, made_from: marked.append(study))
 
     def run(stdout: str, failed: tuple[str, ...] = ()) -> tuple[int, bool]:
         folder = tmp_path / "reports" / "study"
@@ -28,7 +28,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             (folder / "failed" / f"{name}.log").write_text("Traceback")
         done = SimpleNamespace(returncode=1, stdout=stdout, stderr="KeyError: 'cell'")
         monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-        return finish._report(config, Store(tmp_path)), bool(marked)
+        return finish._report(config, Store(tmp_path).create()), bool(marked)
 
     return run
 

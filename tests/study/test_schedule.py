@@ -31,7 +31,7 @@ def run(schedule: Schedule, store: Store, execute, threads: int = 1) -> None:  #
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_step_once_after_its_inputs(tmp_path: Path, threads: int) -> None:
-    steps, ran, store = chain(), [], Store(tmp_path)
+    steps, ran, store = chain(), [], Store(tmp_path).create()
 
     def execute(step: Step, scratch: Path) -> None:
         assert all(store.done(needed) for needed in step.inputs.values())
@@ -44,7 +44,7 @@ def test_each_step_once_after_its_inputs(tmp_path: Path, threads: int) -> None:
 
 def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
     first, left, right, last = chain()
-    store = Store(tmp_path)
+    store = Store(tmp_path).create()
     schedule = Schedule((first, left, right, last))
 
     def execute(step: Step, scratch: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said_and_not_remembered(tmp_path: Path) -> None:
     first, *_ = chain()
-    store, schedule = Store(tmp_path), Schedule([first])
+    store, schedule = Store(tmp_path).create(), Schedule([first])
 
     def execute(step: Step, scratch: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(scratch))
@@ -81,7 +81,7 @@ def test_two_runs_share_the_work(tmp_path: Path) -> None:
 
     steps = [Step("many", str(n), {"p": Part({"n": n})}) for n in range(12)]
     schedules = [Schedule(steps), Schedule(steps)]
-    threads = [threading.Thread(target=work, args=(one, Store(tmp_path), execute)) for one in schedules]
+    threads = [threading.Thread(target=work, args=(one, Store(tmp_path).create(), execute)) for one in schedules]
     for thread in threads:
         thread.start()
     for thread in threads:

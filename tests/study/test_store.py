@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 
 from moe_lab.errors import UserError
+from moe_lab.json_files import write_json
 from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
 from moe_lab.study.identity import Part, Step
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
-from moe_lab.study.store import Busy, Store, write_json
+from moe_lab.study.store import Busy, Store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+    return Store(tmp_path / "store").create()
 
 
 def a_step(number: int = 0, label: str = "example") -> Step:
@@ -172,7 +173,7 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
     second = Step("scores", "after", inputs={"plan": first})
     publish(store, first)
     rot(store.path(first) / "result.txt")
-    later = Store(store.root)
+    later = Store(store.root).create()
     assert later.done(first)
     schedule = Schedule([second], finished={first.id})
     work(schedule, later, lambda step, scratch: pytest.fail("it read a damaged file"))
@@ -199,7 +200,7 @@ def test_verify_names_damaged_files_and_the_next_run_makes_them_anew(
     assert command.main() == 1
     said = capsys.readouterr().out
     assert f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
-    assert [Store(store.root).done(step) for step in steps] == [True, False, False]
+    assert [Store(store.root).create().done(step) for step in steps] == [True, False, False]
     assert command.main() == 0
 
 
@@ -249,11 +250,11 @@ def test_a_foreign_marker_is_refused(tmp_path: Path) -> None:
 def test_an_unwritable_store_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        Store(tmp_path / "file" / "store")
+        Store(tmp_path / "file" / "store").create()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_read_only_store_is_one_sentence(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
-        Store(tmp_path)
+        Store(tmp_path).create()

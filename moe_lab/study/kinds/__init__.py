@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
 from moe_lab.study.kinds import choosing, measuring, pruned, settling, timing
 from moe_lab.study.provenance import provenance
-from moe_lab.study.store import write_json
 
 KINDS: Mapping[str, Callable[[Job], None]] = {
     function.__name__: function

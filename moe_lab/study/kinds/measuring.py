@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
+from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
 from moe_lab.study.kinds import tables
 from moe_lab.study.kinds.shared import (
@@ -17,7 +18,6 @@ from moe_lab.study.kinds.shared import (
     streamed_model,
     write_table,
 )
-from moe_lab.study.store import write_json
 
 GROUP = 8
 """Batches between two checkpoints of a pass over a text."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import (
     facts,
@@ -23,7 +24,6 @@ from moe_lab.study.kinds.shared import (
     streamed_model,
     write_table,
 )
-from moe_lab.study.store import write_json
 
 
 @lru_cache(maxsize=1)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
-from moe_lab.study.store import write_json
 
 STATISTICS = "statistics.safetensors"
 NO_SUMS = ("model", "scores", "by")

@@ -8,9 +8,9 @@ from typing import Any
 
 from moe_lab.config import ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable
+from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
 from moe_lab.study.kinds.shared import model_and_tokenizer, plan_of, rows, write_table
-from moe_lab.study.store import write_json
 
 
 def timing(job: Job) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import moe_lab
 from moe_lab import start
+from moe_lab.json_files import write_json
 from moe_lab.study.job import NOTED, code_state
-from moe_lab.study.store import write_json
 
 COPIED = ("moe_lab", "analysis", "conf")
 

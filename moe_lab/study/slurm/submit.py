@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -104,6 +105,8 @@ class Submission:
         """Cancel everything that was submitted, and forget it."""
         scheduler.cancel({job.array for job in self.run.jobs})
         shutil.rmtree(self.run.folder, ignore_errors=True)
+        with suppress(OSError):  # of other runs, or gone
+            self.run.folder.parent.rmdir()
 
     def _name(self, kind: str) -> str:
         return f"{self.study.config.study}.{kind}"

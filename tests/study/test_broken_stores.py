@@ -1,0 +1,475 @@
+"""Stores that are damaged, gone, full, read-only, or in use by another run of the same study."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from hydra import compose, initialize_config_dir
+from processes import until
+
+from analysis.documents import document
+from analysis.reader import Reader
+from moe_lab import compose as composition
+from moe_lab.config import Config
+from moe_lab.errors import UserError, end_with
+from moe_lab.grid import Request
+from moe_lab.paths import conf
+from moe_lab.study import __main__ as command
+from moe_lab.study import finish, launch, record
+from moe_lab.study.identity import Step
+from moe_lab.study.run import run
+from moe_lab.study.runs import Submitted, begin, last_about, runs
+from moe_lab.study.schedule import Schedule, StepError
+from moe_lab.study.slurm import submit as submitting
+from moe_lab.study.slurm.pack import Pack
+from moe_lab.study.store import Store, changed
+
+SMALL = ["suite.benchmarks=[pocket_boolq]", "calibration=pocket_code", "launcher=inline", "report=false"]
+STUDY = "study"
+
+
+class Worker:
+    """Does steps in no time: every one leaves two small files. `harm` is called first."""
+
+    harm: Callable[[Step, Path], None] | None = None
+    did: ClassVar[list[str]] = []
+
+    def __init__(self, store: Store) -> None: ...
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def __call__(self, step: Step, scratch: Path) -> None:
+        self.did.append(step.folder)
+        if Worker.harm:
+            Worker.harm(step, scratch)
+        (scratch / "result.json").write_text('{"score": 0.5, "of": ["a", 1]}')
+        (scratch / "provenance.json").write_text('{"seconds": 1.5}')
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Here", Worker)
+    monkeypatch.setattr(Worker, "harm", None)
+    monkeypatch.setattr(Worker, "did", [])
+
+
+def asked(*words: str) -> tuple[Config, list[Request]]:
+    """What a command line asks for."""
+    composition.register()
+    with initialize_config_dir(str(conf()), version_base="1.3"):
+        return composition.requests(compose("config", overrides=[*SMALL, *words]), composition.Groups())
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Config, list[Request]]:
+    return asked("criterion=man", "ratio=0.5")
+
+
+@pytest.fixture(scope="module")
+def other() -> tuple[Config, list[Request]]:
+    return asked("criterion=reap", "ratio=0.5")
+
+
+def start(store: Path, of: tuple[Config, list[Request]], **changes: Any) -> int:
+    """Start a study in a store; the exit code."""
+    return run(replace(of[0], store=str(store), **changes), of[1])
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, store: Path, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["study", *words, f"store={store}"])
+    return command.main()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Request]]) -> Iterator[Path]:
+    """A store with a study of which one step failed, and with one file of every kind of JSON."""
+    store = tmp_path_factory.mktemp("broken") / "store"
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "evaluate" and "plan" in step.inputs:
+            raise StepError({"message": "no"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "Here", Worker)
+        patch.setattr(Worker, "harm", harm)
+        assert start(store, one) == 1
+    (run_,) = runs(Store(store).create(), STUDY)
+    run_.add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
+    return store
+
+
+KINDS = {
+    "store.json": "store.json",
+    "run.json": "runs/study/*/run.json",
+    "study": "studies/study.json",
+    "failed": "failed/*.json",
+    "manifest": "plan/*/manifest.json",
+    "identity": "statistics/*/step.json",
+    "result": "model/*/result.json",
+    "provenance": "scores/*/provenance.json",
+    "lock of a step": "locks/*.lock",
+    "lock of the study": "studies/study.lock",
+}
+STEPS = ("manifest", "identity", "result", "provenance")
+
+
+def wrong(document: Any) -> Any:
+    """A document of the same form with other types in it."""
+    if isinstance(document, dict):
+        return {key: wrong(value) for key, value in document.items()}
+    if isinstance(document, list):
+        return [wrong(value) for value in document]
+    return 3 if isinstance(document, str) else "x"
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "{}": lambda content: b"{}",
+    "[]": lambda content: b"[]",
+    "null": lambda content: b"null",
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "binary": lambda content: bytes(range(256)),
+    "wrong types": lambda content: json.dumps(wrong(json.loads(content))).encode(),
+    "nested": lambda content: b"[" * 100_000,
+}
+
+
+def damage(file: Path, way: str) -> None:
+    if way == "a folder":
+        file.unlink()
+        file.mkdir()
+        (file / "inside").touch()
+    else:
+        file.write_bytes(DAMAGES[way](file.read_bytes()))
+
+
+@pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
+def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
+    finished: Path,
+    one: tuple[Config, list[Request]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    way: str,
+) -> None:
+    """One file of every kind is damaged in the same way."""
+    store = tmp_path / "store"
+    shutil.copytree(finished, store)
+    damaged = {kind: sorted(store.glob(pattern))[0] for kind, pattern in KINDS.items()}
+    for kind, file in damaged.items():
+        if "lock" not in kind or way == "a folder":
+            damage(file, way)
+    before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
+    assert ask(monkeypatch, store, "status", STUDY) == 2, "no run says what its steps are"
+    assert start(store, one, dry_run=True) == 0
+    assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before, "asking changes nothing"
+    capsys.readouterr()
+    assert start(store, one) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    for kind in ("store.json", "study", "failed", *(["lock of the study"] if way == "a folder" else [])):
+        assert f"{damaged[kind].relative_to(store)}: " in said
+    for kind in STEPS:
+        folder = damaged[kind].parent.relative_to(store)
+        assert f"{folder}: {damaged[kind].name} is damaged: moved to " in said and str(folder) in Worker.did
+    assert len(list((store / "damaged").iterdir())) == said.count("moved to")
+    assert start(store, one) == 0 and "moved to" not in capsys.readouterr().err
+    assert ask(monkeypatch, store, "status", STUDY) == ask(monkeypatch, store, "verify", STUDY) == 0
+
+
+@pytest.mark.parametrize("way", [*(way for way in DAMAGES if way != "[]"), "a folder"])  # [] lists no jobs
+def test_what_runs_noted_is_set_aside_when_it_is_damaged(finished: Path, tmp_path: Path, way: str) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(finished, store)
+    for name in ("run.json", "jobs.json"):
+        damage(next(store.glob(f"runs/study/*/{name}")), way)
+    reading, writing = Store(store), Store(store).create()
+    for there in (reading, writing):
+        (found,) = runs(there, STUDY)
+        assert found.jobs == [] and last_about(there, STUDY) is None
+        assert "jobs.json" in there.notices[0] and "run.json" in there.notices[1]
+    assert len(list((store / "damaged").iterdir())) == 2
+
+
+def test_a_manifest_without_the_identity_of_its_step_is_damaged(finished: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(finished, store)
+    manifest = next(store.glob("plan/*/manifest.json"))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
+    assert changed(manifest.parent) == {"manifest.json": "damaged"}
+
+
+def deleted(store: Path) -> None:
+    shutil.rmtree(store)
+
+
+def unmounted(store: Path) -> None:
+    """What is left of a mount is the empty folder that it was mounted on."""
+    shutil.rmtree(store)
+    store.mkdir()
+
+
+def made_again(store: Path) -> None:
+    shutil.rmtree(store)
+    Store(store).create()
+
+
+def input_deleted(store: Path) -> None:
+    shutil.rmtree(next(store.glob("scores/*")))
+
+
+@pytest.mark.parametrize("lose", [deleted, unmounted, made_again, input_deleted])
+@pytest.mark.parametrize("error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no such file"), None])
+def test_a_store_that_is_lost_fails_no_step(
+    one: tuple[Config, list[Request]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Path], None],
+    error: Exception | None,
+) -> None:
+    store = tmp_path / "store"
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            lose(store)
+            if error:
+                raise error
+
+    monkeypatch.setattr(Worker, "harm", harm)
+    if lose in (deleted, unmounted):
+        with pytest.raises(UserError, match="is gone"):
+            start(store, one)
+        assert not store.exists() or not list(store.iterdir()), "nothing is written where the store was"
+    elif error or lose is made_again:
+        assert start(store, one) != 0
+    monkeypatch.setattr(Worker, "harm", None)
+    assert not list(store.glob("failed/*")) and start(store, one) == 0
+
+
+def test_a_job_on_a_node_without_the_store_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(UserError, match="is gone"):
+        Pack(str(tmp_path / "store"), [Step("plan", "x")], 1)()
+    assert not list(tmp_path.iterdir())
+
+
+def cells(store: Path) -> list[str]:
+    study = record.read(Store(store), STUDY)
+    return sorted(cell["cell"]["criterion"] for cell in study["cells"]) if study else []
+
+
+def test_two_runs_of_a_study_at_once_are_recorded_together(
+    one: tuple[Config, list[Request]],
+    other: tuple[Config, list[Request]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second begins and ends while the first is at work."""
+    store, second = tmp_path / "store", [other]
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan" and second:
+            assert start(store, second.pop()) == 0
+            assert cells(store) == ["none", "reap"]
+
+    monkeypatch.setattr(Worker, "harm", harm)
+    assert start(store, one) == 0
+    assert cells(store) == ["man", "none", "reap"] and "its 1 other cells are kept" in capsys.readouterr().err
+    assert start(store, one) == 0
+    assert cells(store) == ["man", "none"], "a later run says what the study is"
+
+
+def test_cells_of_the_same_name_and_other_settings_are_told(
+    one: tuple[Config, list[Request]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store, second = tmp_path / "store", [asked("criterion=man", "ratio=0.5", "calibration.tokens=1024")]
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan" and second:
+            assert start(store, second.pop()) == 0
+
+    monkeypatch.setattr(Worker, "harm", harm)
+    assert start(store, one) == 0
+    assert cells(store) == ["man", "none"] and "1 of its cells are called as" in capsys.readouterr().err
+
+
+def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
+    one: tuple[Config, list[Request]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, second = tmp_path / "store", [asked("criterion=man", "ratio=0.5", "suite.benchmarks=[pocket_rte]")]
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan" and second:
+            threads.append(threading.Thread(target=start, args=(store, second.pop())))
+            threads[0].start()
+            until(lambda: len(runs(Store(store), STUDY)) == 2)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(Worker, "harm", harm)
+    assert start(store, one) == 0
+    for thread in threads:
+        thread.join()
+    study = record.read(Store(store), STUDY)
+    assert study
+    for cell in study["cells"]:
+        assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(cell["evaluate"].values())
+
+
+def test_a_dry_run_leaves_nothing(one: tuple[Config, list[Request]], tmp_path: Path) -> None:
+    assert start(tmp_path / "store", one, dry_run=True) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_without_a_name_is_refused(one: tuple[Config, list[Request]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    with pytest.raises(UserError, match="store= names no folder"):
+        run(replace(one[0], store=""), one[1])
+    assert ask(monkeypatch, Path(), "status", STUDY) == 2
+
+
+def test_a_refused_submission_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise UserError("no such partition")
+
+    monkeypatch.setattr(submitting, "_submit_missing", refuse)
+    store = Store(tmp_path / "store").create()
+    study: Any = SimpleNamespace(store=store)
+    with pytest.raises(UserError, match="no such partition"):
+        submitting.submit(Schedule([]), study, begin(store, STUDY, []))
+    assert not list((store.root / "runs").iterdir())
+    (store.root / "runs" / STUDY).mkdir()  # as earlier versions left it
+    assert ask(monkeypatch, store.root, "status", STUDY) == ask(monkeypatch, store.root, "why", STUDY) == 2
+
+
+MOUNTS = """
+import os, subprocess, sys
+options, store, *command = sys.argv[1:]
+subprocess.run(["mount", *options.split(), store], check=True)
+if "bind" in options:
+    subprocess.run(["mount", "-o", "remount,bind,ro", store], check=True)
+os.execvp(command[0], command)
+"""
+
+
+def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that finds `store` mounted; nobody else does. Skips where one may not mount."""
+    unshare = ["unshare", "--mount", sys.executable, "-c", MOUNTS, options, str(store)]
+    probe = subprocess.run([*unshare, "true"], capture_output=True, text=True) if shutil.which("unshare") else None
+    if probe is None or probe.returncode:
+        pytest.skip("one may not mount here")
+    return subprocess.run([*unshare, *command], capture_output=True, text=True, cwd=store.parent)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Request]]) -> Path:
+    """A store with a study whose results are real enough for the analysis."""
+    store = tmp_path_factory.mktemp("done") / "store"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "Here", Worker)
+        assert start(store, one) == 0
+    return store
+
+
+def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
+    words = [*SMALL, "criterion=man", "ratio=0.5", f"store={done}"]
+    for command_, code in {
+        ("moe_lab.study", "status", STUDY, f"store={done}"): 0,
+        ("moe_lab", "-m", *words, "dry_run=true", "hydra/launcher=basic"): 0,
+        ("moe_lab", *words): 2,
+        ("analysis", "ranks", f"store={done}", f"out={tmp_path}"): 1,
+    }.items():
+        answer = mounted(f"--bind {done}", done, sys.executable, "-m", *command_)
+        assert answer.returncode == code and "Traceback" not in answer.stderr, answer.stderr
+        assert code != 2 or answer.stderr.startswith(f"moe_lab: store={done} cannot be written")
+
+
+def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
+    words = " ".join([*SMALL[:-1], "criterion=man", "ratio=0.5", f"store={tmp_path}"])
+    script = f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s -40k {tmp_path}/rest"
+    script += f"; exec {sys.executable} -m moe_lab {words}"
+    answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", script)
+    assert answer.returncode == 1 and "Traceback" not in answer.stderr, answer.stderr
+    assert "the report failed: out=" in answer.stderr.splitlines()[-1]
+
+
+def test_a_report_is_not_begun_when_the_disk_is_full(
+    one: tuple[Config, list[Request]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Worker, "harm", harm)
+    monkeypatch.setattr(finish, "_report", lambda *_: pytest.fail("it was begun"))
+    store = tmp_path / "store"
+    assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
+    monkeypatch.setattr(record, "write_json", lambda *_: harm(Step("plan", "x"), store))
+    with pytest.raises(UserError, match="disk of the store is full"):
+        start(store, one)
+
+
+COMMANDS = {
+    "moe_lab": [],
+    "moe_lab.study": ["verify", STUDY],
+    "moe_lab.inspect": ["--help"],
+    "analysis": ["--help"],
+}
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, module: str) -> None:
+    words = [*COMMANDS[module], *([f"store={done}"] if module == "moe_lab.study" else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 141
+
+
+def test_an_interrupted_study_prints_no_trace(tmp_path: Path) -> None:
+    words = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
+    process = subprocess.Popen([sys.executable, "-m", "moe_lab", *words], stderr=subprocess.PIPE, text=True)
+    until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr
+    said = process.stderr.read()
+    assert process.wait() == 130 and "Traceback" not in said and "goes on from here" in said.splitlines()[-1]
+
+
+def test_an_interrupted_command_prints_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        end_with(interrupted)
+    assert ended.value.code == 130 and capsys.readouterr().err.strip() == "stopped"
+
+
+@pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
+def test_the_analysis_refuses_a_damaged_record_in_a_sentence(finished: Path, tmp_path: Path, way: str) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(finished, store)
+    damage(store / "studies" / "study.json", way)
+    for manifest in store.glob("*/*/manifest.json"):
+        damage(manifest, way)
+        assert Reader(store).json(manifest.parent, "result.json") is None
+    with pytest.raises(UserError, match="study=study cannot be read"):
+        document(store, [STUDY])
