@@ -40,13 +40,16 @@ def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
 
 
 def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table2") -> Table:
-    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G where CAMERA-P was run; differences are to CAMERA-P."""
+    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G where CAMERA-P was run; differences are to CAMERA-P, to its
+    one-shot form where only that was run."""
     blocks = []
     for comparison in comparisons:
         cells = plain(comparison)
         pairs = zip(cells["criterion"], cells["allocation"], strict=True)
         for key, found in _groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
-            base = _only(found[found["criterion"] == "camera"])
+            camera = found[found["criterion"] == "camera"]
+            sequential = camera[camera["allocation"] == "sequential"]
+            base = _only(sequential if len(sequential) else camera)
             if base is not None and len(found) > 1:
                 blocks.append(Block(comparison, names.ratio(key["ratio"]), _in_order(methods.labels(found)), base))
     return block_table(
@@ -55,8 +58,9 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
         columns=(*names.HEAPR, MEAN),
         name=name,
         title="Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
-        caption="CAMERA-P is one-shot here: it scores all layers of the unpruned model, where its code goes on from "
-        "layers it has pruned. Difference: Mean minus that of CAMERA-P, paired.",
+        caption="CAMERA-P scores each layer on what the pruned layers below it give, as its code does; one-shot scores "
+        "all layers of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only that was run), "
+        "paired.",
     )
 
 

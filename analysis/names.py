@@ -36,6 +36,7 @@ CRITERIA = {
 ALLOCATIONS = {
     "uniform": "uniform",
     "layerwise": "layerwise",
+    "sequential": "sequential",
     "global": "global",
     "u_shaped": "U-shaped",
     "loss_based": "loss-based",
@@ -56,7 +57,12 @@ RECOVERIES = {
 }
 """Recovery of a study's record -> spelling."""
 
-METHODS = {("heapr", "global"): "HEAPr-G", ("heapr", "layerwise"): "HEAPr-L", ("camera", "layerwise"): "CAMERA-P"}
+METHODS = {
+    ("heapr", "global"): "HEAPr-G",
+    ("heapr", "layerwise"): "HEAPr-L",
+    ("camera", "sequential"): "CAMERA-P",
+    ("camera", "layerwise"): "CAMERA-P (one-shot)",
+}
 """Criterion and allocation -> the name they have together."""
 
 _BETWEEN = "\x1f"

@@ -49,7 +49,7 @@ NEEDS: Mapping[str, str] = {
     "evoesap.table10": f"{_SEARCH}, and multiple-choice benchmarks",
     "heapr.fig2": f"HEAPr or CAMERA at three ratios, and {_HEAPR}",
     "heapr.table1": f"HEAPr or CAMERA with allocation=global or layerwise, and {_HEAPR}",
-    "heapr.table2": f"CAMERA and HEAPr with allocation=layerwise or global, and {_HEAPR}",
+    "heapr.table2": f"CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and {_HEAPR}",
     "coverage.table6": f"one channel criterion under allocation=coverage and others, and {_SLIMMING}",
     "coverage.table7": f"allocation=coverage and its coverage_smoothing_* variants, and {_SLIMMING}",
     "coverage.table13": f"several channel criteria under allocation=coverage, and {_SLIMMING}",

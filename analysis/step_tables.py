@@ -26,6 +26,7 @@ PASSES = {
     "scores": "Scores (s)",
     "search": "Search (s)",
     "reconstruction": "Search (s)",
+    "sequential": "Search (s)",
     "plan": "Plan (s)",
 }
 """Kind of step -> the column its seconds are in."""

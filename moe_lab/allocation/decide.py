@@ -100,7 +100,7 @@ def fits(
             alignment = align.parse(settings["parameters"].get("align"))
             if alignment is not None:
                 align.check_widths(alignment, {n: facts["width"] for n, facts in layers.items() if "width" in facts})
-        elif settings["name"] in ("uniform", "reconstruction"):
+        elif settings["name"] in ("uniform", "reconstruction", "sequential"):
             uniform.same_share(limits(layers, settings["multiple_of"]), ratio)
         elif settings["name"] != "list":
             budget(limits(layers, settings["multiple_of"]), ratio)

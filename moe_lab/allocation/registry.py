@@ -13,7 +13,7 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name
 
 Granularity: TypeAlias = Literal["expert", "channel"]
-Step: TypeAlias = Literal["plan", "search", "reconstruction"]
+Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
 """A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each expert keeps."""
 
@@ -78,6 +78,7 @@ ALLOCATIONS: dict[str, Allocation] = {
         Allocation("list", "a file of yours", {"expert": listed.experts, "channel": listed.channels}),
         Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=SEARCH_PARAMETERS),
         Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters=("limit",)),
+        Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential"),
     )
 }
 

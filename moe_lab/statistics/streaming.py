@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,6 +53,42 @@ def stream(
                     states.put(number + 1, index, result)
             sums = read.sums()
         work.finish("forward", number, sums)
+        states.drop(number)
+    return work.result(streamed)
+
+
+def stream_pruned(
+    streamed: StreamedModel,
+    tap: type[Tap],
+    batches: Sequence[Batch],
+    prune: Callable[[int, Mapping[str, torch.Tensor]], AbstractContextManager[None]],
+    *,
+    kind: str,
+    out: Path,
+    fingerprint: Mapping[str, Any],
+    budget: float,
+) -> Statistics:
+    """What `tap` sums where every layer reads what the pruned layers below it give; the rest as in `stream`.
+
+    After a layer with routed experts is read, `prune` is given its number and sums. In the context that it returns the
+    layer runs once more, and that output is what the next layer reads.
+    """
+    work = _Work(out, description(batches, kind, fingerprint))
+    states = States(work.folder / "states", budget)
+    for number in work.missing("pruned", range(len(streamed.layers))):
+        sums: Layers = {}
+        with _weights(streamed, number, then=number + 1), torch.no_grad(), ExitStack() as pruned:
+            if number in streamed.moe:
+                with _Read(streamed, number, tap, batches) as read:
+                    for index in range(len(batches)):
+                        read(index, _state(states, streamed, number, index))
+                    sums = read.sums()
+                pruned.enter_context(prune(number, sums[number]))
+            if number + 1 < len(streamed.layers):
+                with _Read(streamed, number, None, batches) as read:
+                    for index in range(len(batches)):
+                        states.put(number + 1, index, read(index, _state(states, streamed, number, index)))
+        work.finish("pruned", number, sums)
         states.drop(number)
     return work.result(streamed)
 
@@ -134,6 +171,17 @@ class _Read:
     def _run(self, model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> None:
         self.output = self.streamed.through(self.number, ids, valid, self.state)
 
+    def __enter__(self) -> _Read:
+        if self.observer is not None:
+            self.observer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.observer is not None:
+            self.observer.__exit__(kind, error, traceback)
+
     def sums(self) -> Layers:
         """The layer's sums over the batches read; empty where it was not observed."""
         if self.observer is None:
@@ -144,17 +192,20 @@ class _Read:
 
 
 @contextmanager
+def _weights(streamed: StreamedModel, number: int, *, then: int) -> Iterator[None]:
+    """The layer has its weights; those of the layer `then` are fetched meanwhile."""
+    streamed.prefetch(number)
+    streamed.prefetch(then)
+    with streamed.layer(number):
+        yield
+
+
+@contextmanager
 def _layer(
     streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch], *, then: int
 ) -> Iterator[_Read]:
-    """Read batches through a layer while it has its weights; those of the layer `then` are fetched meanwhile."""
-    read = _Read(streamed, number, tap, batches)
-    with ExitStack() as stack:
-        streamed.prefetch(number)
-        streamed.prefetch(then)
-        stack.enter_context(streamed.layer(number))
-        if read.observer is not None:
-            stack.enter_context(read.observer)
+    """Read batches through a layer while it has its weights."""
+    with _weights(streamed, number, then=then), _Read(streamed, number, tap, batches) as read:
         yield read
 
 

@@ -206,6 +206,7 @@ WORK: Mapping[str, Work] = {
     "scaling": _scaling,
     "search": _search,
     "reconstruction": _passes(4),
+    "sequential": _passes(2.1),
     "finetune": _finetune,
     "convergence": _passes(1.1),
     "channel_convergence": _passes(3.3),

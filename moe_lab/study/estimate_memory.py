@@ -22,6 +22,7 @@ LAYERED = {
     "statistics": 1,
     "damage": 1,
     "reconstruction": 1,
+    "sequential": 1,
     "cost": 1,
     "gradients": 2,
     "weight_gradients": 2,

@@ -59,6 +59,19 @@ def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, A
     return found
 
 
+def _scoring(cell: Cell) -> tuple[Part, dict[str, Any]]:
+    """What identifies how the cell's criterion scores, and the plugins that it runs with."""
+    criterion = criteria.get(cell.criterion.name)
+    settings: dict[str, Any] = {"criterion": criterion.name, "parameters": dict(cell.criterion.parameters)}
+    if criterion.uses_gate:
+        settings["gate"] = cell.gate
+    if criterion.uses_seed:
+        settings["seed"] = cell.seed
+    if not criterion.source:
+        return Part(settings), {}
+    return Part({**settings, "source": criterion.source}), {"plugins": [plugins.place(criterion.function)]}
+
+
 class Maker:
     """Makes steps; what was made for an object once is given again."""
 
@@ -151,20 +164,12 @@ class Maker:
     def scores(self, cell: Cell) -> Step:
         """A score per expert, or per channel, and layer."""
         criterion = criteria.get(cell.criterion.name)
-        settings: dict[str, Any] = {"criterion": criterion.name, "parameters": dict(cell.criterion.parameters)}
-        if criterion.uses_gate:
-            settings["gate"] = cell.gate
-        if criterion.uses_seed:
-            settings["seed"] = cell.seed
-        runtime: dict[str, Any] = {}
-        if criterion.source:
-            settings["source"], runtime["plugins"] = criterion.source, [plugins.place(criterion.function)]
 
         def make() -> Step:
+            settings, runtime = _scoring(cell)
             inputs: dict[str, Step] = {need: self.evidence(need, cell) for need in criterion.needs}
             label = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
-            parts = {"criterion": Part(settings)}
-            return Step("scores", label, parts, {"model": self.model(cell.model), **inputs}, runtime)
+            return Step("scores", label, {"criterion": settings}, {"model": self.model(cell.model), **inputs}, runtime)
 
         return self.once(("scores", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed), make)
 
@@ -227,6 +232,8 @@ class Maker:
             if chosen.source:
                 runtime["plugins"] = [plugins.place(one) for one in chosen.functions.values() if one]
             return Step("plan", label, {"allocation": part}, {"scores": self.scores(cell), **inputs}, runtime)
+        if chosen.step == "sequential":
+            return self._sequential(cell, label, part)
         searching = chosen.step == "search"
         text = self.seeded(cell.texts["search"] if searching else cell.calibration, cell.seed)
         seed = self.once(("seed", cell.seed), lambda: Part({"seed": cell.seed}))
@@ -236,4 +243,19 @@ class Maker:
             {"allocation": part, "text": self.text_part(text), "seed": seed},
             {"scores": self.scores(cell), **inputs} if searching else inputs,
             self.runtime(model=cell.model, text=text),
+        )
+
+    def _sequential(self, cell: Cell, label: str, allocation: Part) -> Step:
+        """A plan made layer after layer; always streamed, since it never needs more than one layer."""
+        criterion, plugged = _scoring(cell)
+        text = replace(self.seeded(cell.calibration, cell.seed), engine="streamed")
+        weights: dict[str, Step] = {
+            need: self.evidence(need, cell) for need in criteria.get(cell.criterion.name).needs if need in FROM_WEIGHTS
+        }
+        return Step(
+            "sequential",
+            label,
+            {"allocation": allocation, "criterion": criterion, "text": self.text_part(text)},
+            {"model": self.model(cell.model), **weights},
+            {**self.runtime(model=cell.model, text=text), **plugged},
         )

@@ -25,7 +25,7 @@ from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
 from moe_lab.study import device, resources
 from moe_lab.study.launch import visible_gpus
-from moe_lab.study.maker import evidence_of, reads_text
+from moe_lab.study.maker import FROM_WEIGHTS, evidence_of, reads_text
 
 RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
 """Group -> names that stand for every study, or for what an unpruned model lacks."""
@@ -173,6 +173,8 @@ def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
     """Each allocation with the criteria it is to be used with, then with the ratios and models."""
     for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
         yield from said(partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity))
+        if allocation.get(cell.allocation.name).step == "sequential":
+            yield from said(partial(_check_sequential, cell.criterion.name))
         if cell.allocation.by is not None:
             yield from said(partial(_check_by, cell.allocation.by))
     for cell in _each([cell for cell in cells if not _is_known(cell)], "allocation"):
@@ -192,6 +194,21 @@ def _check_origin(cell: Cell) -> None:
     plan = Plan.load(path)
     if plan.provenance.get("model_sha256"):
         plan.check_origin(files.fingerprint(folder), cell.model.path)
+
+
+def _check_sequential(name: str) -> None:
+    """UserError unless the criterion reads forward statistics, and of the rest nothing but weights: that is all a layer
+    has when those below it have just been pruned."""
+    fitting = [one for one, about in criteria.CRITERIA.items() if _fits_sequential(about.needs)]
+    if name not in fitting:
+        raise UserError(
+            f"allocation=sequential scores each layer by its forward statistics, and criterion={name} reads "
+            f"{' and '.join(criteria.get(name).needs) or 'none'}: expected one of {', '.join(fitting)}"
+        )
+
+
+def _fits_sequential(needs: Sequence[str]) -> bool:
+    return "statistics" in needs and {"statistics", *FROM_WEIGHTS}.issuperset(needs)
 
 
 def _check_by(name: str) -> None:

@@ -84,6 +84,7 @@ WRITES: Mapping[str, Callable[[Step, Size], float]] = {
     "statistics": _states,
     "damage": _states,
     "reconstruction": _states,
+    "sequential": _states,
     "gradients": _states,
     "weight_gradients": _states,
     "cost": _states,

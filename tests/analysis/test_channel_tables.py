@@ -75,7 +75,7 @@ def test_every_method_stands_at_every_ratio_with_its_cost() -> None:
     """Mean is that of the benchmarks: (16 / 20 + 12 / 20) / 2 for HEAPr over all layers."""
     table = channel_tables.method_table(study_of(HEAPR, COSTS), [HEAPR])
     found = rows(table)
-    assert found.index.tolist() == ["Unpruned", "REAP", "HEAPr-G", "HEAPr-L", "CAMERA-P"]
+    assert found.index.tolist() == ["Unpruned", "REAP", "HEAPr-G", "HEAPr-L", "CAMERA-P (one-shot)"]
     assert rows(table, "25 %").index.tolist() == ["Unpruned", "HEAPr-G"]
     assert found.loc["HEAPr-G", ["ARC-E", "Mean", "Kept"]].tolist() == pytest.approx([0.8, 0.7, 0.5])
     assert found["FLOPs saved"].tolist() == pytest.approx([0, 0.01, 0.15, 0.14, 0.13])
@@ -89,12 +89,12 @@ def test_every_method_stands_at_every_ratio_with_its_cost() -> None:
 def test_differences_are_paired_with_the_base() -> None:
     table = channel_tables.channel_choice_table(study_of(HEAPR, COSTS), [HEAPR])
     found = rows(table)
-    assert found.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", "CAMERA-P"] and "25 %" not in set(
+    assert found.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", "CAMERA-P (one-shot)"] and "25 %" not in set(
         table.frame["Pruned"]
     )
     assert found.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
     assert found.loc["HEAPr-L", "Difference"] == pytest.approx((4 + 2) / 20 / 2)
-    assert found.loc[["Unpruned", "CAMERA-P"], "Difference"].isna().all()
+    assert found.loc[["Unpruned", "CAMERA-P (one-shot)"], "Difference"].isna().all()
     raw = np.array([HEAPR.p_values(("arc_easy", "piqa"), cell_number, [3])[0] for cell_number in (1, 2)])
     corrected = [min(1, 2 * raw[0]), min(1, max(2 * raw[0], raw[1]))]
     assert raw[0] < raw[1] and found.loc[["HEAPr-G", "HEAPr-L"], "p (Holm)"].tolist() == pytest.approx(corrected)
@@ -188,3 +188,12 @@ def test_labels_tell_calibration_sets_apart_only_where_there_are_several() -> No
     comparison = made(axes, {"arc_easy": [20, 5, 6, 7]})
     assert methods.labels(comparison.cells).tolist() == ["Unpruned", "REAP, Code", "REAP, Math", "Random"]
     assert methods.labels(comparison.cells.iloc[[0, 1, 3]]).tolist() == ["Unpruned", "REAP", "Random"]
+
+
+def test_the_sequential_form_of_camera_is_the_base_where_both_were_run() -> None:
+    both = made([*AXES, cell("camera", "sequential")], {name: [*counts, 5] for name, counts in SOLVED.items()})
+    costs = [*COSTS, {"routed_kept": 0.5, "flops_ratio": 0.87, "storage_bytes": 100.0}]
+    found = rows(channel_tables.channel_choice_table(study_of(both, costs), [both]))
+    assert found.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", "CAMERA-P", "CAMERA-P (one-shot)"]
+    assert found.loc["HEAPr-G", "Difference"] == pytest.approx((11 + 7) / 20 / 2)
+    assert np.isnan(found.loc["CAMERA-P", "Difference"])

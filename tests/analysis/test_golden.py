@@ -48,7 +48,7 @@ WORDS = {
     "convergence": ("same experts kept (Jaccard)", "calibration tokens read", "Frequency"),
     "aimer.fig1": ("change (points)", "65k", "tokens read, against 8k", "Math"),
     "heapr.fig3": ("calibration tokens read", "REAP, text_65k", "8k", "65k"),
-    "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P"),
+    "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P (one-shot)"),
     "coverage.fig2": ("mean router weight", "rise of the loss (nats a token)", "layer 3"),
     "coverage.fig3": ("mean output norm", "attribution, second order", "rise of the loss without it", "General"),
     "coverage.fig4": ("share of the layer's score", "Channel activation, General", "layer 0"),

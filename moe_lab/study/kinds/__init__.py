@@ -33,6 +33,7 @@ KINDS: Mapping[str, Callable[[Job], None]] = {
         choosing.plan,
         choosing.search,
         choosing.reconstruction,
+        choosing.sequential,
         pruned.finetune,
         pruned.evaluate,
         pruned.generate,

@@ -28,18 +28,8 @@ def scores(job: Job) -> None:
     """A score per expert, or per channel; higher means keep."""
     from moe_lab import criteria
 
-    settings = job.settings["criterion"]
-    layers = facts(job)["layers"]
-    found = criteria.score(
-        settings["criterion"],
-        evidence(job),
-        experts={layer: about["n_experts"] for layer, about in layers.items()},
-        widths={layer: about["width"] for layer, about in layers.items()},
-        gate=settings.get("gate"),
-        seed=settings.get("seed"),
-        parameters=settings["parameters"],
-    )
-    if criteria.get(settings["criterion"]).granularity == "channel":
+    found = _score(job, evidence(job), facts(job)["layers"])
+    if criteria.get(job.settings["criterion"]["criterion"]).granularity == "channel":
         from safetensors.numpy import save_file
 
         save_file({str(layer): values for layer, values in found.items()}, job.output(CHANNEL_SCORES))
@@ -47,6 +37,22 @@ def scores(job: Job) -> None:
         return
     table = [(layer, expert, float(value)) for layer, values in found.items() for expert, value in enumerate(values)]
     write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)
+
+
+def _score(job: Job, inputs: dict[int, dict[str, Any]], layers: dict[int, dict[str, Any]]) -> dict[int, Any]:
+    """Layer -> scores by the job's criterion, of the layers whose facts are given, from their sums and weights."""
+    from moe_lab import criteria
+
+    settings = job.settings["criterion"]
+    return criteria.score(
+        settings["criterion"],
+        inputs,
+        experts={layer: about["n_experts"] for layer, about in layers.items()},
+        widths={layer: about["width"] for layer, about in layers.items()},
+        gate=settings.get("gate"),
+        seed=settings.get("seed"),
+        parameters=settings["parameters"],
+    )
 
 
 def family(job: Job) -> None:
@@ -168,3 +174,39 @@ def reconstruction(job: Job) -> None:
     made.check(**routers(model["layers"]))
     made.save(job.output("plan.json"))
     write_table(job.output("errors.parquet"), COLUMNS, found.errors)
+
+
+def sequential(job: Job) -> None:
+    """A plan made layer after layer: each layer is scored on what the pruned layers below it give.
+
+    A layer loses the share of uniform, of whole experts, or of layerwise, of channels.
+    """
+    from moe_lab import criteria
+    from moe_lab.allocation import allocate, budgets, zero_expert
+    from moe_lab.pruning.plan import make_channel_plan, make_plan
+    from moe_lab.search.sequential import prune_sequentially
+
+    network, tokenizer, budget = streamed_model(job, "text")
+    model, weights, settings = facts(job), evidence(job), job.settings["allocation"]
+    of_channels = criteria.get(job.settings["criterion"]["criterion"]).granularity == "channel"
+
+    def choose(layer: int, sums: Any) -> Any:
+        here = {layer: model["layers"][layer]}
+        scored = _score(job, {layer: {**weights.get(layer, {}), **sums}}, here)
+        if not of_channels:
+            remove = allocate({**settings, "name": "uniform"}, here, scored, model=model)
+            return make_plan(scored, remove, **routers(here), provenance={})
+        keep = budgets({**settings, "name": "layerwise"}, here, scored, model=model)
+        return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **routers(here), provenance={})
+
+    made = prune_sequentially(
+        network,
+        rows(job, tokenizer, "text"),
+        choose,
+        fingerprint=job.settings,
+        out=Path(job.partial),
+        budget=budget,
+        provenance={**job.settings, "model_sha256": model.get("sha256")},
+    )
+    made.check(**routers(model["layers"]))
+    made.save(job.output("plan.json"))

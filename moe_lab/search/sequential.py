@@ -1,0 +1,56 @@
+"""Pruning layer after layer, each scored on what the pruned layers below it give (CAMERA-P's released code).
+
+A criterion of the one-shot form scores every layer on the activations of the unpruned model. Here layer l is scored on
+the activations that it will really be given: those of a model whose layers below l are pruned already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.mask import mask_layer
+from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gather import Batch
+from moe_lab.statistics.streaming import stream_pruned
+
+Sums = Mapping[str, torch.Tensor]
+"""Forward statistics of one layer by name, fp64."""
+
+
+def prune_sequentially(
+    streamed: StreamedModel,
+    batches: Sequence[Batch],
+    choose: Callable[[int, Sums], Plan],
+    *,
+    fingerprint: Mapping[str, Any],
+    out: Path,
+    budget: float,
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan of all MoE layers, from the first to the last; one decoder layer is in memory at a time.
+
+    `choose` is given the number and the sums of a layer and returns a plan of that layer alone; the same sums must give
+    the same plan. Each MoE layer runs twice over `batches`: once observed, once pruned. `fingerprint`, `out` and
+    `budget` are those of `stream`: an interrupted pass goes on from its last finished layer.
+    """
+
+    def prune(layer: int, sums: Sums) -> AbstractContextManager[None]:
+        return mask_layer(streamed.model, streamed.moe[layer], choose(layer, sums))
+
+    statistics = stream_pruned(
+        streamed, ForwardTap, batches, prune, kind="sequential", fingerprint=fingerprint, out=out, budget=budget
+    )
+    plans = [choose(layer, sums) for layer, sums in statistics.layers.items()]
+    return Plan(
+        experts={layer: kept for plan in plans for layer, kept in plan.experts.items()},
+        n_experts={layer: count for plan in plans for layer, count in plan.n_experts.items()},
+        provenance=dict(provenance),
+        channels={layer: mask for plan in plans for layer, mask in plan.channels.items()},
+    )

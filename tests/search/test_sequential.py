@@ -1,0 +1,142 @@
+"""Pruning layer after layer gives the plan of pruning the layers below and scoring the next one, in a whole model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from moe_lab import criteria
+from moe_lab.allocation import allocate, budgets
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
+from moe_lab.pruning.surgery import prune
+from moe_lab.search import sequential
+from moe_lab.search.sequential import Sums, prune_sequentially
+from moe_lab.statistics.gather import Batch, gather
+
+NAMES = ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"]
+RATIO = 0.25
+SETTINGS = {"ratio": RATIO, "multiple_of": 1, "parameters": {}, "ratio_basis": "routed"}
+
+
+@pytest.fixture
+def batches() -> list[Batch]:
+    """Three batches, two of them padded."""
+    draws = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(3):
+        ids = torch.randint(3, tiny.VOCABULARY, (2, 16), generator=draws)
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        valid[0, 10:] = number != 1
+        found.append((ids, valid))
+    return found
+
+
+def chooser(model: Any, name: str) -> Any:
+    """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns are the model's."""
+    layers: dict[int, MoELayer] = {layer.index: layer for layer in moe_layers(model)}
+
+    def choose(index: int, sums: Sums) -> Plan:
+        layer = layers[index]
+        down = layer.experts.down_proj.detach().double().square().sum(1).numpy()
+        routers = {"n_experts": layer.n_experts, "top_k": layer.top_k, "n_group": 1, "topk_group": 1}
+        about = {index: {**routers, "width": layer.width}}
+        scores = criteria.score(
+            name,
+            {index: {**sums, "channel_down_square": down}},
+            experts={index: layer.n_experts},
+            widths={index: layer.width},
+        )
+        if criteria.get(name).granularity == "expert":
+            removed = allocate({**SETTINGS, "name": "uniform"}, about, scores)
+            return make_plan(scores, removed, top_k=layer.top_k, provenance={})
+        keep = budgets({**SETTINGS, "name": "layerwise"}, about, scores)
+        return make_channel_plan(scores, keep, top_k=layer.top_k, provenance={})
+
+    return choose
+
+
+def pruned(model: Any, plans: dict[int, Plan]) -> Any:
+    """A copy of the model in which some layers have lost what their plans drop; columns of dropped channels are 0."""
+    changed = copy.deepcopy(model)
+    layers = {layer.index: layer for layer in moe_layers(changed)}
+    for index, plan in plans.items():
+        for expert, kept in enumerate(plan.channels.get(index, ())):
+            layers[index].experts.down_proj.data[expert][:, ~torch.from_numpy(kept)] = 0
+    kept = {i: plans[i].experts[i] if i in plans else tuple(range(layer.n_experts)) for i, layer in layers.items()}
+    return prune(changed, Plan(kept, {i: layer.n_experts for i, layer in layers.items()}))
+
+
+def one_after_the_other(model: Any, choose: Any, batches: list[Batch], folder: Path) -> dict[int, Plan]:
+    """The definition: statistics of a model whose layers below are pruned, read anew for each layer."""
+    plans: dict[int, Plan] = {}
+    for layer in moe_layers(model):
+        out = folder / str(layer.index)
+        statistics = gather(pruned(model, plans), batches, out=out, fingerprint={}, groups=9)
+        plans[layer.index] = choose(layer.index, statistics.layers[layer.index])
+    return plans
+
+
+def run(name: str, choose: Any, batches: list[Batch], folder: Path) -> Plan:
+    tiny.save(name, folder / "model")
+    streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
+    return prune_sequentially(
+        streamed, batches, choose, fingerprint={}, out=folder, budget=0.0, provenance={"of": "a test"}
+    )
+
+
+@pytest.mark.parametrize("criterion", ["camera", "reap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
+    name: str, criterion: str, batches: list[Batch], tmp_path: Path
+) -> None:
+    model = tiny.build(name)
+    choose = chooser(model, criterion)
+    expected = one_after_the_other(model, choose, batches, tmp_path / "whole")
+    found = run(name, choose, batches, tmp_path)
+    assert found.provenance == {"of": "a test"}
+    for layer, plan in expected.items():
+        assert found.experts[layer] == plan.experts[layer]
+        assert not plan.channels or (found.channels[layer] == plan.channels[layer]).all()
+
+
+def test_layers_above_the_first_are_scored_anew(batches: list[Batch], tmp_path: Path) -> None:
+    """Scores of one pass over the unpruned model give the first layer, and not all of the others."""
+    model = tiny.build("olmoe")
+    choose = chooser(model, "camera")
+    statistics = gather(model, batches, out=tmp_path / "once", fingerprint={}, groups=9)
+    once = {layer: choose(layer, sums) for layer, sums in statistics.layers.items()}
+    found = run("olmoe", choose, batches, tmp_path)
+    same = [bool((found.channels[layer] == plan.channels[layer]).all()) for layer, plan in once.items()]
+    assert same[0] and not all(same)
+
+
+def test_an_interrupted_one_goes_on_from_its_last_layer(
+    batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = chooser(tiny.build("olmoe"), "camera")
+    expected = run("olmoe", choose, batches, tmp_path / "undisturbed")
+
+    def killed(layer: int, sums: Sums) -> Plan:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return choose(layer, sums)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("olmoe", killed, batches, tmp_path / "killed")
+    read: list[int] = []
+    original = sequential.ForwardTap.experts
+
+    def experts(self: Any, *given: Any) -> Any:
+        read.append(self.layer.index)
+        return original(self, *given)
+
+    monkeypatch.setattr(sequential.ForwardTap, "experts", experts)
+    found = run("olmoe", choose, batches, tmp_path / "killed")
+    assert found == expected and 0 not in read and set(read) == {1, 2}
