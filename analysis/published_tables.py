@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from analysis.frames import records
 from analysis.load import Study
 from analysis.published_numbers import AFTER, BEFORE, PAPERS, TABLES, Printed, counterparts
 from analysis.tables import SCORE, Table, setting
-from analysis.verdicts import AGREES, DIFFERS, MISSING, Measured, verdict
+from analysis.verdicts import AGREES, BECAUSE, DIFFERS, MISSING, Measured, verdict
 
 SPELLED = {BEFORE: "Memory before, GiB", AFTER: "Memory after, GiB", "Code": "Code Avg", "Math": "Math Avg"}
 _VARYING = {"recovery": "Recovery", "gate": "Gate", "seed": "Seed"}
@@ -39,7 +40,8 @@ def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str)
         title=f"Measured beside published: {of}",
         caption="Agrees: the printed number, as far as its rounding leaves it open, lies in the 95 % interval of the "
         "measured one. Intervals cover which items were asked, not seeds; sizes in GiB may differ by "
-        f"{published_cells.MEMORY_TOLERANCE}. Deviation: measured minus printed. {setting(study)}",
+        f"{published_cells.MEMORY_TOLERANCE}. Deviation: measured minus printed, where the two are comparable. "
+        f"{setting(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),
@@ -57,7 +59,7 @@ def _columns(study: Study) -> list[str]:
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
-    cell = measured.cell
+    cell, found = measured.cell, verdict(number, measured)
     return {
         "Model": cell["model"],
         "Pruned": names.ratio(float(cell["ratio"])),
@@ -68,8 +70,8 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
         "Source": f"{PAPERS[number.paper]}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,
-        "Deviation": measured.value - number.value,
-        "Verdict": verdict(number, measured),
+        "Deviation": math.nan if found.startswith(BECAUSE) else measured.value - number.value,
+        "Verdict": found,
     }
 
 

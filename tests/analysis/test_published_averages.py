@@ -120,7 +120,7 @@ WITHOUT_PARTS = {
     ("000", "2", "Eval+"): 54,
     ("001", "2", "MC Avg"): 1,
     ("001", "4", "Code"): 1,
-    ("001", "4", "MC Avg"): 1,
+    ("001", "4", "MC Avg"): 2,
     ("001", "5", "Eval+"): 12,
     ("001", "5", "MC Avg"): 12,
     ("001", "6", "Code"): 2,
@@ -190,7 +190,7 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
             checked += 1
     assert differing == listed()
     assert without == WITHOUT_PARTS
-    assert checked == 675
+    assert checked == 676
 
 
 @pytest.mark.parametrize("table", LISTS, ids=".".join)
