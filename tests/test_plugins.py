@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from moe_lab import allocation, criteria, plugins
@@ -53,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def moe_lab(folder: Path, *words: str, package: str = "moe_lab") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", package, *words]
+    command = preloaded.command("-m", package, *words)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 

@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(copy: Path, *words: str) -> str:
     """What a command prints that ends well in the copy."""
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run([sys.executable, "-m", *words], cwd=copy, env=environment, capture_output=True, text=True)
+    command = preloaded.command("-m", *words)
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from cluster import LONG, Cluster, until
 from little import Little
 from studies import asked, jobs, moe_lab
@@ -57,7 +58,7 @@ def play_inline(store: Path) -> Path:
 
 def play_agnostic(cluster: Cluster, store: Path) -> Path:
     """A store in which jobs did all of the main experiment."""
-    done = moe_lab(store, *AGNOSTIC, *SLURM)
+    done = moe_lab(store, *AGNOSTIC, *SLURM, f"launcher.python={preloaded.python()}")
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
     assert not list(store.glob("evaluate/*/manifest.json")), "the command returns when jobs are submitted"
     cluster.wait_for_the_end(store)

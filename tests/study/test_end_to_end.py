@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import preloaded
 import pytest
 from processes import until
 
@@ -33,7 +34,12 @@ pytestmark = pytest.mark.skipif(
 def command(store: Path, *words: str) -> list[str]:
     flags = [word for word in words if word.startswith("-")]
     settings = [word for word in words if not word.startswith("-")]
-    return [sys.executable, "-m", "moe_lab", *flags, *SMALL, *settings, f"store={store}"]
+    return preloaded.command("-m", "moe_lab", *flags, *SMALL, *settings, f"store={store}")
+
+
+def fresh(store: Path, *words: str) -> list[str]:
+    """The same, whose processes import everything anew, with a seed of hashes for each."""
+    return [sys.executable, *command(store, *words)[1:]]
 
 
 def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +61,8 @@ def ran(store: Path) -> Counter[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which the grid has been run by two processes."""
     store = tmp_path_factory.mktemp("finished") / "store"
-    done = moe_lab(store, *GRID, "launcher.processes=2")
+    words = fresh(store, *GRID, "launcher.processes=2")
+    done = subprocess.run(words, capture_output=True, text=True, cwd=store.parent)
     assert done.returncode == 0, done.stderr
     return store
 
@@ -116,7 +123,7 @@ def test_inline_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
 def test_killed_and_started_again_it_ends_in_the_same_store(finished: Path, tmp_path: Path, after: str) -> None:
     """SIGKILL to everything as soon as the first step of a kind is there, then the same command."""
     store = tmp_path / "store"
-    run = subprocess.Popen(command(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+    run = subprocess.Popen(fresh(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
     until(lambda: list(store.glob(f"{after}/*/manifest.json")) or run.poll() is not None)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGKILL)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from analysis import style
@@ -21,12 +22,18 @@ LESS = {
     "heapr": [CHOICES],
     "aimer": [MIXED, "ratio=0.5"],
     "evoesap": [CHOICES, "ratio=0.25", "grid.criterion=[reap]"],
-    "quantized": [CHOICES, "grid.ratio=[0.0,0.5]", "recovery.epochs=1"],
-    "methods": [CHOICES, "ratio=0.5"],
+    "quantized": [CHOICES, "grid.ratio=[0.0,0.5]", "recovery.epochs=0.1"],
+    "methods": [CHOICES, "ratio=0.5", "recovery.epochs=0.1"],
     "task_specific": [MIXED, "ratio=0.5", "grid.criterion=[reap,man]"],
     "task_agnostic": [CHOICES, "grid.criterion=[frequency,reap,man]", "grid.calibration=[pocket_general,pocket_code]"],
 }
 """Experiment -> the suite, and what is left out of the grid: values that show what others of their axis show."""
+SHORT_SEARCH = """
+  population: 4
+  elites: 2
+  generations: 2
+"""
+"""Parameters of the allocation pocket_evolutionary that are enough for a plan and a history."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
@@ -38,6 +45,18 @@ pytestmark = [
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One store for all experiments: what they share is computed once."""
     return tmp_path_factory.mktemp("experiments") / "store"
+
+
+@pytest.fixture(scope="module")
+def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped configuration, in which searches are short: a word on the command line would hold for all
+    allocations of a grid."""
+    folder = tmp_path_factory.mktemp("short") / "conf"
+    shutil.copytree(ROOT / "conf", folder)
+    file = folder / "allocation" / "pocket_evolutionary.yaml"
+    before, _, _ = file.read_text(encoding="utf-8").partition("\n  population:")
+    file.write_text(before + SHORT_SEARCH, encoding="utf-8")
+    return folder
 
 
 def report(store: Path, study: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -56,9 +75,15 @@ def test_every_experiment_is_run_here() -> None:
 
 @pytest.mark.parametrize("experiment", LESS)
 def test_an_experiment_runs_to_its_page(
-    experiment: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    experiment: str,
+    store: Path,
+    conf: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [sys.executable, "-m", "moe_lab", f"+experiment={experiment}", *SMALL, *LESS[experiment]]
+    words = ["--config-path", str(conf), f"+experiment={experiment}", *SMALL, *LESS[experiment]]
+    command = preloaded.command("-m", "moe_lab", *words)
     done = subprocess.run([*command, f"store={store}"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert report(store, experiment, tmp_path / "out", monkeypatch) == 0, capsys.readouterr().err

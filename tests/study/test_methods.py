@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import preloaded
 import pytest
 
 from moe_lab.pruning.plan import Plan
@@ -35,7 +36,7 @@ pytestmark = [
 
 
 def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_lab", *SMALL, *words, f"store={store}"]
+    command = preloaded.command("-m", "moe_lab", *SMALL, *words, f"store={store}")
     return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
 
 

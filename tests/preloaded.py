@@ -1,0 +1,208 @@
+"""A Python that has imported the heavy libraries already: importing them takes ten times as long as a small study does.
+
+`command("-m", "moe_lab", ...)` is a command line like `[sys.executable, "-m", "moe_lab", ...]`, and `python()` is what
+starts Python in it, for `launcher.python`. What it starts is a process of its own with its own arguments, folder,
+environment and streams, in which nothing of moe_lab is imported yet. It is forked from a server that has torch,
+transformers and the harnesses in memory, and workers and reports that it starts are forked from there as well.
+
+Not for tests of what a start imports, costs, or does with signals. All share one seed of hashes: of two processes that
+are compared bit by bit, one should be started as usual.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+MODULES = ("moe_lab.study.worker", "moe_lab.models.device", "analysis", "submitit.core._submit")
+"""What a study starts that is forked too; programs that a model wrote keep an interpreter of their own."""
+LIBRARIES = (
+    "hydra._internal.hydra",
+    "hydra.main",
+    "torch",
+    "transformers.integrations.moe",
+    "transformers.masking_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.olmoe.modeling_olmoe",
+    "datasets",
+    "lm_eval.evaluator",
+    "lm_eval.models.huggingface",
+    "lm_eval.tasks",
+    "matplotlib.pyplot",
+    "pandas",
+    "pyarrow.parquet",
+    "scipy.stats",
+    "statsmodels.api",
+)
+CLIENT = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+words = sys.argv[1:]
+started = [word for word in words[1:] if word != "-u"] if words[:1] == [{start!r}] else []
+if words[0] != "-m" and (started[:1] != ["-m"] or started[1] not in {modules!r}):
+    os.execv({python!r}, [{python!r}, *words])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [b" "], [0, 1, 2])
+server.sendall(json.dumps({{"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode() + b"\\n")
+for stream in (0, 1, 2):
+    os.close(stream)
+status = int.from_bytes(server.recv(4), "big")
+if os.WIFSIGNALED(status):
+    os.kill(os.getpid(), os.WTERMSIG(status))
+os._exit(os.WEXITSTATUS(status))
+"""
+"""Asks the server for a process, and ends as that does."""
+
+
+_STARTING = threading.Lock()
+
+
+def command(*words: str) -> list[str]:
+    """The command line of a Python with `words`, which begin with -m."""
+    return [str(python()), *words]
+
+
+def python() -> Path:
+    """The program that stands for Python."""
+    with _STARTING:
+        return _client()
+
+
+@lru_cache(maxsize=1)
+def _client() -> Path:
+    """The same; the server behind it ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
+    client = folder / "python"
+    import moe_lab.start
+
+    about = {"python": sys.executable, "start": moe_lab.start.FILE, "modules": MODULES}
+    client.write_text(CLIENT.format(**about, address=str(folder / "server")))
+    client.chmod(0o755)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / "server"))
+    listening.listen(64)
+    words = [sys.executable, __file__, str(listening.fileno()), str(client)]
+    with listening:
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/")
+
+    @atexit.register
+    def end() -> None:
+        assert server.stdin
+        server.stdin.close()
+        server.wait()
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+    return client
+
+
+class Server:
+    """Forks a process for everyone who asks, and tells them how it ended."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self.listening, self.events = listening, selectors.DefaultSelector()
+        self.running: dict[socket.socket, tuple[int, int]] = {}
+        """Who asked -> the process, and what becomes readable at its end."""
+
+    def serve(self) -> tuple[dict[str, Any], list[int]] | None:
+        """In each forked process: what was asked for, and its streams. None here, when standard input ends."""
+        for each in (self.listening, sys.stdin):
+            self.events.register(each, selectors.EVENT_READ)
+        while True:
+            for key, _ in self.events.select():
+                if key.fileobj is sys.stdin:
+                    return None
+                if key.fileobj is self.listening:
+                    if asked := self.fork(self.listening.accept()[0]):
+                        return asked
+                elif key.data is not None:
+                    self.tell(key.data)
+                elif key.fileobj in self.running:  # the client was killed, and so is what it stands for
+                    self.events.unregister(key.fileobj)
+                    os.kill(self.running[key.fileobj][0], signal.SIGKILL)
+
+    def fork(self, client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+        """What `client` asks for, in a new process; None here."""
+        _, streams, _, _ = socket.recv_fds(client, 1, 3)
+        with client.makefile("r") as asking:
+            asked = json.loads(asking.readline())
+        if (child := os.fork()) == 0:
+            for other in (client, *self.running):
+                other.close()  # it is for the server alone to tell how these end
+            return asked, streams
+        for stream in streams:
+            os.close(stream)
+        ended = os.pidfd_open(child)
+        self.running[client] = (child, ended)
+        self.events.register(client, selectors.EVENT_READ)
+        self.events.register(ended, selectors.EVENT_READ, data=client)
+        return None
+
+    def tell(self, client: socket.socket) -> None:
+        """Tell a client, which may be gone, that its process has ended."""
+        child, ended = self.running.pop(client)
+        self.events.unregister(ended)
+        os.close(ended)
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(KeyError):
+            self.events.unregister(client)
+        with contextlib.suppress(OSError), client:
+            client.sendall(status.to_bytes(4, "big"))
+
+
+def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
+    """Turn this process into the one that was asked for, and do its work."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    random.seed()
+    numpy.random.seed()
+    words = asked["words"]
+    is_module = words[0] == "-m"
+    sys.path[:1] = [os.getcwd()] if is_module else []
+    import moe_lab.start
+
+    moe_lab.start.command.__kwdefaults__["python"] = client
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if is_module:
+        sys.path[1:1] = named
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[:0] = [os.path.dirname(words[0]), *named]
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import gc
+    import importlib
+
+    import numpy
+
+    with socket.socket(fileno=int(sys.argv[1])) as _listening:
+        for _library in LIBRARIES:
+            importlib.import_module(_library)
+        gc.freeze()
+        _asked = Server(_listening).serve()
+    if _asked:
+        become(*_asked, sys.argv[2])
