@@ -58,18 +58,30 @@ def hydra() -> Iterator[None]:
     Hydra.create_main_hydra2("sweeps", search_path)
     yield
     GlobalHydra.instance().clear()
+    groups.cache_clear()
+
+
+@cache
+def groups() -> composition.Groups:
+    """The groups as they are there for all sweeps; each choice is composed once."""
+    return composition.Groups()
+
+
+@cache
+def composed(name: str) -> tuple[config.Config, list[grid.Request]]:
+    return composition.requests(compose(name), groups())
 
 
 @cache
 def request(name: str) -> tuple[config.Config, list[grid.Cell], list[config.BenchmarkConfig]]:
-    settings, asked = composition.requests(compose(name), composition.Groups())
+    settings, asked = composed(name)
     cells = [cell for cells, _ in asked for cell in cells]
     return settings, cells, [benchmark for _, benchmarks in asked for benchmark in benchmarks]
 
 
 def by_protocol(name: str) -> list[grid.Request]:
     """The cells of a sweep with what they are asked."""
-    return composition.requests(compose(name), composition.Groups())[1]
+    return composed(name)[1]
 
 
 @cache
@@ -174,7 +186,7 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: py
 def refusals(name: str, *overrides: str, **allocation: Any) -> list[str]:
     """What is said of a sweep with other settings, and with other parameters of its allocations."""
     settings, [(cells, benchmarks)] = composition.requests(
-        compose(name, overrides=list(overrides)), composition.Groups(), overrides
+        compose(name, overrides=list(overrides)), groups(), overrides
     )
     changed = [
         replace(cell, allocation=replace(cell.allocation, parameters={**cell.allocation.parameters, **allocation}))
