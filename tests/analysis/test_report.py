@@ -78,6 +78,7 @@ def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
             assert (page.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
 
 
+@pytest.mark.usefixtures("page_only")
 @pytest.mark.filterwarnings("error:constrained_layout")
 def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "overlap": False}
@@ -182,6 +183,7 @@ def test_an_empty_store_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert "holds no study yet" in error and error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("page_only")
 def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
     """One data-free criterion, one benchmark of no known column, no calibration pass."""
     tasks = ("arc_easy",)
