@@ -89,7 +89,7 @@ def test_a_study_of_the_wheel_is_reported_by_the_wheel(site: Path, hostile: Path
     shutil.copytree(site, packages, dirs_exist_ok=True)
     others = [folder for folder in sys.path if folder.endswith("site-packages")]  # but not what their .pth files add
     (packages / "others.pth").write_text("\n".join(others))
-    words = ["criterion=random", "suite.benchmarks=[]", "study=s", "store=store"]
+    words = ["criterion=random", "suite.benchmarks=[]", "study=s", "store=store", "launcher.processes=1"]
     done = subprocess.run(
         [environment / "bin" / "python", packages / "moe_lab" / "start.py", "-m", "moe_lab", *words],
         cwd=hostile,
