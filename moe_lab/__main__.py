@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from moe_lab.errors import end_with
+from moe_lab.masking import mask
 from moe_lab.paths import conf
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
@@ -21,7 +22,7 @@ START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language mode
 
 def give_up(sentence: str) -> NoReturn:
     """Say what is wrong and end with exit code 2."""
-    print(f"moe_lab: {sentence}", file=sys.stderr)
+    print(f"moe_lab: {mask(sentence)}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from moe_lab import grid, plugins
+from moe_lab import grid, masking, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
 from moe_lab.criteria import CRITERIA
@@ -151,16 +151,46 @@ def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tup
 
 
 def typed(config: DictConfig) -> Config:
-    """The composed configuration as typed objects. UserError for a value that is required and missing."""
+    """The composed configuration as typed objects, without the secrets in it (masking.py). UserError for a value that
+    is required and missing, and for a variable that the environment lacks."""
     own = config.copy()
     with open_dict(own):
         own.pop("hydra", None)  # a job of a multirun carries Hydra's own settings along
+    written = _plain(own)
+    for key in masking.LATE:
+        value = _at(written, key)
+        if value is not None:
+            kept = masking.hidden(value, key)
+            masking.revealed(kept)
+            OmegaConf.update(own, key, masking.escaped(kept), merge=False, force_add=True)
     try:
         result = OmegaConf.to_object(own)
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is not set: add {error.full_key}=VALUE") from None
     assert isinstance(result, Config)
     return result
+
+
+def _at(document: Any, key: str) -> Any:
+    """What stands under a dotted key; None where nothing does."""
+    for part in key.split("."):
+        document = document.get(part) if isinstance(document, dict) else None
+    return document
+
+
+def from_environment(config: DictConfig) -> dict[str, Any]:
+    """Dotted key -> what is written there, of every setting that is taken from the environment at once."""
+    late = tuple(f"{key}." for key in masking.LATE)
+
+    def found(document: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in document.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict):
+                yield from found(value, f"{key}.")
+            elif masking.ENVIRONMENT.search(str(value)) and not f"{key}.".startswith(late):
+                yield key, value
+
+    return dict(found(_plain(config), ""))
 
 
 def ask(configs: Sequence[DictConfig]) -> int:
@@ -174,7 +204,8 @@ def ask(configs: Sequence[DictConfig]) -> int:
         for config, own in zip(configs, hydra, strict=True)
     ]
     alone = "hydra" not in configs[0] and HydraConfig.get().mode == RunMode.MULTIRUN
-    return run(jobs[0][0], [request for _, asked in jobs for request in asked], add=alone)
+    wanted = [request for _, asked in jobs for request in asked]
+    return run(jobs[0][0], wanted, add=alone, written=from_environment(configs[0]))
 
 
 def requests(

@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import NoReturn
 
+from moe_lab.masking import mask
+
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest choice."""
+    """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest choice.
+    Secrets in it are masked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(mask(message))
 
 
 class Unavailable(UserError):

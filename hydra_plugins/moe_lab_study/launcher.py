@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 ConfigStore.instance().store(
     group="hydra/launcher",
@@ -27,9 +28,18 @@ class StudyLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from moe_lab.compose import ask
 
+        _mask(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
         jobs = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
         code = ask(jobs)
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=code)
             for overrides in job_overrides
         ]
+
+
+def _mask(file: Path) -> None:
+    """Take the secrets out of what Hydra has written down about a multirun."""
+    from moe_lab.masking import masked
+
+    if file.is_file():
+        OmegaConf.save(masked(OmegaConf.to_container(OmegaConf.load(file))), file)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.masking import ENVIRONMENT, filled, revealed
 
 BACKENDS = ("hf", "server")
 PLACES = ("checkpoint", "port", "name")
@@ -37,7 +38,8 @@ def words(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> lis
     if not command:
         raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
     try:
-        split = shlex.split(command)
+        # Secrets last, each within its word and never looked at for places.
+        split = shlex.split(ENVIRONMENT.sub(lambda secret: f"${{{secret[0][1:]}}}", filled(command)))
         places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
     except ValueError as error:
         raise UserError(f"backend.command={command} cannot be read: {error}") from None
@@ -46,7 +48,7 @@ def words(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> lis
     for place in _NEEDED:
         if place not in places:
             raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
-    return [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]
+    return [revealed(word.format(checkpoint=checkpoint, port=port, name=name)) for word in split]
 
 
 def check_installed(backend: BackendConfig) -> None:

@@ -23,6 +23,7 @@ import openai
 from moe_lab.config import JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
+from moe_lab.masking import revealed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second request; seconds before any, whatever the endpoint asks for."""
@@ -50,9 +51,10 @@ class Judge:
 
     def __init__(self, settings: JudgeConfig, cache: Path) -> None:
         self.settings, self.cache = settings, cache
-        local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
+        url = str(revealed(settings.url))
+        local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
         self._client = openai.OpenAI(
-            base_url=settings.url,
+            base_url=url,
             api_key=os.environ.get(settings.key_variable, "").strip() or "none",
             timeout=settings.timeout,
             max_retries=0,
@@ -146,7 +148,7 @@ class Judge:
             messages=[{"role": "user", "content": prompt}],
             temperature=self.settings.temperature,
             max_tokens=self.settings.max_tokens,
-            extra_body=self.settings.extra or None,
+            extra_body=revealed(self.settings.extra) or None,
         )
         body: bytes = answer.content
         return body

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation.policy import Policy
+from moe_lab.masking import identified, revealed
 
 LOWEST, HIGHEST = 1.0, 10.0
 PLACES = ("history", "user_query", "model_output", "checklist")
@@ -94,7 +95,7 @@ def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
         "model": judge.model,
         "temperature": judge.temperature,
         "max_tokens": judge.max_tokens,
-        "extra": dict(judge.extra),
+        "extra": identified(judge.extra),
     }
 
 
@@ -124,10 +125,12 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 
 def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
-    address = urlsplit(judge.url)
+    address = urlsplit(revealed(judge.url))
     if address.scheme not in ("http", "https") or not address.hostname:
         yield f"judge.url={judge.url}: expected an address such as http://localhost:8000/v1"
-    if address.scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
+    if not judge.key_variable.isidentifier():
+        yield "judge.key_variable is no name of an environment variable: expected one such as OPENAI_API_KEY, not a key"
+    elif address.scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
         yield (
             f"judge.key_variable={judge.key_variable}: there is no such environment variable, and {judge.url} will "
             f"want a key: export {judge.key_variable}=KEY, or any word where none is needed"

@@ -23,6 +23,7 @@ from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.backend import search_path, words
 from moe_lab.evaluation.served import Completions, ServedSubject
+from moe_lab.masking import mask
 
 GRACE = 20.0
 """Seconds a server that is told to stop may take before it is killed."""
@@ -117,7 +118,7 @@ class Server:
     def said(self) -> str:
         """Its last lines as part of a sentence; more of them go to standard error, which workers keep."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        print(*lines[-_TAIL:], sep="\n", file=sys.stderr, flush=True)
+        print(mask("\n".join(lines[-_TAIL:])), file=sys.stderr, flush=True)
         return "; ".join(line.strip() for line in lines[-2:]) or "it said nothing"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_lab import plugins
@@ -34,6 +35,8 @@ class Study:
     """Whether its cells are added to those recorded under its name."""
     before: float | None = None
     """What `record.created` gave when it was started."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key -> how a setting is written that was taken from the environment."""
 
 
 def finish(study: Study, schedule: Schedule) -> int:
@@ -44,7 +47,9 @@ def finish(study: Study, schedule: Schedule) -> int:
     plugins.load(study.config.plugins)  # the last job of a cluster is a process of its own
     study.store.check_there()
     errors = {name: error.document for name, error in schedule.failed.items()}
-    another = record.write(study.store, study.config, study.graph, errors, add=study.add, before=study.before)
+    another = record.write(
+        study.store, study.config, study.graph, errors, add=study.add, before=study.before, written=study.written
+    )
     say_notices(study.store)
     if another:
         say(f"moe_lab: {another}")

@@ -14,6 +14,7 @@ from typing import Any
 import moe_lab
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json
+from moe_lab.masking import mask
 from moe_lab.study.identity import Step, digest
 from moe_lab.study.store import FULL, NO_ROOM, Store
 
@@ -66,11 +67,11 @@ def error_document(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OSError) and error.errno in FULL:
         text = NO_ROOM
     return {
-        "message": text,
+        "message": mask(text),
         "type": type(error).__name__,
         "user": isinstance(error, UserError) or transient,
         "transient": transient,
-        "trace": "" if isinstance(error, UserError) else "".join(traceback.format_exception(error)),
+        "trace": "" if isinstance(error, UserError) else mask("".join(traceback.format_exception(error))),
         "code": code_state(),
     }
 

@@ -14,6 +14,7 @@ from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import backend, suite
 from moe_lab.grid import Cell, plain
+from moe_lab.masking import LATE, masked
 from moe_lab.models import files
 from moe_lab.models.expected import check_expected
 from moe_lab.paths import check_name, resolve
@@ -63,6 +64,7 @@ def _check_device(named: str) -> None:
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     yield from _check_names(config, cells, benchmarks)
+    yield from _check_secrets(config, cells)
     yield from _check_words(config)
     if config.export not in (None, *SHAPES):
         yield str(unknown("export", config.export, SHAPES))
@@ -157,6 +159,32 @@ def _check_names(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Ben
             yield from said(partial(check_name, f"{group}.name", name, RESERVED.get(group, ())))
     for benchmark in benchmarks:
         yield from said(partial(check_name, "benchmark.name", benchmark.name))
+
+
+OPEN = {
+    "model": ("path", "template_arguments", "search"),
+    "criterion": ("parameters",),
+    "calibration": ("path",),
+    "allocation": ("path", "parameters"),
+}
+"""Group -> fields that take anything, and whose values are stored as they are."""
+
+
+def _check_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """A secret that would be stored: results are shown to people who must not know it."""
+    places = [
+        (f"{group}.{name}", getattr(getattr(cell, group), name))
+        for group, names in OPEN.items()
+        for cell in _each(cells, group)
+        for name in names
+    ]
+    places += [("interpreters", config.interpreters), ("protocol.benchmarks", config.protocol.benchmarks)]
+    for field, value in [*places, ("resources.every.sbatch", config.resources.every.sbatch)]:
+        if masked(value) != value:
+            yield (
+                f"{field}={masked(value)} has a secret in it and would be stored with the results: expected none, for "
+                f"only {', '.join(LATE)} may have one"
+            )
 
 
 def _check_words(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from moe_lab.config import BenchmarkConfig, CalibrationConfig, RecoveryConfig
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.policy import LIMITED
 from moe_lab.grid import Cell, plain
+from moe_lab.masking import identified
 from moe_lab.models.files import has_uneven_layers
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.device import here
@@ -93,7 +94,7 @@ class Pruned:
         def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
             parts = {"benchmark": Part(self._rendered(benchmark, suite.asked(benchmark)))}
             if backend.name == "server":
-                parts["backend"] = Part({"name": backend.name, "command": backend.command})
+                parts["backend"] = Part({"name": backend.name, "command": identified(backend.command)})
             elif backend.continuous:  # which may decide a near tie otherwise
                 parts["backend"] = Part({"continuous": True})
             return parts, self.maker.runtime(model=model, benchmark=benchmark, backend=backend)

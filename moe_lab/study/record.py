@@ -13,6 +13,7 @@ from moe_lab import criteria
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.json_files import write_json
 from moe_lab.results import STUDY_SHAPE
+from moe_lab.masking import masked
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.identity import Step, canonical, digest
 from moe_lab.study.store import Store
@@ -38,12 +39,14 @@ def write(
     *,
     add: bool,
     before: float | None = None,
+    written: Mapping[str, Any] | None = None,
 ) -> str:
     """Write studies/<study>.json: every cell with the folders of its steps; failed ones with their sentence.
 
     `before`: what `created` gave when this run began. What another run of the study has written since is kept beside
     this one's, and so it is with `add`, for the jobs of a multirun, each of which knows only its own cells. Gives a
     sentence on another run's cells, or "".
+    `written`: dotted key -> how a setting is written that was taken from the environment.
     """
 
     def place(step: Step | None) -> str | None:
@@ -77,7 +80,7 @@ def write(
         "study": config.study,
         "created": time.time(),
         "moe_lab": moe_lab.__version__,
-        "config": asdict(config),
+        "config": _settings(config, written or {}),
         "cells": cells,
         "families": {name: place(step) for name, step in graph.families.items()},
         "damages": {name: place(step) for name, step in graph.damages.items()},
@@ -93,6 +96,18 @@ def write(
         joined, unlike = _joined(old, document)
         write_json(path, joined)
     return "" if add else _about_another(config.study, len(joined["cells"]) - len(cells), unlike)
+
+
+def _settings(config: Config, written: Mapping[str, Any]) -> Any:
+    """The settings as anybody may read them: secrets masked, what is from the environment as it was written."""
+    document: dict[str, Any] = asdict(config)
+    for key, value in written.items():
+        *groups, name = key.split(".")
+        place = document
+        for group in groups:
+            place = place[group]
+        place[name] = value
+    return masked(document)
 
 
 def _about_another(study: str, more: int, unlike: int) -> str:

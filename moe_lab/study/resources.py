@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
+from moe_lab.masking import escaped
 from moe_lab.study.estimate import KINDS, STREAMED, WORK, Estimate, estimate, gpus
 from moe_lab.study.identity import Step
 
@@ -99,4 +100,5 @@ def _job(key: str, settings: ResourcesConfig) -> JobConfig:
     for name in asked:
         if name not in known:
             raise unknown(f"resources.jobs {key}", name, known)
-    return typed(JobConfig, OmegaConf.create(asked), f"resources.jobs {key}")
+    written = {**asked, "setup": escaped(asked["setup"])} if "setup" in asked else asked
+    return typed(JobConfig, OmegaConf.create(written), f"resources.jobs {key}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError
@@ -20,8 +22,12 @@ from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
 
 
-def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:
+def run(
+    config: Config, requests: Sequence[Request], *, add: bool = False, written: Mapping[str, Any] | None = None
+) -> int:
     """Run the study; `add` its cells to those recorded under its name. Gives the exit code.
+
+    `written`: dotted key -> how a setting is written that was taken from the environment; it is recorded so.
 
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
     mistakes that show before anything is run; a dry run first shows what it would cost without them.
@@ -34,11 +40,12 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     graph = build(config, requests)
     store = Store(config.store)
     with store.errors_as_sentences():
-        return _run(config, graph, store, missing, add=add)
+        return _run(Study(config, graph, store, add, written=written or {}), missing)
 
 
-def _run(config: Config, graph: Graph, store: Store, missing: list[str], *, add: bool) -> int:
+def _run(study: Study, missing: list[str]) -> int:
     """Look at what there is, and run the rest. `missing`: what this machine lacks for it."""
+    config, graph, store = study.config, study.graph, study.store
     if not config.dry_run:
         store.create()
     steps = graph.steps()
@@ -62,7 +69,7 @@ def _run(config: Config, graph: Graph, store: Store, missing: list[str], *, add:
         raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)
     _recall_failures(schedule, store, steps, retry=config.retry)
-    study = Study(config, graph, store, add, record.created(store, config.study))
+    study = replace(study, before=record.created(store, config.study))
     say_notices(store)
     if schedule.waiting or last_about(store, config.study) is None:
         begun = begin(store, config.study, steps)

@@ -16,6 +16,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from moe_lab import start
 from moe_lab.errors import UserError
+from moe_lab.masking import shell
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import say
 from moe_lab.study.resources import check, resources
@@ -121,7 +122,7 @@ class Submission:
     ) -> list[str]:
         """Submit jobs that ask for the same; their ids."""
         settings = self.study.config.launcher
-        python = settings.python or shlex.quote(sys.executable)
+        python = shell(settings.python) if settings.python else shlex.quote(sys.executable)
         starter = snapshot.starter(self.run.code) if self.study.config.snapshot else start.FILE
         executor = SlurmExecutor(
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(starter))}"
@@ -133,7 +134,7 @@ class Submission:
             time=asks["minutes"],
             mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
-            setup=list(asks["setup"]) or None,
+            setup=[shell(line) for line in asks["setup"]] or None,
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
