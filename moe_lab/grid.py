@@ -342,6 +342,11 @@ def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
     if "parameters" in overrides:
         overrides["parameters"] = {**found.parameters, **overrides["parameters"]}
     asked = typed(BenchmarkConfig, OmegaConf.create({**plain(found), **overrides}), origin) if overrides else found
+    if config.suite.path is not None and asked.harness != "perplexity":
+        raise UserError(
+            f"suite.path={config.suite.path} is the text of suite=perplexity, expected null with benchmark {name}, "
+            "which has its own data"
+        )
     return replace(
         asked,
         limit=asked.limit if config.suite.limit is None else config.suite.limit,

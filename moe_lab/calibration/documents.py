@@ -49,13 +49,20 @@ BLANK_LINE = "\n\n"
 """What parts the two halves of a pair for a model without a chat template, and the rows of a joined set."""
 
 
-def document(record: Any, field: str | None, where: str, template: str | None = None) -> Document:
+def document(
+    record: Any,
+    field: str | None,
+    where: str,
+    template: str | None = None,
+    *,
+    remedy: str = "name the one to read with calibration.field=NAME",
+) -> Document:
     """The document in one JSON record.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
     `input` of instruction sets), `question` and `answer`, or `prompt` and `completion`, whichever is there first.
     `template` is a text with fields in braces, read as it stands once they are filled in.
-    `where` is the record's place, for the error's sentence.
+    `where` is the record's place, for the error's sentence, and `remedy` what it says to do.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with fields such as text, found {_kind(record)}")
@@ -75,7 +82,7 @@ def document(record: Any, field: str | None, where: str, template: str | None = 
     raise UserError(
         f"{where}: none of the fields text, messages, instruction and output, question and answer, or prompt and "
         "completion is there "
-        f"(found: {_names(record)}); name the one to read with calibration.field=NAME"
+        f"(found: {_names(record)}); {remedy}"
     )
 
 
@@ -162,18 +169,23 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
 
 def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
     """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it."""
-    if isinstance(document, Text):
-        return document.text, special_tokens
-    if isinstance(document, Completion):
-        return document.prompt + document.completion, special_tokens
-    if tokenizer.chat_template:
+    if isinstance(document, Chat | Pair) and tokenizer.chat_template:
         return from_template(messages(document), tokenizer), False
-    if isinstance(document, Pair):
-        return f"{document.instruction}{BLANK_LINE}{document.output}", special_tokens
+    if not isinstance(document, Chat):
+        return plain(document), special_tokens
     raise UserError(
         "calibration.path holds chat messages but the model's tokenizer has no chat template: "
         "use a source of plain text, or of instruction and output pairs"
     )
+
+
+def plain(document: Text | Pair | Completion) -> str:
+    """The text of a document for a model without a chat template."""
+    if isinstance(document, Text):
+        return document.text
+    if isinstance(document, Completion):
+        return document.prompt + document.completion
+    return f"{document.instruction}{BLANK_LINE}{document.output}"
 
 
 def messages(document: Chat | Pair) -> list[Mapping[str, str]]:

@@ -30,7 +30,7 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
 
 
 def check(settings: CalibrationConfig) -> None:
-    """UserError for a value that cannot work. Looks at names and sizes of files, never into them."""
+    """UserError for a value that cannot work. Looks at names, sizes and first bytes of files."""
     for name, value, known in (
         ("packing", settings.packing, PACKINGS),
         ("gap", settings.gap, GAPS),

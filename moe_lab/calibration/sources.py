@@ -1,4 +1,4 @@
-"""calibration.path -> documents: a text file, JSON lines or a JSON list (each also gzipped), or a set on the hub.
+"""Files of texts -> documents: a text file, JSON lines or a JSON list (each also gzipped), or a set on the hub.
 
 Only data formats are read; nothing is unpickled. Nothing here needs torch or transformers.
 """
@@ -11,12 +11,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration import hub
-from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty
+from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Text, document, has_answer, is_empty, plain
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import resolve
@@ -26,6 +27,18 @@ JSON_SUFFIXES = (".jsonl", ".json")
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
 FOREIGN = (*PICKLES, ".arrow", ".parquet", ".csv", ".tsv", ".zip", ".zst", ".gz")
 ANSWERED = "instruction and output, question and answer, prompt and completion, or messages of an assistant"
+SIGNS = {
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"\x80": "a pickle, which runs code when read,",
+    b"PK\x03\x04": "an archive",
+    b"\x1f\x8b": "a gz file",
+    b"PAR1": "a Parquet file",
+    b"\x93NUMPY": "a NumPy array",
+}
+"""How files begin that are no UTF-8 text, whatever they are called."""
+HEAD = 1 << 16
+"""Bytes that are looked at before anything else is done."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -87,6 +100,7 @@ def locate(path: str) -> Path | None:
     file_format(path, file)
     if file.stat().st_size == 0:
         raise UserError(f"calibration.path={path} is empty: expected text to calibrate on")
+    check_text(file, "calibration.path")
     return file
 
 
@@ -121,9 +135,9 @@ def _missing(path: str, file: Path) -> UserError:
     return UserError(f"calibration.path={path} does not exist: {hint}")
 
 
-def file_format(path: str, file: Path) -> str:
+def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
     """How a file is read, by its suffix (.gz apart): "text" or "json". UserError for anything else."""
-    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    suffix = suffix_of(file)
     if suffix in TEXT_SUFFIXES:
         return "text"
     if suffix in JSON_SUFFIXES:
@@ -132,13 +146,13 @@ def file_format(path: str, file: Path) -> str:
     known = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
     ending = "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
     raise UserError(
-        f"calibration.path={path} ends in {ending or 'no suffix'}: {reason}; expected {known}, or one of them with .gz"
+        f"{setting}={path} ends in {ending or 'no suffix'}: {reason}; expected {known}, or one of them with .gz"
     )
 
 
 def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
     """The documents of a file whose format is known."""
-    text = _text(file)
+    text = _text(file, "calibration.path")
     if file_format(str(file), file) == "json":
         return _documents(_records(text, file), settings)
     return [Text(part) for part in (lines(text) if settings.joined else re.split(r"\n[ \t]*\n", text))]
@@ -154,17 +168,65 @@ def lines(text: str) -> list[str]:
     return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
-def _text(file: Path) -> str:
-    """The file's text, UTF-8, line ends made equal."""
+def check_text(file: Path, setting: str) -> None:
+    """UserError when the first bytes of a file say that it is no UTF-8 text. `setting` names the file."""
+    with _reading(file, setting), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+        _check_bytes(opened.read(HEAD), file, setting)
+
+
+def is_json(file: Path) -> bool:
+    """Whether a file is read as JSON lines or a JSON list, by its suffix."""
+    return suffix_of(file) in JSON_SUFFIXES
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix of a file, .gz apart."""
+    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
+def whole_text(file: Path, setting: str) -> str:
+    """A file as one text: a text file as it stands, the documents of a JSON file joined by blank lines.
+
+    UserError for conversations, which only a model's chat template makes a text of, and for what is no text.
+    """
+    text = _text(file, setting)
+    if not is_json(file):
+        return text
+    remedy = "expected one of them"
+    documents = [document(record, None, where, remedy=remedy) for where, record in _records(text, file)]
+    if any(isinstance(one, Chat) for one in documents):
+        raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
+    return BLANK_LINE.join(plain(one) for one in documents if not isinstance(one, Chat))
+
+
+@contextmanager
+def _reading(file: Path, setting: str) -> Iterator[None]:
+    """Whatever keeps a file from being read, as a sentence."""
     try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{setting}={file} is a damaged gz file: {error}") from error
+    except OSError as error:
+        raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
+
+
+def _check_bytes(raw: bytes, file: Path, setting: str) -> None:
+    kind = next((name for sign, name in SIGNS.items() if raw.startswith(sign)), None)
+    if kind is None and b"\0" in raw:
+        kind = f"no text (byte {raw.index(0)} is NUL)"
+    if kind is not None:
+        raise UserError(f"{setting}={file} is {kind}: expected UTF-8 text")
+
+
+def _text(file: Path, setting: str) -> str:
+    """The file's text, UTF-8, line ends made equal."""
+    with _reading(file, setting):
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    _check_bytes(raw, file, setting)
+    try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"calibration.path={file} is not UTF-8 text: byte {error.start} is damaged") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"calibration.path={file} is a damaged gz file: {error}") from error
-    except OSError as error:
-        raise UserError(f"calibration.path={file} cannot be read: {error.strerror}") from error
+        raise UserError(f"{setting}={file} is not UTF-8 text: byte {error.start} is damaged") from error
 
 
 def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:

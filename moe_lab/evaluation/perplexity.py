@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from moe_lab.calibration.documents import BLANK_LINE
+from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
@@ -60,10 +61,10 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
 
 def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
     """Where it is from, and the whole text; rows of a mirror are joined by blank lines, as papers read WikiText
-    and as `calibration.joined` reads it."""
+    and as `calibration.joined` reads it, and so are the documents of a JSON file."""
     if benchmark.data is None:
         file = data_files(benchmark)[-1]
-        return str(file), file.read_text(encoding="utf-8")
+        return str(file), whole_text(file, "suite.path")
     return str(mirror.folder(benchmark)), BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
 
 

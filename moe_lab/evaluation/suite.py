@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe_lab.calibration.sources import FOREIGN, check_text, file_format, is_json, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import definitions, evalscope_tasks, mirror, rubric
@@ -109,7 +110,13 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, ASKING),
         **({"answer_loss": "bits per byte"} if benchmark.harness in _LIKELIHOODS else {}),
+        **({"documents": "joined by blank lines"} if _reads_documents(benchmark) else {}),
     }
+
+
+def _reads_documents(benchmark: BenchmarkConfig) -> bool:
+    """Whether a text is made of the documents of a JSON file, which were once read as they stand, markup and all."""
+    return benchmark.harness == "perplexity" and benchmark.data is None and is_json(data_files(benchmark)[-1])
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -239,7 +246,12 @@ def _check_package(benchmark: BenchmarkConfig) -> None:
 
 def _check_items(benchmark: BenchmarkConfig) -> None:
     items = data_files(benchmark)[-1]
-    if benchmark.harness == "perplexity" or items.suffix != ".jsonl":
+    if benchmark.harness == "perplexity":
+        if suffix_of(items) in FOREIGN:
+            file_format(benchmark.task, items, "suite.path")
+        check_text(items, "suite.path")
+        return
+    if items.suffix != ".jsonl":
         return
     with items.open("rb") as lines:
         check_count(benchmark, sum(1 for line in lines if line.strip()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from omegaconf import OmegaConf
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
 from moe_lab.calibration.settings import check, identity
-from moe_lab.calibration.sources import digest, locate, read
-from moe_lab.config import CalibrationConfig
+from moe_lab.calibration.sources import digest, locate, read, whole_text
+from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation import perplexity, suite
 from moe_lab.paths import conf
 
 Settings = Callable[..., CalibrationConfig]
@@ -274,3 +276,43 @@ def test_a_template_names_fields_that_are_there(tmp_path: Path, settings: Settin
         read(settings(file, template="{answers}"))
     with pytest.raises(UserError, match="both set"):
         check(settings(file, template="{answer}", field="answer"))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("Text, and more.".encode("utf-16"), "UTF-16"),
+        ("Text, and more.".encode("utf-16-le"), "NUL"),
+        (pickle.dumps({"text": "x"}), "pickle"),
+        (b"PK\x03\x04....", "archive"),
+        (b"text\0text", "NUL"),
+        (gzip.compress(b"text"), "gz"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_what_is_no_text_is_refused_before_it_is_read_whatever_it_is_called(
+    tmp_path: Path, settings: Settings, name: str, content: bytes, kind: str
+) -> None:
+    (file := tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"calibration.path={file} is .*{kind}"):
+        check(settings(file))
+    benchmark = BenchmarkConfig("p", "perplexity", str(file), reports={"p": "perplexity"})
+    assert [f"suite.path={file} is" in sentence and kind in sentence for sentence in suite.wrong([benchmark])] == [True]
+
+
+def test_one_text_of_all_documents(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"}))
+    assert whole_text(file, "suite.path") == "one\n\ntwo\n\nthree"
+    assert whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
+    with pytest.raises(UserError, match="conversations"):
+        whole_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
+
+
+def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
+    """Its steps are not those of the time when JSON was read as it stands; those of plain texts still are."""
+    plain, records = (written(tmp_path / name, lines({"text": "one"})) for name in ("a.txt", "a.jsonl"))
+    asked = [suite.asked(BenchmarkConfig("p", "perplexity", str(file))) for file in (plain, records)]
+    assert [set(one) - set(asked[0]) for one in asked] == [set(), {"documents"}]
+    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records)))[1] == "one"
+    pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})
+    assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]
