@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from moe_lab.errors import end_with
@@ -26,16 +29,46 @@ def give_up(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """End with a sentence where Hydra, or a study, would end with a stack trace for a user's mistake."""
+    import hydra
+    from omegaconf.errors import OmegaConfBaseException
+
+    from moe_lab.compose import explain
+    from moe_lab.errors import UserError
+
+    try:
+        yield
+    except UserError as error:
+        give_up(str(error))
+    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
+        give_up(explain(error))
+    except OSError as error:
+        if not any(word.startswith("hydra.") for word in sys.argv):
+            raise
+        give_up(f"{error.filename} cannot be written ({error.strerror}): is hydra.run.dir or hydra.sweep.dir right?")
+    except ValueError as error:  # what Hydra says of GROUP=null
+        if not str(error).startswith("Config group override"):
+            raise
+        empty = [word for word in sys.argv[1:] if word.endswith("=null")]
+        give_up(f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices")
+    except KeyboardInterrupt:
+        print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+
+
 def main() -> None:
     """Compose the configuration the command line asks for, and run it. Exit code 2 for a user's mistake."""
     if len(sys.argv) == 1:
         print(START)
         return
     import hydra
+    from hydra.errors import HydraException
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import addable, ask, explain, register
+    from moe_lab.compose import addable, ask, register
     from moe_lab.errors import UserError
 
     try:
@@ -48,25 +81,18 @@ def main() -> None:
 
     def study(config: DictConfig) -> None:
         nonlocal exit_code
-        try:
-            exit_code = max(exit_code, ask([config]))
-        except UserError as error:  # caught here, since Hydra would announce it as a failed job
-            give_up(str(error))
+        # All that goes wrong ends here: Hydra would print the command line above it, which may hold secrets.
+        with _sentences():
+            try:
+                exit_code = max(exit_code, ask([config]))
+            except (UserError, HydraException, OmegaConfBaseException):
+                raise
+            except Exception:  # noqa: BLE001 - a fault of ours
+                print(mask(traceback.format_exc()), file=sys.stderr)
+                sys.exit(1)
 
-    try:
+    with _sentences():
         hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(study)()
-    except UserError as error:
-        give_up(str(error))
-    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
-        give_up(explain(error))
-    except ValueError as error:  # what Hydra says of GROUP=null
-        if not str(error).startswith("Config group override"):
-            raise
-        empty = [word for word in sys.argv[1:] if word.endswith("=null")]
-        give_up(f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices")
-    except KeyboardInterrupt:
-        print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
     sys.exit(exit_code)
 
 

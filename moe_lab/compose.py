@@ -156,6 +156,7 @@ def typed(config: DictConfig) -> Config:
     own = config.copy()
     with open_dict(own):
         own.pop("hydra", None)  # a job of a multirun carries Hydra's own settings along
+    _check_keys(own)
     written = _plain(own)
     for key in masking.LATE:
         value = _at(written, key)
@@ -169,6 +170,18 @@ def typed(config: DictConfig) -> Config:
         raise UserError(f"{error.full_key} is not set: add {error.full_key}=VALUE") from None
     assert isinstance(result, Config)
     return result
+
+
+def _check_keys(config: DictConfig, prefix: str = "") -> None:
+    """UserError for a key that `+` or `++` has added and no setting has."""
+    kind = OmegaConf.get_type(config)
+    known = [field.name for field in fields(kind)] if is_dataclass(kind) else [str(key) for key in config]
+    for key in map(str, config):
+        if key not in known:
+            raise unknown("setting", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+        inner = config._get_node(key)
+        if isinstance(inner, DictConfig) and not (inner._is_none() or inner._is_missing() or inner._is_interpolation()):
+            _check_keys(inner, f"{prefix}{key}.")
 
 
 def _at(document: Any, key: str) -> Any:

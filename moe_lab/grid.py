@@ -139,6 +139,14 @@ def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
     return found
 
 
+def check_ratio(ratio: float) -> None:
+    """UserError for a ratio that is no share."""
+    if not 0 <= ratio < 1:
+        raise UserError(
+            f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
+        )
+
+
 def cells(config: Config, files: Files) -> list[Cell]:
     """All cells of a study: those of its grid, then those of `more`, in the order of the axes, each combination once.
 
@@ -189,10 +197,7 @@ class _Choices:
             for name in ("ratio", "gate", "seed")
         )
         for ratio in ratios:
-            if not 0 <= ratio < 1:
-                raise UserError(
-                    f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
-                )
+            check_ratio(ratio)
         for gate in gates:
             if gate not in GATES:
                 raise unknown("gate", gate, GATES)

@@ -65,9 +65,15 @@ def _composed(words: list[str]) -> Config:
 
 def describe(config: Config) -> tuple[str, list[Row], bool]:
     """(title, what there is to say of config.model in rows of two words or more, whether moe_lab can work with it)."""
+    from moe_lab.calibration import settings as calibrations
+    from moe_lab.grid import check_ratio
     from moe_lab.models.anatomy import anatomy
-    from moe_lab.models.files import configuration_folder
+    from moe_lab.models.files import check_running, configuration_folder
 
+    for ratio in config.grid.ratio:
+        check_ratio(ratio)
+    check_running(config.model)
+    calibrations.check(config.calibration)
     title = f"{config.model.name}: {config.model.path}"
     folder = configuration_folder(config.model)
     if folder is None and config.model.expected is None:

@@ -65,6 +65,8 @@ MISTAKES = {
     "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
     "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
     "programs without permission": (["suite=pocket16"], "allow_code_execution"),
+    "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
+    "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
     "more than top-k removed": (["ratio=0.95"], "0.875 is the largest"),
 }
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from moe_lab.config import ModelConfig
-from moe_lab.models.load import DEVICE_MAPS, place
+from moe_lab.models.files import DEVICE_MAPS
+from moe_lab.models.load import place
 
 _PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 

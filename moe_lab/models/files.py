@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from moe_lab.config import ModelConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, unknown
 from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_header, read_json
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
 from moe_lab.paths import resolve
@@ -33,6 +35,33 @@ BLOCK = 1 << 20
 """Bytes of one read."""
 
 
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+"""What model.dtype can be."""
+DEVICES = ("auto", "cpu", "cuda")
+"""What model.device can be; cuda also with a number."""
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
+"""What model.device can be to spread a model over devices."""
+MOST_THREADS = 4096
+SIZES = {
+    "num_hidden_layers": 1000,
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    **dict.fromkeys((*WIDTH_FIELDS, *COUNT_FIELDS, *TOP_K_FIELDS), 1 << 20),
+}
+"""Field of config.json -> the most it can be: building a model of more takes minutes, or all memory."""
+CODE_FIELDS = ("attn_implementation", "experts_implementation")
+"""How fields of config.json end, at any depth, that name code: a name with a slash is fetched from the hub and run."""
+BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+ADAPTER = "adapter_config.json"
+"""A file that makes transformers fetch the model that it names, and load that."""
+LARGEST_TOKENIZER = 1 << 27
+"""Bytes of a tokenizer.json that is looked into before anything is loaded."""
+
+
 UNPACKED = ("mxfp4",)
 """Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
 
@@ -44,6 +73,7 @@ def check(settings: ModelConfig) -> None:
     index (or pickles, if they are allowed), a family that is not known to be unsupported, and layers of one shape
     unless its own code may be run. A hub id is only looked at as a name.
     """
+    check_running(settings)
     path = resolve(settings.path)
     if Path(path).expanduser().is_dir():
         _check_revision(Path(path).expanduser(), settings)
@@ -52,6 +82,79 @@ def check(settings: ModelConfig) -> None:
         raise UserError(
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
         )
+
+
+def check_running(settings: ModelConfig) -> None:
+    """UserError for a precision, a device or a number of threads that no machine has."""
+    if settings.dtype not in PRECISIONS:
+        raise unknown("model.dtype", settings.dtype, PRECISIONS)
+    kind, separator, number = settings.device.partition(":")
+    numbered = kind == "cuda" and number.isdigit()
+    if not numbered and (separator or settings.device not in (*DEVICES, *DEVICE_MAPS)):
+        raise unknown("model.device", settings.device, [*DEVICES, "cuda:N", *DEVICE_MAPS])
+    if settings.threads is not None and not 1 <= settings.threads <= MOST_THREADS:
+        raise UserError(f"model.threads={settings.threads}: expected 1 to {MOST_THREADS}, or null to leave it to torch")
+
+
+def check_code(folder: Path, trust_remote_code: bool) -> None:
+    """UserError when transformers would fetch code, or another model, because a file of the folder says so, and the
+    author is not trusted."""
+    if trust_remote_code:
+        return
+    for field, value in _named_code(read_json(folder / "config.json")):
+        raise UserError(
+            f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch from the hub and run: "
+            f"take it out, or set model.trust_remote_code=true if you trust the author"
+        )
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder} has {ADAPTER}, by which transformers loads another model than the one there: merge the adapter, "
+            "or take the file out"
+        )
+
+
+def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """(field, value) of what names code that is not part of transformers; flash attention is fetched where it is not
+    installed."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
+    elif isinstance(config, list):
+        for value in config:
+            yield from _named_code(value, field)
+    elif field.endswith(CODE_FIELDS) and isinstance(config, str):
+        installed = ("flash_attention_2",) if find_spec("flash_attn") else ()
+        if config.removeprefix("paged|") not in (*BUILT_IN, *installed):
+            yield field, config
+
+
+def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
+    """UserError for a number of config.json that no model has."""
+    file, text = folder / "config.json", config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise UserError(f"{file} is damaged: text_config={text!r:.40} is no object")
+    for field, most in SIZES.items():
+        stated = text.get(field)
+        least = 0 if field in (*COUNT_FIELDS, *TOP_K_FIELDS) else 1
+        for value in stated if isinstance(stated, list) else [stated]:
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise UserError(f"{file} has {field}={value!r:.40}: expected a whole number from {least} to {most}")
+    experts, top_k = (
+        next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS)
+    )
+    if isinstance(experts, int) and isinstance(top_k, int) and top_k > experts > 0:
+        raise UserError(f"{file} gives a token to {top_k} experts of {experts}: expected {experts} at most")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """UserError for a tokenizer.json that is none; one without it may be of another kind."""
+    file = folder / "tokenizer.json"
+    if (
+        file.is_file()
+        and file.stat().st_size <= LARGEST_TOKENIZER
+        and not isinstance(read_json(file).get("model"), dict)
+    ):
+        raise UserError(f"{file} is damaged: it has no model, expected the tokenizer that the model was trained with")
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
@@ -190,6 +293,9 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
         raise UserError(f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint")
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
+    check_code(folder, settings.trust_remote_code)
+    _check_numbers(folder, config)
+    _check_tokenizer(folder)
     if "auto_map" in config and not settings.trust_remote_code and any(field in config for field in UNEVEN_FIELDS):
         raise UserError(
             f"{folder} has MoE layers of different shapes, which only its own code can build: set "

@@ -26,9 +26,8 @@ from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.decoder import output_of, run, stand_in
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
-from moe_lab.models.files import has_pickles_only, local_folder, quantization
+from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder, quantization
 from moe_lab.models.load import (
-    DEVICE_MAPS,
     DTYPES,
     check_finite,
     check_shapes,

@@ -57,8 +57,7 @@ def _check_device(named: str) -> None:
     """UserError when the CUDA device of model.device is not on this machine; torch, which takes seconds, is asked only
     where the driver does not already list it. What spreads a model over devices takes those there are, the CPU too."""
     kind, _, number = named.partition(":")
-    listed = (number or "0").isdigit() and int(number or 0) < len(visible_gpus())
-    if kind == "cuda" and not listed:
+    if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
         device.here(named)
 
 

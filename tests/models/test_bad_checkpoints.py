@@ -16,6 +16,7 @@ import tiny
 import torch
 from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file, save_file
+from transformers.integrations import hub_kernels
 
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
@@ -23,7 +24,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder, quantization
-from moe_lab.models.load import load_model
+from moe_lab.models.load import load_model, load_tokenizer, skeleton
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
@@ -340,3 +341,70 @@ def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
         assert int(named["tokens"].sum()) == 4 * tiny.tokens().numel() == int(plain[index]["tokens"].sum())
         assert all(bool(tensor.isfinite().all()) for tensor in named.values())
         assert not torch.equal(named["output_sum"], plain[index]["output_sum"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"_attn_implementation": "owner/kernels"}, "_attn_implementation=owner/kernels"),
+        ({"attn_implementation": {"": "owner/kernels@v1:attention"}}, "attn_implementation=owner/kernels"),
+        ({"sub_config": {"_attn_implementation": "paged|owner/kernels"}}, "_attn_implementation=paged|owner/kernels"),
+        ({"experts_implementation": "owner/experts"}, "experts_implementation=owner/experts"),
+    ],
+)
+def test_code_of_the_hub_is_never_fetched_for_a_config_json(
+    changes: dict[str, Any], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[object] = []
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *words, **_: fetched.append(words))
+    tiny.save("olmoe", tmp_path)
+    reconfigure(tmp_path, **changes)
+    for attempt in (check, configuration):
+        with pytest.raises(UserError) as caught:
+            attempt(settings(tmp_path))
+        assert field in str(caught.value) and "trust_remote_code" in str(caught.value)
+    check(settings(tmp_path, trust_remote_code=True))
+    assert not fetched
+
+
+def configuration(of: ModelConfig) -> Any:
+    """What `python -m moe_lab.inspect` builds."""
+    return skeleton(Path(of.path))
+
+
+def test_an_adapter_beside_a_model_does_not_fetch_another_one(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
+    refused(lambda: check(settings(tmp_path)), "adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": -128}, "hidden_size=-128"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"num_experts_per_tok": 17}, "17 experts of 16"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"vocab_size": 1e400}, "vocab_size=inf"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_before_anything_is_built(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    tiny.save("olmoe", tmp_path)
+    reconfigure(tmp_path, **changes)
+    refused(lambda: check(settings(tmp_path)), sentence)
+
+
+def test_a_tokenizer_json_without_a_tokenizer_is_refused_first(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refused(lambda: check(settings(tmp_path)), "tokenizer.json is damaged")
+    refused(lambda: load_tokenizer(tmp_path, trust_remote_code=False), "no tokenizer that can be loaded")
+
+
+@pytest.mark.parametrize("word", ["grid.ratio=[2]", "model.threads=0", "calibration.tokens=-1", "++a.b=1"])
+def test_inspecting_a_model_takes_no_value_that_a_study_refuses(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main(["model=pocket_olmoe", word]) == 2
+    assert "expected" in (said := capsys.readouterr().err) or "in [0, 1)" in said or "known" in said

@@ -84,3 +84,24 @@ def test_folders_of_steps_are_in_the_store_and_can_be_written_beside_however_lon
     for step in build(settings, wanted).steps():
         kind, folder = step.folder.split("/")
         assert kind == step.kind and len(folder) < 240 and folder.endswith(step.id[:12])
+
+
+VALUES = {
+    "model.threads=0": "model.threads=0",
+    "model.threads=-1": "model.threads=-1",
+    "model.dtype=float8": "model.dtype=float8",
+    "model.device=tpu": "model.device=tpu",
+    "model.device=cuda:x": "model.device=cuda:x",
+    "a.b.c=1": "setting=a",
+    "_target_=os.system": "setting=_target_",
+    "judge._target_=os.system": "setting=judge._target_",
+    "timed.repeat=3": "setting=timed.repeat",
+}
+
+
+@pytest.mark.parametrize("word", VALUES)
+def test_a_value_that_cannot_work_is_refused_first(word: str) -> None:
+    assert [
+        (sentence.startswith(VALUES[word]) and "known" in sentence) or "expected" in sentence
+        for sentence in problems(word)
+    ] == [True]
