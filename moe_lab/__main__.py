@@ -45,7 +45,7 @@ def _sentences() -> Iterator[None]:
     except (hydra.errors.HydraException, OmegaConfBaseException) as error:
         give_up(explain(error))
     except OSError as error:
-        if not any(word.startswith("hydra.") for word in sys.argv):
+        if isinstance(error, BrokenPipeError) or not any(word.startswith("hydra.") for word in sys.argv):
             raise
         give_up(f"{error.filename} cannot be written ({error.strerror}): is hydra.run.dir or hydra.sweep.dir right?")
     except ValueError as error:  # what Hydra says of GROUP=null
@@ -85,7 +85,7 @@ def main() -> None:
         with _sentences():
             try:
                 exit_code = max(exit_code, ask([config]))
-            except (UserError, HydraException, OmegaConfBaseException):
+            except (UserError, HydraException, OmegaConfBaseException, BrokenPipeError):
                 raise
             except Exception:  # noqa: BLE001 - a fault of ours
                 print(mask(traceback.format_exc()), file=sys.stderr)

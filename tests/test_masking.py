@@ -125,6 +125,7 @@ def test_what_jobs_are_handed_has_no_secret(tmp_path: Path, monkeypatch: pytest.
         config, wanted = requests(composed, Groups(), settings)
     graph = build(config, wanted)
     steps, store = graph.steps(), Store(tmp_path / "store")
+    store.create()
     study = Study(config, graph, store, False, written=from_environment(composed))
     handed = [Pack(str(tmp_path), steps, 1), Record(study)]
     asks = [resources([step], config.resources) for step in steps if step.kind in ("scores", "plan")]
