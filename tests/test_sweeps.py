@@ -1,7 +1,12 @@
-"""Every file under sweeps/ composes, can start, costs what it says, and asks for the cells of its table."""
+"""Every file under sweeps/ composes, can start, costs what it says, and asks for the cells of its table.
+
+python tests/test_sweeps.py     writes step_ids.json anew, where an id must change: see what `git diff` says of it
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,6 +44,9 @@ TABLES = {
     "coverage": [1, 2, 3, 4, "4_thinking", 5, 6, 7, 8, 9, 10, 11, 13, 14, 16, 18],
 }
 FIGURES = {"unified": [2, 3], "evoesap": [1], "heapr": [2, 3], "aimer": [1, 6]}
+EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
+IDS = Path(__file__).with_name("step_ids.json")
+"""Sweep or experiment -> kind of step -> how many there are, and the beginning of a digest of their ids."""
 GPU = "NVIDIA H100 80GB HBM3"
 COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
 SCHEMAS = {
@@ -50,15 +58,20 @@ SCHEMAS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra() -> Iterator[None]:
-    """Hydra as `python -m moe_lab --config-dir sweeps` starts it, once for all tests."""
+    """Hydra once for all tests."""
+    start_hydra()
+    yield
+    GlobalHydra.instance().clear()
+    groups.cache_clear()
+
+
+def start_hydra() -> None:
+    """As `python -m moe_lab --config-dir sweeps` starts it."""
     composition.register()
     search_path = create_config_search_path(str(ROOT / "conf"))
     search_path.prepend("command-line", f"file://{SWEEPS}", anchor="schema")
     GlobalHydra.instance().clear()
     Hydra.create_main_hydra2("sweeps", search_path)
-    yield
-    GlobalHydra.instance().clear()
-    groups.cache_clear()
 
 
 @cache
@@ -69,6 +82,9 @@ def groups() -> composition.Groups:
 
 @cache
 def composed(name: str) -> tuple[config.Config, list[grid.Request]]:
+    """A sweep, or an experiment."""
+    if name in EXPERIMENTS:
+        return composition.requests(compose("config", [f"+experiment={name}"]), composition.Groups())
     return composition.requests(compose(name), groups())
 
 
@@ -331,3 +347,24 @@ def test_what_is_timed_is_timed_of_every_model_on_the_device_it_is_asked_for() -
     steps = [step for step in graph("coverage_table2").steps() if step.kind == "timing"]
     assert len(steps) == 1 + 6 * 2
     assert {step.parts["timing"].settings["device"] for step in steps} == {GPU}
+
+
+def step_ids(name: str) -> dict[str, str]:
+    by_kind: dict[str, list[str]] = {}
+    for step in graph(name).steps():
+        by_kind.setdefault(step.kind, []).append(step.id)
+    return {
+        kind: f"{len(ids)} {hashlib.sha256(' '.join(sorted(ids)).encode()).hexdigest()[:12]}"
+        for kind, ids in sorted(by_kind.items())
+    }
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS, *NAMES])
+def test_steps_have_the_ids_they_had(name: str) -> None:
+    """So that what stores hold is found again. A change that must alter ids says why."""
+    assert step_ids(name) == json.loads(IDS.read_text(encoding="utf-8"))[name]
+
+
+if __name__ == "__main__":
+    start_hydra()
+    IDS.write_text(json.dumps({name: step_ids(name) for name in [*EXPERIMENTS, *NAMES]}, indent=1) + "\n")
