@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 
@@ -106,6 +106,12 @@ def verify(store: Store, study: str, state: StudyState, steps: Sequence[StepStat
         return 1
     print(f"{study}: all {len(folders)} finished steps are as they were published")
     return 0
+
+
+COMMANDS: Mapping[str, Callable[[Store, str, StudyState, list[StepState]], int | None]] = {
+    command.__name__: command for command in (status, cancel, logs, why, verify)
+}
+"""What can be asked, by the word for it."""
 
 
 def _reason(store: Store, state: StudyState, step: StepState) -> str:

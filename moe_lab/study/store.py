@@ -279,6 +279,7 @@ class Store:
         write_json(scratch / IDENTITY, step.document())
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         _seal(scratch, {str(path.relative_to(scratch)): _entry(path) for path in files})
+        self.check_there()  # who wrote in `scratch` may have made its folders anew
         scratch.rename(self.root / step.folder)
         self._hashed.add(step.id)
         shutil.rmtree(self.partial(step), ignore_errors=True)
