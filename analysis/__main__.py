@@ -105,7 +105,9 @@ def _diff(request: Request) -> int:
     return 0 if found.complete else 1
 
 
-def _unwritable(out: Path, error: OSError) -> UserError:
+def _unwritable(out: Path, error: OSError) -> Exception:
+    if isinstance(error, BrokenPipeError):  # of whoever reads what is printed
+        return error
     way = "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
     return UserError(f"out={out} cannot be written ({error.strerror}): {way}")
 
