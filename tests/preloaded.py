@@ -5,7 +5,7 @@ starts Python in it, for `launcher.python`. What it starts is a process of its o
 environment and streams, in which nothing of moe_lab is imported yet. It is forked from a server that has torch,
 transformers and the harnesses in memory, and workers and reports that it starts are forked from there as well.
 
-Not for tests of what a start imports, costs, or does with signals. All share one seed of hashes: of two processes that
+Not for tests of what a start imports or costs. All share one seed of hashes: of two processes that
 are compared bit by bit, one should be started as usual.
 """
 
@@ -61,12 +61,18 @@ socket.send_fds(server, [b" "], [0, 1, 2])
 server.sendall(json.dumps({{"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode() + b"\\n")
 for stream in (0, 1, 2):
     os.close(stream)
-status = int.from_bytes(server.recv(4), "big")
+process = int.from_bytes(server.recv(4), "big")
+passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
+for number in passed_on:
+    signal.signal(number, lambda number, _: os.kill(process, number))
+status = int.from_bytes(server.recv(4) or b"\\x09", "big")
 if os.WIFSIGNALED(status):
+    if os.WTERMSIG(status) in passed_on:
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.WEXITSTATUS(status))
 """
-"""Asks the server for a process, and ends as that does."""
+"""Asks the server for a process, passes signals on to it, and ends as it does."""
 
 
 _STARTING = threading.Lock()
@@ -148,6 +154,7 @@ class Server:
             return asked, streams
         for stream in streams:
             os.close(stream)
+        client.sendall(child.to_bytes(4, "big"))
         ended = os.pidfd_open(child)
         self.running[client] = (child, ended)
         self.events.register(client, selectors.EVENT_READ)
@@ -178,17 +185,19 @@ def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
     numpy.random.seed()
     words = asked["words"]
     is_module = words[0] == "-m"
-    sys.path[:1] = [os.getcwd()] if is_module else []
+    named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [os.getcwd(), *named] if is_module else named
     import moe_lab.start
 
     moe_lab.start.command.__kwdefaults__["python"] = client
-    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if not is_module:
+        sys.path.insert(0, os.path.dirname(words[0]))
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
     if is_module:
-        sys.path[1:1] = named
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[:0] = [os.path.dirname(words[0]), *named]
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
 

@@ -73,7 +73,8 @@ def play_interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
     hold = folder / "hold"
     hold.touch()
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    done = moe_lab(store, *PASS, *SLURM, environment={**os.environ, "PYTHONPATH": path})
+    words = [*PASS, *SLURM, f"launcher.python={preloaded.python()}"]
+    done = moe_lab(store, *words, environment={**os.environ, "PYTHONPATH": path})
     job = jobs(done.stdout)["statistics"]
     until(lambda: (folder / "1").exists(), LONG, "nothing is saved")
     cluster.ask("scancel", "--signal=USR2", job)

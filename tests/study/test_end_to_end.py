@@ -123,7 +123,7 @@ def test_inline_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
 def test_killed_and_started_again_it_ends_in_the_same_store(finished: Path, tmp_path: Path, after: str) -> None:
     """SIGKILL to everything as soon as the first step of a kind is there, then the same command."""
     store = tmp_path / "store"
-    run = subprocess.Popen(fresh(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+    run = subprocess.Popen(command(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
     until(lambda: list(store.glob(f"{after}/*/manifest.json")) or run.poll() is not None)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGKILL)
