@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import LauncherConfig
 from moe_lab.study.identity import Step, canonical
+
+if TYPE_CHECKING:
+    from moe_lab.config import LauncherConfig
 
 SMALL = ("model", "scores", "family", "plan")
 """Kinds of step that take a moment; a job does many of them."""

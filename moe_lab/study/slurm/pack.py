@@ -8,15 +8,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.study.execute import Worker
-from moe_lab.study.finish import Study, finish
 from moe_lab.study.identity import Step
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.store import Store
+
+if TYPE_CHECKING:
+    from moe_lab.study.finish import Study
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,6 @@ class Pack:
         """Do what is missing. A failed step leaves its error in the store, and the others go on."""
         signal.signal(signal.SIGTERM, _leave)
         store = Store(self.store)
-        store.check_there()  # a node that does not see it must not begin another
-        store.create()
         schedule = Schedule(self.steps)
         schedule.lack(_absent(self.steps, schedule, store))
         with Worker(store, f"slurm-{job_id()}") as execute:
@@ -75,6 +76,8 @@ class Record:
     study: Study
 
     def __call__(self) -> int:
+        from moe_lab.study.finish import finish  # with the whole configuration, which other jobs need nothing of
+
         schedule = Schedule(self.study.graph.steps())
         settle(schedule, self.study.store)
         return finish(self.study, schedule)
