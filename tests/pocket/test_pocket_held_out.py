@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from itertools import combinations, islice
@@ -39,11 +40,13 @@ def streams(data: Path) -> dict[Stream, list[Counter[str]]]:
 def training(world: World, data: Path) -> list[Example]:
     """Every document any shipped model was trained on, stream after stream."""
     texts = []
+    gc.disable()  # which would look through hundreds of thousands of documents again and again
     for (seed, mixture), tallies in streams(data).items():
         seen = list(islice(documents(world, seed, dict(mixture)), max(tally.total() for tally in tallies)))
         for tally in tallies:
             assert Counter(example.skill for example in seen[: tally.total()]) == tally
         texts += seen
+    gc.enable()
     return texts
 
 
