@@ -51,7 +51,7 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far.
 
-    Until `create` is called nothing in it is changed: it may be missing, or on a disk that cannot be written. UserError
+    Until `create` is called nothing is set aside or made: it may be missing, or on a disk that cannot be written. UserError
     for an empty path, for a folder that something else made, and for a store of a newer moe_lab.
     """
 
