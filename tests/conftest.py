@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,22 +15,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or else each of hundreds of short processes compiles the package
 
 
-TOGETHER = {"test_browser.py": "report", "test_report.py": "report"}
-"""Files that share a report."""
-FIRST = ("slurm", "test_experiments.py", "report", "test_end_to_end.py", "test_methods.py")
+TOGETHER = {
+    "test_slurm_cluster.py": "cluster",
+    "test_slurm_life.py": "cluster",
+    "test_browser.py": "report",
+    "test_report.py": "report",
+}
+"""Files that share what is costly: the cluster, a report."""
+FIRST = ("cluster", "test_experiments.py", "report", "test_end_to_end.py", "test_methods.py", "test_pocket_held_out.py")
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the others."""
 
 
+def group(test: str) -> str:
+    """What one worker does together, by the id of a test: a file, for its tests share what is costly."""
+    file = test.partition("::")[0].rpartition("/")[2]
+    return TOGETHER.get(file, file)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, a file stays with one of them, for it shares what is costly; so does the one cluster."""
-    groups: dict[pytest.Item, str] = {}
-    for item in items:
-        group = "slurm" if item.path.parent.name == "slurm" else TOGETHER.get(item.path.name, str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
-        groups[item] = Path(group).name
-    items.sort(key=lambda item: FIRST.index(groups[item]) if groups[item] in FIRST else len(FIRST))
+    order = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole groups, in the order above.
+
+    Marks of the kind xdist_group do nothing: xdist 3.8 writes groups into `_nodeid`, which pytest 9.2 does not read.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")
