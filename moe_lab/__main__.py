@@ -35,24 +35,19 @@ def _sentences() -> Iterator[None]:
     import hydra
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import explain
+    from moe_lab.compose import mistake
     from moe_lab.errors import UserError
 
     try:
         yield
     except UserError as error:
         give_up(str(error))
-    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
-        give_up(explain(error))
     except OSError as error:
         if isinstance(error, BrokenPipeError) or not any(word.startswith("hydra.") for word in sys.argv):
             raise
         give_up(f"{error.filename} cannot be written ({error.strerror}): is hydra.run.dir or hydra.sweep.dir right?")
-    except ValueError as error:  # what Hydra says of GROUP=null
-        if not str(error).startswith("Config group override"):
-            raise
-        empty = [word for word in sys.argv[1:] if word.endswith("=null")]
-        give_up(f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices")
+    except (hydra.errors.HydraException, OmegaConfBaseException, AttributeError, ValueError) as error:
+        give_up(mistake(error, sys.argv[1:]))
     except KeyboardInterrupt:
         print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
         sys.exit(130)

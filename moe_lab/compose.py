@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -169,7 +170,6 @@ def typed(config: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is not set: add {error.full_key}=VALUE") from None
     assert isinstance(result, Config)
-    grid.check_numbers(asdict(result), "")
     return result
 
 
@@ -255,6 +255,18 @@ def addable(argument: str) -> str:
     """The argument as Hydra takes it: parameters and protocols are open to names their file does not have, so `++` adds
     or sets."""
     return f"++{argument}" if argument.startswith(_OPEN) else argument
+
+
+def mistake(error: Exception, words: Sequence[str]) -> str:
+    """What Hydra or OmegaConf found wrong with the command line `words`, as one sentence; any other error is raised."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return explain(error)
+    if str(error).startswith("Config group override"):
+        empty = [word for word in words if word.endswith("=null")]
+        return f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices"
+    if null := re.search(r"full_key: (\S+)\n.*\n *object_type=NoneType", str(error)):  # which OmegaConf cannot add to
+        return f"{null[1]} is null here, and {{...}} would add to it: expected all of it in a file of its group"
+    raise error
 
 
 def explain(error: BaseException) -> str:

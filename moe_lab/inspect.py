@@ -50,7 +50,7 @@ def _composed(words: list[str]) -> Config:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import Groups, addable, explain, group_files, register, typed
+    from moe_lab.compose import Groups, addable, group_files, mistake, register, typed
     from moe_lab.grid import mixed
 
     register(words)
@@ -59,8 +59,10 @@ def _composed(words: list[str]) -> Config:
             composed = compose("config", overrides=[addable(word) for word in words])
             config = typed(composed)
             return replace(config, calibration=mixed(config.calibration, group_files(Groups(), composed)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from None
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, AttributeError, ValueError) as error:
+        raise UserError(mistake(error, words)) from None
 
 
 def describe(config: Config) -> tuple[str, list[Row], bool]:
@@ -69,10 +71,12 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
     from moe_lab.grid import check_ratio
     from moe_lab.models.anatomy import anatomy
     from moe_lab.models.files import check_running, configuration_folder
+    from moe_lab.study import resources
 
     for ratio in config.grid.ratio:
         check_ratio(ratio)
     check_running(config.model)
+    resources.check(config.resources)
     calibrations.check(config.calibration)
     title = f"{config.model.name}: {config.model.path}"
     folder = configuration_folder(config.model)

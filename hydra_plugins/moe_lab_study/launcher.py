@@ -27,7 +27,11 @@ class StudyLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from moe_lab.compose import ask
+        from moe_lab.errors import UserError
 
+        if not job_overrides:
+            words = " ".join(self.config.hydra.overrides.task)
+            raise UserError(f"{words} sweeps over nothing: expected patterns that match a name")
         _mask(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
         jobs = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
         code = ask(jobs)

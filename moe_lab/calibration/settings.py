@@ -95,10 +95,8 @@ def _check_numbers(settings: CalibrationConfig) -> None:
         )
     if settings.batch_size < 1:
         raise UserError(f"calibration.batch_size={settings.batch_size} is no batch: expected at least 1 row")
-    if settings.activation_budget < 0:
-        raise UserError(
-            f"calibration.activation_budget={settings.activation_budget} is negative: expected GiB, 0 or more"
-        )
+    if not 0 <= settings.activation_budget < math.inf:
+        raise UserError(f"calibration.activation_budget={settings.activation_budget}: expected GiB, 0 or more")
     if settings.snapshots and settings.engine == "streamed":
         raise UserError(
             f"calibration.snapshots={settings.snapshots}: engine=streamed reads all of the text layer after layer, so "

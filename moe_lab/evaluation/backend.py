@@ -28,7 +28,7 @@ def check(backend: BackendConfig) -> None:
         if backend.continuous:
             raise UserError("backend.continuous=true is for backend=hf: a server batches in its own way")
         words(backend, Path("checkpoint"), 0, "name")
-        if backend.ready_seconds <= 0:
+        if not backend.ready_seconds > 0:
             raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
 
 

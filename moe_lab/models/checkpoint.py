@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit the safetensors format sets."""
-OF_EXPERT = re.compile(r"(?P<layer>.*\bexperts\.)\d+(?P<part>\..*\bweight)")
+OF_EXPERT = re.compile(r"(?P<layer>.*\bexperts\.)(?P<expert>\d+)(?P<part>\..*\bweight)")
 """A weight that belongs to one numbered expert. Not whatever a quantisation stores beside it."""
 BITS = {
     "BOOL": 8,
@@ -117,6 +117,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}: expected a transformers checkpoint") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): expected a JSON file") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: expected JSON, {error}") from None
     if not isinstance(content, dict):
@@ -139,7 +141,7 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}")
     content = read_json(folder / INDEX)
     index = content.get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
+    if not isinstance(index, dict) or not index or not all(isinstance(shard, str) for shard in index.values()):
         raise UserError(f"{folder / INDEX} is damaged: expected a weight_map from tensor to file")
     shards = tuple(sorted(set(index.values())))
     for shard in shards:
@@ -170,12 +172,18 @@ def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, E
 
 
 def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
-    """UserError naming the first weight of an expert whose shape few of the layer's experts share."""
+    """UserError naming the first weight of an expert whose shape few of the layer's experts share, and the first that
+    an expert lacks and another of its layer has."""
     alike: dict[tuple[str, str], dict[str, Entry]] = {}
+    numbers: dict[str, set[str]] = {}
     for name, entry in tensors.items():
         if match := OF_EXPERT.fullmatch(name):
             alike.setdefault((match["layer"], match["part"]), {})[name] = entry
-    for group in alike.values():
+            numbers.setdefault(match["layer"], set()).add(match["expert"])
+    for (layer, part), group in alike.items():
+        for name in (f"{layer}{number}{part}" for number in sorted(numbers[layer], key=int)):
+            if name not in group:
+                raise UserError(f"{folder}: {name} is missing, which other experts of its layer have")
         usual = Counter(entry.shape for entry in group.values()).most_common(1)[0][0]
         for name, entry in group.items():
             if entry.shape != usual:

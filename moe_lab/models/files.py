@@ -21,6 +21,8 @@ UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
+BESIDE = ("generation_config.json", "tokenizer_config.json")
+"""Files beside the weights that are JSON objects, where they are."""
 SHORTEST_COMMIT = 7
 """Digits of a commit that tell it from others."""
 HASHED_WHOLE = 1 << 30
@@ -142,8 +144,8 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
     experts, top_k = (
         next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS)
     )
-    if isinstance(experts, int) and isinstance(top_k, int) and top_k > experts > 0:
-        raise UserError(f"{file} gives a token to {top_k} experts of {experts}: expected {experts} at most")
+    if isinstance(experts, int) and isinstance(top_k, int) and experts > 0 and not 1 <= top_k <= experts:
+        raise UserError(f"{file} gives a token to {top_k} experts of {experts}: expected from 1 to {experts}")
 
 
 def _check_tokenizer(folder: Path) -> None:
@@ -296,6 +298,8 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     check_code(folder, settings.trust_remote_code)
     _check_numbers(folder, config)
     _check_tokenizer(folder)
+    for name in (name for name in BESIDE if (folder / name).exists()):
+        read_json(folder / name)
     if "auto_map" in config and not settings.trust_remote_code and any(field in config for field in UNEVEN_FIELDS):
         raise UserError(
             f"{folder} has MoE layers of different shapes, which only its own code can build: set "

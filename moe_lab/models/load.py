@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -21,7 +22,15 @@ from moe_lab.errors import UserError
 from moe_lab.models import cpu_experts
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
-from moe_lab.models.files import UNPACKED, check_code, check_running, has_pickles_only, local_folder, quantization
+from moe_lab.models.files import (
+    PICKLES,
+    UNPACKED,
+    check_code,
+    check_running,
+    has_pickles_only,
+    local_folder,
+    quantization,
+)
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.room import check_room
 from moe_lab.models.top_k import set_top_k
@@ -75,6 +84,9 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
             f"model_type={config.model_type} is not supported with layers of different shapes, as {folder} has, "
             "without code of its own: export the plan it was pruned by"
         ) from None
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # sizes and names in it
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"{folder / 'config.json'} describes no model that can be built ({reason})") from None
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
@@ -140,6 +152,8 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         raise UserError(
             f"{folder} is stored as {method}, which needs a package: {' '.join(str(error).split())}"
         ) from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{folder} has a damaged {PICKLES[0]}: expected pickled weights") from None
     model, report = loaded
     check_shapes(folder, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):

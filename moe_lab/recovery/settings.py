@@ -3,6 +3,7 @@ No torch."""
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,17 +75,18 @@ def _check_tuning(settings: RecoveryConfig) -> None:
     if settings.schedule not in SCHEDULES:
         raise unknown("recovery.schedule", settings.schedule, SCHEDULES)
     for name in ("epochs", "learning_rate", "scaling", "clip"):
-        if not getattr(settings, name) > 0:
-            raise UserError(f"recovery.{name}={getattr(settings, name)} is not positive: expected more than 0")
+        if not 0 < getattr(settings, name) < math.inf:
+            value = getattr(settings, name)
+            raise UserError(f"recovery.{name}={value} is not positive and finite: expected a number above 0")
     for name in ("rank", "rows_per_step", "save_every"):
         if getattr(settings, name) < 1:
             raise UserError(f"recovery.{name}={getattr(settings, name)} is too small: expected 1 or more")
     if settings.router_rank < 0:
         raise UserError(f"recovery.router_rank={settings.router_rank} is negative: expected 0 (routers stay) or more")
-    if settings.router_rank and not settings.router_learning_rate > 0:
+    if settings.router_rank and not 0 < settings.router_learning_rate < math.inf:
         raise UserError(
-            f"recovery.router_learning_rate={settings.router_learning_rate} is not positive: expected more than 0, or "
-            "recovery.router_rank=0 to leave routers alone"
+            f"recovery.router_learning_rate={settings.router_learning_rate} is not positive and finite: expected a "
+            "number above 0, or recovery.router_rank=0 to leave routers alone"
         )
     for name in ("warmup", "dropout"):
         if not 0 <= getattr(settings, name) < 1:

@@ -33,12 +33,12 @@ def check(settings: ResourcesConfig) -> None:
         if kind not in (*KINDS, EVERY):
             raise unknown(f"resources.jobs {key}", kind, [*KINDS, EVERY])
     for name in ("gpu_memory", "margin", "longest", "cpus_per_gpu"):
-        if getattr(settings, name) <= 0:
+        if not getattr(settings, name) > 0:
             raise UserError(f"resources.{name}={getattr(settings, name)}: expected a number above 0")
     for key, job in {EVERY: settings.every, **{key: _job(key, settings) for key in settings.jobs}}.items():
         for name, least in (("gpus", 0), ("cpus", 1), ("memory", 0.1), ("minutes", 1)):
             value = getattr(job, name)
-            if value is not None and value < least:
+            if value is not None and not value >= least:
                 raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
 
 
