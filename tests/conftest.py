@@ -1,6 +1,6 @@
 """What every test gets: one thread, no network, no hub.
 
-This file makes the folder importable: `import tiny` gives the tiny models.
+pyproject.toml makes this folder importable: `import tiny` gives the tiny models.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from budgets import of_children, within
 
+from tests.campaign.commands import NEAREST as MISTAKES
+
 LIMIT = 1.5
 """Seconds of processor time, as tests/budgets.py counts them, for --help and for any mistake in the configuration.
 Importing torch alone takes longer."""
@@ -31,44 +33,6 @@ def test_help_lists_every_group_quickly(tmp_path: Path) -> None:
     with within(LIMIT, of_children):
         done = moe_lab("--help", store=tmp_path / "store")
     assert all(group in done.stdout for group in ("criterion:", "calibration:", "model:", "suite:", "experiment:"))
-
-
-MISTAKES = {
-    "a criterion nobody knows": (["criterion=reep"], "did you mean reap?"),
-    "a model nobody knows": (["model=pocket_olmo"], "did you mean pocket_olmoe?"),
-    "a suite nobody knows": (["suite=pocket61"], "did you mean pocket16?"),
-    "an experiment nobody knows": (["+experiment=task_agnostik"], "did you mean task_agnostic?"),
-    "a setting nobody knows": (["ratoi=0.5"], "did you mean ratio?"),
-    "a nested setting nobody knows": (["calibration.lenght=5"], "did you mean calibration.length?"),
-    "a ratio above one": (["ratio=1.5"], "ratio=1.5 is not in [0, 1)"),
-    "a ratio that is a word": (["ratio=much"], "ratio: Value 'much'"),
-    "several values without a grid": (["criterion=man,reap"], "grid.criterion=[man,reap]"),
-    "a gate nobody knows": (["gate=modle"], "did you mean model?"),
-    "a launcher nobody knows": (["launcher.name=lokal"], "did you mean local?"),
-    "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
-    "a model without its folder": (["model=local"], "model.path is not set"),
-    "a text without its file": (["calibration=text"], "calibration.path is not set"),
-    "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
-    "a search with one layer in memory": (
-        ["calibration.engine=streamed", "allocation=evolutionary"],
-        "allocation=evolutionary compares whole models, and calibration.engine=streamed has one decoder layer",
-    ),
-    "ablations with one layer in memory": (
-        [
-            "calibration.engine=streamed",
-            "criterion=channel_activation",
-            "allocation=coverage",
-            "+allocation.parameters.prior=loss",
-        ],
-        "allocation=coverage reads the loss of the whole model with one part changed",
-    ),
-    "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
-    "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
-    "programs without permission": (["suite=pocket16"], "allow_code_execution"),
-    "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
-    "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
-    "more than top-k removed": (["ratio=0.95"], "0.875 is the largest"),
-}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

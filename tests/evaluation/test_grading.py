@@ -20,6 +20,7 @@ from moe_lab.evaluation.grade import GradeRequest
 from moe_lab.evaluation.harness_evalplus import run_grader as grade
 from moe_lab.evaluation.programs import namespaces_missing
 from moe_lab.paths import resolve
+from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
 
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
 MEAN = problem(901, "mean", "return sum(x) / len(x) if x else 0.0", [[[1.0, 2.0]]], [[[]], [[0.1, 0.2]]], atol=1e-6)
@@ -116,36 +117,11 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     assert found["mean"] == ("pass", "pass") and ended.exists()
 
 
-SENT = {
-    "a ratio over zero": """b'{"kind":"ratio","value":["0x1","0x0"]}'""",
-    "an infinite hash": """b'{"kind":"huge","value":Infinity}'""",
-    "a value like nothing": """b'{"kind":"like","value":[]}'""",
-    "no text": "bytes([200, 201])",
-    "no JSON": "b'{'",
-    "lists in lists": "b'[' * 60000",
-    "many lists": "b'[' + b'[],' * 15000000 + b'[]]'",
-    "numbers with one hash": (
-        """b'{"kind":"set","value":[%s]}' % ','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"""
-    ),
-}
-"""What a program writes on the channel for its results, as a Python expression."""
-
-
-def test_whatever_a_program_sends_costs_its_own_verdict_alone(tmp_path: Path) -> None:
-    bodies = {
-        f"f{number}": f"import os\ndef f{number}(x):\n    line = {sent}\n"
-        "    rest = (line + b'\\n')\n    while rest: rest = rest[os.write(3, rest):]\n    os._exit(0)"
-        for number, sent in enumerate(SENT.values())
-    }
-    bodies["ratio"] = (
-        "import numbers\nclass R(numbers.Rational):\n    numerator, denominator = 1, 0\n"
-        "R.__abstractmethods__ = frozenset()\ndef ratio(x): return R()"
-    )
-    bodies["add"] = "def add(x): return x + 1"
-    problems = [problem(900 + number, name, "return x + 1", [[1]], [[9]], atol=0) for number, name in enumerate(bodies)]
-    found = verdicts(tmp_path, problems, bodies, seconds=5.0, comparing_seconds=1)
-    assert found.pop("add") == ("pass", "pass")
-    assert set(found.values()) <= {("output", "output"), ("fail", "fail")}, found
+def test_whatever_a_program_sends_costs_its_own_verdict_alone() -> None:
+    if namespaces_missing():
+        pytest.skip("no namespaces")
+    found = graded(SENDING)
+    assert not found.unexpected and not found.others, found
 
 
 def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
@@ -174,52 +150,19 @@ def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
     assert set(Path("/tmp").glob("moe_lab-*")) <= before
 
 
-CHEATS = {
-    "equal to everything": "class Any:\n    def __eq__(self, o): return True\ndef add(x): return Any()",
-    "a number equal to everything": "class Any(int):\n    def __eq__(self, o): return True\ndef add(x): return Any(0)",
-    "looks through frames": (
-        "import sys\ndef add(x):\n    frame = sys._getframe()\n    while frame:\n"
-        "        for name, value in {**frame.f_globals, **frame.f_locals}.items():\n"
-        "            if 'expected' in name or 'canonical' in name: return value[x - 1]\n        frame = frame.f_back"
-    ),
-    "looks through memory": (
-        "import gc\ndef add(x):\n    for thing in gc.get_objects():\n"
-        "        if isinstance(thing, dict) and 'canonical_solution' in thing: raise SystemExit\n    return 'none'"
-    ),
-    "ends well": "import os, atexit\ndef add(x): os._exit(0)",
-    "forges lines": "import os\ndef add(x):\n    os.write(3, b'2\\n3\\n')\n    os._exit(0)",
-    "forges a file": (
-        "def add(x):\n    import glob\n    for path in glob.glob('/tmp/moe_lab-grade-*/*'):\n"
-        "        open(path, 'w').write('{\"verdicts\": {}}')\n    return 0"
-    ),
-    "changes the comparison": "import json\njson.dumps = lambda *a: '2'\ndef add(x): return x",
-}
-
-
-SUCCEED_BESIDE_THE_VERDICT = ("equal to everything", "a number equal to everything", "looks through frames")
-
-
-def test_a_verdict_cannot_be_forged(tmp_path: Path) -> None:
+def test_a_verdict_cannot_be_forged() -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    bodies = {
-        f"add{number}": cheat.replace("def add(", f"def add{number}(") for number, cheat in enumerate(CHEATS.values())
-    }
-    problems = [
-        problem(900 + number, name, "return x + 1", [[1], [2], [3]], [[9]]) for number, name in enumerate(bodies)
-    ]
-    found = dict(zip(CHEATS, verdicts(tmp_path, problems, bodies).values(), strict=True))
-    assert not [cheat for cheat, (base, _) in found.items() if base == "pass"]
+    found = graded(CHEATS)
+    assert not found.unexpected and not found.others and not found.escapes, found
 
 
-@pytest.mark.parametrize("cheat", SUCCEED_BESIDE_THE_VERDICT)
-def test_cheats_succeed_where_the_verdict_is_made_beside_the_program(cheat: str) -> None:
+@pytest.mark.parametrize("cheat", SUCCEED_BESIDE_THE_VERDICT, ids=lambda cheat: cheat.name)
+def test_cheats_succeed_where_the_verdict_is_made_beside_the_program(cheat: Program) -> None:
     """EvalPlus's own check runs the program in the process that knows what is expected."""
     from evalplus.eval import untrusted_check
 
-    status, _ = untrusted_check(
-        "humaneval", CHEATS[cheat], [[1], [2]], "add", [2, 3], 0, [0.1, 0.1], min_time_limit=2.0
-    )
+    status, _ = untrusted_check("humaneval", cheat.text, [[1], [2]], "f", [2, 3], 0, [0.1, 0.1], min_time_limit=2.0)
     assert status == "pass"
 
 

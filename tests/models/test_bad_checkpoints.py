@@ -31,9 +31,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.weights import weigh
-
-SHARD = "model-00002-of-00007.safetensors"
-EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+from tests.campaign.models import EXPERT, SHARD, cut, put_twice, reconfigure, reindex
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +47,6 @@ def refused(attempt: Callable[[], object], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         attempt()
     assert "\n" not in str(caught.value)
-
-
-def reconfigure(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    content = json.loads((folder / INDEX).read_text())
-    change(content["weight_map"])
-    (folder / INDEX).write_text(json.dumps(content))
-
-
-def cut(folder: Path, lost: int) -> None:
-    data = (folder / SHARD).read_bytes()
-    (folder / SHARD).write_bytes(data[:-lost])
-
-
-def put_twice(folder: Path) -> None:
-    tensors = load_file(folder / SHARD)
-    save_file({**tensors, "model.norm.weight": torch.ones(32)}, folder / SHARD)
 
 
 def rename(folder: Path, change: Callable[[str], str]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,21 +14,11 @@ from moe_lab.errors import UserError
 from moe_lab.models import files
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.files import check, fingerprint, local_folder
+from tests.campaign.models import pickled, reconfigure
 
 
 def settings(path: object, **changes: object) -> ModelConfig:
     return ModelConfig(name="m", path=str(path), **changes)  # type: ignore[arg-type]
-
-
-def pickled(folder: Path) -> None:
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    torch.save({}, folder / "pytorch_model.bin")
-
-
-def reconfigure(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Every step has PARTS parts, and saves after each. In the folder that LITTLE_WORK names, a file `hold-KIND` stops steps
 of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
-part that was done, `begun` one for every start of a step, with the process that does it.
+part that was done, `begun` one for every start of a step, with the process that does it. Each part takes LITTLE_PAUSE
+seconds, 0 by default.
 """
 
 import os
@@ -27,6 +28,7 @@ def little(job: Job) -> None:
             time.sleep(0.02)
         if (folder / f"break-{job.kind}").exists():
             raise ValueError("broken on purpose")
+        time.sleep(float(os.environ.get("LITTLE_PAUSE", "0")))
         _note(folder / "parts", f"{job.name} {part}")
         saved.write_text(str(part + 1))
     job.output("little.txt").write_text(f"{job.name} {sorted(job.settings)}")

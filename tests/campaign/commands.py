@@ -1,0 +1,496 @@
+"""Wrong command lines: each ends with its exit code and a sentence that names the field or the value, and no trace.
+
+Everything of `python -m moe_lab` here is a dry run, so that a line that is taken by mistake runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from synthetic import write_store
+
+from moe_lab.paths import conf
+from moe_lab.study.store import Store, write_json
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line, and words of which its message must have one: the field that is wrong, or its value."""
+
+    module: str
+    words: tuple[str, ...]
+    names: tuple[str, ...]
+    code: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.module} {' '.join(self.words)}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command line ended."""
+
+    code: int
+    said: str
+
+    @property
+    def has_trace(self) -> bool:
+        return "Traceback (most recent call last)" in self.said
+
+
+NEAREST = {
+    "a criterion nobody knows": (["criterion=reep"], "did you mean reap?"),
+    "a model nobody knows": (["model=pocket_olmo"], "did you mean pocket_olmoe?"),
+    "a suite nobody knows": (["suite=pocket61"], "did you mean pocket16?"),
+    "an experiment nobody knows": (["+experiment=task_agnostik"], "did you mean task_agnostic?"),
+    "a setting nobody knows": (["ratoi=0.5"], "did you mean ratio?"),
+    "a nested setting nobody knows": (["calibration.lenght=5"], "did you mean calibration.length?"),
+    "a ratio above one": (["ratio=1.5"], "ratio=1.5 is not in [0, 1)"),
+    "a ratio that is a word": (["ratio=much"], "ratio: Value 'much'"),
+    "several values without a grid": (["criterion=man,reap"], "grid.criterion=[man,reap]"),
+    "a gate nobody knows": (["gate=modle"], "did you mean model?"),
+    "a launcher nobody knows": (["launcher.name=lokal"], "did you mean local?"),
+    "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
+    "a model without its folder": (["model=local"], "model.path is not set"),
+    "a text without its file": (["calibration=text"], "calibration.path is not set"),
+    "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
+    "a search with one layer in memory": (
+        ["calibration.engine=streamed", "allocation=evolutionary"],
+        "allocation=evolutionary compares whole models, and calibration.engine=streamed has one decoder layer",
+    ),
+    "ablations with one layer in memory": (
+        [
+            "calibration.engine=streamed",
+            "criterion=channel_activation",
+            "allocation=coverage",
+            "+allocation.parameters.prior=loss",
+        ],
+        "allocation=coverage reads the loss of the whole model with one part changed",
+    ),
+    "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
+    "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),
+    "programs without permission": (["suite=pocket16"], "allow_code_execution"),
+    "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
+    "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
+    "more than top-k removed": (["ratio=0.95"], "0.875 is the largest"),
+}
+"""Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
+
+FIELDS = """
+ratio | 1 1.5 -0.1 nan inf -inf word [0.5] null '' true
+seed | -1 1.5 word null nan []
+gate | word '' null softmax
+study | '' all .hidden a/b ../up 'a b' null [] 'a;b'
+store | '' null []
+overlap | maybe null
+profile | maybe null
+timing | maybe null
+report | maybe null
+verify | maybe null
+wait | maybe null
+snapshot | maybe null
+allow_code_execution | maybe null
+allow_judge | maybe null
+allow_pickled_data | maybe null
+sandbox suite=pocket16 allow_code_execution=true | jail '' null
+export | naturel masked '' all
+flops_text | pocket_excrpt '' null c5
+retry | faild '' true
+data_root suite=mc8 | /no/such/folder ''
+interpreters | python
+plugins | no_such_module [no_such_module] [os.path] word
+more | word [word] [{criterion:word}] [{critereon:[man]}] [{ratio:[2]}] {}
+model.name | '' null a/b ../up
+model.path | '' /no/such/folder pocket:olmeo 'two words' pocket: README.md
+model.revision | main v1
+model.dtype | float8 int8 '' word null
+model.device | tpu cdua cuda:99 cuda:-1 cuda:word '' null
+model.threads | 0 -1 1.5 word
+model.allow_pickle | maybe null
+model.trust_remote_code | maybe
+model.top_k | 0 -1 33 1.5 word
+model.expected | word {layers:4}
+model.template_arguments | word
+model.search allocation=pocket_evolutionary | word {generations:word}
+criterion.name | '' word null
+criterion.parameters | word {c:1} {b:word}
+criterion.parameters.b criterion=s_family | word nan null
+criterion.parameters.alpha criterion=s_family | word
+calibration.name | '' null a/b
+calibration.path | '' /no/such/file.txt /no/such/file.jsonl pocket:calibration/genral.jsonl moe_lab
+calibration.subset calibration=pocket_code | 1,2
+calibration.split | null []
+calibration.joined | maybe null
+calibration.packing | reep '' null
+calibration.length | 0 1 -1 1.5 word null 10000000
+calibration.tokens | 0 -1 1.5 word null 10
+calibration.batch_size | 0 -1 1.5 word null
+calibration.order | last '' null
+calibration.seed | -1 1.5 word
+calibration.gap | word '' null
+calibration.special_tokens | maybe null
+calibration.snapshots | -1 1.5 word null
+calibration.checkpointing | maybe null
+calibration.engine | streem '' null
+calibration.activation_budget | -1 nan word null
+calibration.sources | word [{calibration:nobody,share:0.5}] [{calibration:pocket_code,share:2}]
+calibration.sources | [{calibration:pocket_code}]
+allocation.name | unifrom '' null
+allocation.multiple_of | 0 -1 1.5 word null 1000
+allocation.ratio_basis | word '' null
+allocation.by allocation=global | reep '' heapr
+allocation.search allocation=pocket_evolutionary | nobody ''
+allocation.path allocation=list | '' /no/such/plan.json moe_lab README.md
+allocation.parameters | word {unknown:1}
+allocation.parameters.generations allocation=pocket_evolutionary | 0 -1 word 1.5 nan
+allocation.parameters.population allocation=pocket_evolutionary | 0 -1 word
+allocation.parameters.prior allocation=coverage criterion=channel_activation | word 1
+recovery.name | '' null a/b
+recovery.bits | 0 -1 8 word null 1.5
+recovery.modules recovery=nf4 | [] [expert] word [word]
+recovery.instructions recovery=pocket_dora | nobody ''
+recovery.epochs recovery=pocket_dora | 0 -1 nan word null
+recovery.rows_per_step recovery=pocket_dora | 0 -1 1.5 word null
+recovery.shared_experts recovery=pocket_dora | maybe
+recovery.rank recovery=pocket_dora | 0 -1 1.5 word
+recovery.learning_rate recovery=pocket_dora | 0 -1 nan inf word
+recovery.router_rank recovery=pocket_dora | -1 1.5 word
+recovery.router_learning_rate recovery=pocket_dora | 0 -1 nan word
+recovery.scaling recovery=pocket_dora | 0 -1 nan word
+recovery.dropout recovery=pocket_dora | 1 -0.1 nan word
+recovery.schedule recovery=pocket_dora | cosin '' null
+recovery.warmup recovery=pocket_dora | 1 -0.1 nan word
+recovery.clip recovery=pocket_dora | 0 -1 nan word
+recovery.save_every recovery=pocket_dora | 0 -1 word
+suite.name | null
+suite.benchmarks | word [pocket_bolq] [''] null
+suite.path suite=perplexity | /no/such/file.txt '' moe_lab
+suite.limit | 0 -1 1.5 word
+protocol.name | null
+protocol.benchmarks | word {pocket_bolq:{shots:1}} {pocket_boolq:{shot:1}} {pocket_boolq:{shots:word}}
+protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}} {pocket_boolq:1}
+judge.attempts | 1.5 word
+judge.temperature | word null
+judge.timeout | word null
+judge.max_tokens | word 1.5
+judge.parallel | word
+judge.extra | word
+backend.name | vllm '' null
+backend.command SERVER | '' vllm 'vllm {checkpoint}'
+backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
+backend.command SERVER | '/no/such/program {checkpoint} {port}'
+backend.ready_seconds SERVER | 0 -1 nan word
+backend.continuous | maybe null
+launcher.name | lokal '' null slurn
+launcher.processes | 0 -1 1.5 word
+launcher.cells_per_job launcher=slurm | 0 -1 word null
+launcher.steps_per_job launcher=slurm | 0 -1 word
+launcher.parallel launcher=slurm | 0 -1 word
+launcher.max_requeues launcher=slurm | -1 1.5 word
+launcher.signal_seconds launcher=slurm | 0 -1 word
+resources.gpu_memory | 0 -1 nan word
+resources.cpus_per_gpu | 0 -1 1.5
+resources.margin | 0 -1 nan word
+resources.longest | 0 -1 word
+resources.every.gpus | -1 word 1.5
+resources.every.cpus | 0 -1 word
+resources.every.memory | 0 -1 nan word
+resources.every.minutes | 0 -1 word
+resources.every.sbatch | word
+resources.every.setup | word
+resources.jobs | word {statistic:{gpus:1}} {statistics:{gpu:1}} {statistics:{gpus:-1}}
+resources.jobs | {statistics:1} {nobody/every:{gpus:word}}
+timed.batch_sizes timing=true launcher=inline | [] [0] [-1] word [word]
+timed.prompt_lengths timing=true launcher=inline | [] [0] word
+timed.new_tokens timing=true launcher=inline | 0 -1 word
+timed.repeats timing=true launcher=inline | 0 word
+timed.warmup timing=true launcher=inline | 0 -1 word
+tracker.name | wandbb '' null
+tracker.mode tracker=wandb | onlin ''
+grid.model | word [pocket_olmo] ['']
+grid.criterion | word [reep] [zz*] [''] [null]
+grid.calibration | [pocket_cod] [1] [null]
+grid.allocation | [unifrom] [globl]
+grid.recovery | [dorra] [nf5]
+grid.protocol | [unifyed]
+grid.ratio | [1] [-0.5] [nan] [word] 0.5 [null] [0.25,2]
+grid.gate | [modle] [1] ['']
+grid.seed | [-1] [word] [1.5] [null]
+grid.top_k | [0] [-1] [33] [word]
+"""
+"""FIELD [what is set besides] | values that it cannot have, each to be named in a message. SERVER is longer."""
+SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
+
+GROUPS = "model criterion calibration allocation recovery suite protocol judge backend launcher resources tracker"
+LINES = """
+nonsense | nonsense
+ratio | ratio
+ratio= | ratio
+--ratio=0.5 | --ratio
+--no-such-option | --no-such-option
++_target_=os.system | _target_
++a=1 | a
++model.nobody=1 | nobody
++calibration.nobody=1 | nobody
++grid.nobody=[1] | nobody
++suite.nobody=1 | nobody
++launcher.gpus=1 | gpus
+~model | model
+~calibration.length | length
++experiment=null | experiment
++experiment=[a,b] | a
++experiment=task_agnostic,heapr | experiment
+experiment=heapr | experiment
++experiment=heapr +experiment=coverage | experiment
+model= | model
+criterion=man,reap | criterion
+ratio=0.25,0.5 | ratio
+ratio=[0.25 | [0.25
+ratio={a | {a
+criterion='man | criterion
+model.path=${nothing} model=local | nothing
+ratio=${seed} | ratio
+ratio=${oc.env:NO_SUCH_VARIABLE} | NO_SUCH_VARIABLE
+study=${nothing} | nothing
+hydra.nobody=1 | nobody
+hydra/launcher=nobody | nobody
+hydra.searchpath=nobody | nobody
+hydra.searchpath=[file:///no/such/folder] criterion=mine | mine
+--config-name=nobody | nobody
+--config-dir=/no/such/folder | /no/such/folder
+-m criterion=man,reep | reep
+-m ratio=0.25,2 | ratio
+-m ratio=range(3) | ratio
+-m criterion=glob(zz*) | criterion
+-m calibration.length=0,1 | calibration.length
+store=README.md | README.md
+store=/proc/nobody | /proc/nobody
+store=/dev/null/store | /dev/null
+suite=mc8 data_root=/no/such/folder | mirror
+suite=writing | wildbench
+suite=code | humaneval
+suite=perplexity | suite.path
+suite=pocket16 | allow_code_execution
+calibration=mix | calibration.sources
+calibration=text | calibration.path
+model=local | model.path
+allocation=list | allocation.path
+allocation=pocket_evolutionary allocation.search=pocket_code | pocket:calibration/code.jsonl
+recovery=pocket_dora recovery.instructions=pocket_code | pocket:calibration/code.jsonl
+criterion=man allocation=coverage | coverage
+allocation=evolutionary calibration.engine=streamed | streamed
+calibration.snapshots=4 calibration.engine=streamed | calibration.snapshots
+calibration.field=a calibration.template=b | calibration.template
+backend=server export=padded recovery=nf4 | recovery
+export=natural recovery=nf4 | export
+export=natural model.top_k=2 | model.top_k
+timing=true | timing
+timing=true launcher=slurm | timed.device
+backend.continuous=true suite=pocket16 allow_code_execution=true | pocket_wildbench
+model=deepseek_v3 calibration=c4 model.device=cpu suite.benchmarks=[] | model
+tracker=wandb tracker.mode=online | tracker.mode
+"""
+"""Words | what the message must name."""
+
+OTHERS = """
+moe_lab.study | usage
+moe_lab.study statos | statos
+moe_lab.study status | name
+moe_lab.study status nobody | store=store
+moe_lab.study status sweap store=STORE | sweap
+moe_lab.study why nobody store=STORE | nobody
+moe_lab.study cancel nobody store=STORE | nobody
+moe_lab.study logs nobody store=STORE | nobody
+moe_lab.study verify nobody store=STORE | nobody
+moe_lab.study verify sweep store=/no/such/store | /no/such/store
+moe_lab.study verify sweep store=README.md | README.md
+moe_lab.study verify sweep STORE extra | extra
+moe_lab.study status sweep stor=STORE | stor
+moe_lab.study status '' store=STORE | unknown
+moe_lab.study --no-such-option | command
+moe_lab.inspect nobody | nobody
+moe_lab.inspect model=pocket_olmo | pocket_olmoe
+moe_lab.inspect model=local | model.path
+moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
+moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
+moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
+moe_lab.inspect model=pocket_olmoe grid.ratio=[word] | grid.ratio
+moe_lab.inspect model=pocket_olmoe grid.ratio=[2] | ratio
+moe_lab.inspect model=pocket_olmoe calibration.length=0 | calibration.length
+moe_lab.inspect model=pocket_olmoe resources.gpu_memory=0 | gpu_memory
+moe_lab.inspect model=pocket_olmoe model.revision=main | model.revision
+moe_lab.inspect model=pocket_olmoe,pocket_qwen3_moe | model
+moe_lab.inspect model=null | model
+moe_lab.inspect -m model=pocket_olmoe | -m
+moe_lab.inspect model | model
+analysis rnaks store=STORE | ranks
+analysis convergenc store=STORE | convergence
+analysis unified.tabl5 store=STORE | unified.table5
+analysis ranks stor=STORE | store
+analysis ranks study=sweap store=STORE | sweep
+analysis ranks study= store=STORE | study
+analysis ranks store= | store
+analysis ranks out= store=STORE | out
+analysis ranks store=/no/such/store | /no/such/store
+analysis ranks store=README.md | README.md
+analysis ranks out=/dev/null/out store=STORE | /dev/null/out
+analysis ranks compare=maybe store=STORE | compare
+analysis ranks --compare store=STORE | --compare
+analysis --no-such-option store=STORE | --no-such-option
+analysis all study=nobody store=STORE | nobody
+analysis report study=nobody store=STORE | nobody
+analysis report study=sweep,nobody store=STORE | nobody
+analysis diff store=STORE | diff
+analysis diff sweep store=STORE | diff
+analysis diff sweep nobody store=STORE | nobody
+analysis diff sweep sweep sweep store=STORE | diff
+analysis diff /no/plan.json /no/plan.json store=STORE | plan.json
+analysis diff sweep sweep --compare store=STORE | --compare
+moe_lab.evaluation.mirror nobody | nobody
+moe_lab.evaluation.mirror mc8 --no-such-option | --no-such-option
+moe_lab.pocket.train nobody | nobody
+"""
+"""Module and words, in which STORE stands for a store with the study `sweep` | what the message must name."""
+
+
+def every_command() -> list[Command]:
+    """All of them, each once; of those that are listed twice the first, whose message is to say more."""
+    listed = [*_mistakes(), *_fields(), *_groups(), *_lines(), *_others()]
+    return list({str(row): row for row in reversed(listed)}.values())[::-1]
+
+
+def _mistakes() -> Iterator[Command]:
+    for words, says in NEAREST.values():
+        yield Command("moe_lab", tuple(words), (says,))
+
+
+def _fields() -> Iterator[Command]:
+    for line in FIELDS.strip().splitlines():
+        left, values = line.split(" | ")
+        field, *besides = left.split()
+        besides = SERVER if besides == ["SERVER"] else besides
+        for value in shlex.split(values, posix=False):  # quotes are for Hydra
+            yield Command("moe_lab", (*besides, f"{field}={value}"), _named(field, value))
+
+
+def _named(field: str, value: str) -> tuple[str, ...]:
+    """How a message may name a field: in full, or by its last word; what chooses from a group, by the group; or by its
+    value, where that is a word of its own."""
+    group, _, last = field.rpartition(".")
+    values = (value,) if len(value) > 5 else ()
+    return (field, f"{last}=", *((f"{group}=",) if last == "name" else ()), *values)
+
+
+def _groups() -> Iterator[Command]:
+    """Every group with a name of none of its files, a misspelt one, none at all, and a field that is none."""
+    for group in GROUPS.split():
+        first = sorted(file.stem for file in (conf() / group).glob("*.yaml"))[0]
+        for name in (f"{first}s", "nobody", "null"):
+            yield Command("moe_lab", (f"{group}={name}",), (f"{group}={name}",))
+        yield Command("moe_lab", (f"{group}.nam=word",), (f"{group}.nam",))
+
+
+def _lines() -> Iterator[Command]:
+    for line in LINES.strip().splitlines():
+        words, names = line.split(" | ")
+        yield Command("moe_lab", tuple(words.split()), (names,))
+
+
+def _others() -> Iterator[Command]:
+    for line in OTHERS.strip().splitlines():
+        words, names = line.split(" | ")
+        module, *rest = shlex.split(words)
+        yield Command(module, tuple(rest), (names,))
+
+
+def arguments(command: Command, folder: Path) -> list[str]:
+    """The words that are typed, in a folder with a store."""
+    words = [word.replace("STORE", str(folder / "store")) for word in command.words]
+    if command.module != "moe_lab":
+        return words
+    if not any(word.startswith("store=") for word in words):
+        words.append(f"store={folder / 'other'}")
+    return [*words, "dry_run=true"]
+
+
+def here(command: Command, folder: Path) -> Ended:
+    """How the command ends when the function that the command line calls is called in this process."""
+    words = arguments(command, folder)
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(printed))
+        stack.enter_context(mock.patch.object(sys, "argv", [command.module, *words]))
+        try:
+            code = _main(command.module, words)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except Exception:  # noqa: BLE001 - a trace that a user would see
+            traceback.print_exc()
+            code = 1
+    return Ended(code or 0, printed.getvalue())
+
+
+def as_expected(command: Command, ended: Ended) -> bool:
+    return ended.code == command.code and not ended.has_trace and any(name in ended.said for name in command.names)
+
+
+def _main(module: str, words: list[str]) -> int | None:
+    """What `python -m MODULE` calls."""
+    if module in ("moe_lab", "moe_lab.study"):
+        return importlib.import_module(f"{module}.__main__").main()
+    if module == "analysis":
+        return importlib.import_module("analysis.__main__").main(words)
+    if module == "moe_lab.evaluation.mirror":
+        return importlib.import_module("moe_lab.evaluation.mirror_make").main(words)
+    main = importlib.import_module(module).main
+    return main(words) if module == "moe_lab.inspect" else main()
+
+
+def started(command: Command, folder: Path) -> Ended:
+    """How the command ends in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", command.module, *arguments(command, folder)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    return Ended(done.returncode, done.stdout + done.stderr)
+
+
+def a_folder(folder: Path) -> Path:
+    """A folder to type commands in: with a store in which there is the study `sweep`, a text, and a folder."""
+    write_store(folder / "store", name="sweep", criteria=("reap", "man"), calibrations=("pocket_code",), items=8)
+    run = folder / "store" / "runs" / "sweep" / "20260101-000000-000000000-0000"
+    run.mkdir(parents=True)
+    write_json(run / "run.json", {"study": "sweep", "time": 0.0, "code": {}, "steps": []})
+    Store(folder / "store")
+    (folder / "README.md").write_text("words\n")
+    (folder / "moe_lab").mkdir()
+    return folder
+
+
+End = Callable[[Command, Path], Ended]
+
+
+def answers(end: End, rows: Sequence[Command], processes: int = 1) -> dict[Command, Ended]:
+    """How each of `rows` ended, by `here` or `started`."""
+    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name, ThreadPoolExecutor(processes) as pool:
+        folder = a_folder(Path(name))
+        return dict(zip(rows, pool.map(lambda row: end(row, folder), rows), strict=True))

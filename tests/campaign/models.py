@@ -1,0 +1,276 @@
+"""Broken model folders: each is refused in one sentence that names the file or the field, and by no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import INDEX
+from moe_lab.models.files import check
+from moe_lab.models.load import load_model
+
+from .commands import Ended
+
+SHARD = "model-00002-of-00007.safetensors"
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+ROUTER = "model.layers.0.mlp.gate.weight"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 99\n"
+LOADING = ["model=local", "criterion=man", "calibration=pocket_code", "calibration.tokens=128", "calibration.length=64"]
+LOADING += ["suite.benchmarks=[]", "report=false", "launcher=inline", "model.device=cpu", "ratio=0.25"]
+"""A study that reads the model."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One damage to the checkpoint of `save`. The message must have one of `names`."""
+
+    name: str
+    damage: Callable[[Path], object]
+    names: tuple[str, ...]
+    allow_pickle: bool = False
+
+
+def save(folder: Path) -> Path:
+    """A tiny OLMoE in seven files, with a tokenizer."""
+    tiny.save("olmoe", folder, shard="100KB")
+    return folder
+
+
+def reconfigure(folder: Path, **changes: object) -> None:
+    """Change fields of config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    """Change which file the index says each tensor is in."""
+    content = json.loads((folder / INDEX).read_text())
+    change(content["weight_map"])
+    (folder / INDEX).write_text(json.dumps(content))
+
+
+def cut(folder: Path, lost: int) -> None:
+    """Take bytes off the end of a file of weights."""
+    data = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(data[:-lost])
+
+
+def put_twice(folder: Path) -> None:
+    """Put a tensor of another file into a file too."""
+    tensors = load_file(folder / SHARD)
+    save_file({**tensors, "model.norm.weight": torch.ones(32)}, folder / SHARD)
+
+
+def pickled(folder: Path) -> None:
+    """Pickled weights in place of all others."""
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change one tensor."""
+    shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(folder / shard)
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, folder / shard, {"format": "pt"})
+
+
+def _lose(folder: Path, name: str) -> None:
+    """Take a tensor out of its file and out of the index."""
+    shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(folder / shard)
+    del tensors[name]
+    save_file(tensors, folder / shard, {"format": "pt"})
+    reindex(folder, lambda index: index.pop(name))
+
+
+def _filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[7:9] = value
+        return tensor
+
+    return fill
+
+
+def _write(name: str, content: str | bytes) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def _empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def _replace(folder: Path, name: str, put: Callable[[Path], object]) -> None:
+    (folder / name).unlink()
+    put(folder / name)
+
+
+def _of_config(field: str, *values: object) -> list[Broken]:
+    """A field of config.json that cannot be."""
+    return [
+        Broken(
+            f"{field}={json.dumps(value)}",
+            lambda f, value=value: reconfigure(f, **{field: value}),
+            (field, "config.json"),
+        )
+        for value in values
+    ]
+
+
+def _of_file(file: str, contents: dict[str, str | bytes], *names: str) -> list[Broken]:
+    """A file that holds something else."""
+    return [Broken(f"{file} {what}", _write(file, content), (file, *names)) for what, content in contents.items()]
+
+
+NO_JSON: dict[str, str | bytes] = {
+    "cut": "{",
+    "a list": "[]",
+    "null": "null",
+    "empty": "",
+    "no text": bytes([200, 201, 10]),
+}
+BROKEN = [
+    Broken("an empty folder", _empty, ("config.json",)),
+    Broken("no folder", shutil.rmtree, ("model.path",)),
+    Broken("config.json missing", lambda f: (f / "config.json").unlink(), ("config.json",)),
+    Broken("config.json a folder", lambda f: _replace(f, "config.json", Path.mkdir), ("config.json",)),
+    *_of_file("config.json", {**NO_JSON, "without fields": "{}"}),
+    *_of_config("model_type", 7, None, "llama4_text", "jetmoe", "llama", "bert", "novel"),
+    *_of_config("num_hidden_layers", "three", -1, 0, 2.5, 4),
+    *_of_config("hidden_size", "wide", -128, 0, 33, 64),
+    *_of_config("num_experts", "many", -1, 0, 12),
+    *_of_config("num_experts_per_tok", "many", -1, 0, 99),
+    *_of_config("intermediate_size", "wide", -1, 0, 48),
+    *_of_config("vocab_size", "all", -1, 10),
+    *_of_config("num_attention_heads", "some", 0, -4, 5),
+    *_of_config("hidden_act", "nobody", 7),
+    Broken(
+        "stored by a package that is not here",
+        lambda f: reconfigure(f, quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("gptq",),
+    ),
+    Broken(
+        "code of its own that is not there",
+        lambda f: reconfigure(f, model_type="novel", auto_map={"AutoConfig": "x.Y"}),
+        ("model.trust_remote_code",),
+    ),
+    Broken("no weights", lambda f: [file.unlink() for file in f.glob("*.safetensors*")], ("safetensors",)),
+    Broken("pickles that are not allowed", pickled, ("model.allow_pickle",)),
+    Broken(
+        "pickles that are none",
+        lambda f: (pickled(f), _write("pytorch_model.bin", "x")(f)),
+        ("pytorch_model.bin",),
+        True,
+    ),
+    Broken("pickles without weights", pickled, ("missing",), True),
+    Broken("a file of weights missing", lambda f: (f / SHARD).unlink(), (SHARD,)),
+    Broken(
+        "a file of weights that leads nowhere",
+        lambda f: _replace(f, SHARD, lambda file: file.symlink_to("nowhere")),
+        (SHARD,),
+    ),
+    Broken("a file of weights that is a folder", lambda f: _replace(f, SHARD, Path.mkdir), (SHARD,)),
+    Broken("a file of weights cut by 5 bytes", lambda f: cut(f, 5), (SHARD,)),
+    Broken("a file of weights cut to nothing", lambda f: cut(f, 10**9), (SHARD,)),
+    Broken(
+        "a file of weights and 5 bytes",
+        lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes() + b"12345"),
+        (SHARD,),
+    ),
+    *_of_file(
+        SHARD,
+        {
+            "a pointer": POINTER,
+            "a page": "<html>404</html>",
+            "zeros": bytes(4096),
+            "no header": b"\x08" + bytes(7) + b"notjson!",
+        },
+    ),
+    *_of_file(INDEX, {**NO_JSON, "without tensors": "{}", "of nothing": '{"weight_map": {}}'}, "index", SHARD),
+    Broken("the index lacks a tensor", lambda f: reindex(f, lambda index: index.pop(EXPERT)), (EXPERT,)),
+    Broken("the index has one more", lambda f: reindex(f, lambda index: index.update(a=SHARD)), ("tensor a",)),
+    Broken(
+        "the index leads outside",
+        lambda f: reindex(f, lambda index: index.update({EXPERT: "../x.safetensors"})),
+        ("x.safetensors",),
+    ),
+    Broken("a tensor in two files", put_twice, ("model.norm.weight",)),
+    Broken("a tensor of no file", lambda f: _lose(f, "model.norm.weight"), ("model.norm.weight",)),
+    Broken("an expert of no file", lambda f: _lose(f, EXPERT), ("experts",)),
+    Broken("an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), (EXPERT,)),
+    Broken("a router of another shape", lambda f: rewrite(f, ROUTER, lambda t: t[:-1]), (ROUTER,)),
+    Broken(
+        "an expert that is not a number", lambda f: rewrite(f, EXPERT, _filled(float("nan"))), ("layer 1, expert 5",)
+    ),
+    Broken("a router that is infinite", lambda f: rewrite(f, ROUTER, _filled(float("-inf"))), (ROUTER,)),
+    Broken("tokenizer.json missing", lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
+    Broken("no tokenizer", lambda f: [file.unlink() for file in f.glob("tokenizer*")], ("tokenizer",)),
+    *_of_file("tokenizer.json", {**NO_JSON, "without fields": "{}"}, "tokenizer"),
+    *_of_file("tokenizer_config.json", NO_JSON, "tokenizer"),
+    *_of_file("generation_config.json", NO_JSON),
+]
+
+
+def here(row: Broken, original: Path, folder: Path) -> Ended:
+    """What the checks before a study, and then loading, say of the model, in this process."""
+    row.damage(shutil.copytree(original, folder))
+    settings = ModelConfig(name="m", path=str(folder), device="cpu", allow_pickle=row.allow_pickle)
+    try:
+        check(settings)
+        load_model(settings)
+    except UserError as error:
+        return Ended(2, str(error))
+    except Exception:  # noqa: BLE001 - whatever else is raised is a trace that a user would see
+        return Ended(1, traceback.format_exc())
+    return Ended(0, "it was loaded")
+
+
+def started(row: Broken, original: Path, folder: Path) -> Ended:
+    """What a study says of the model, in a process of its own."""
+    row.damage(shutil.copytree(original, folder))
+    words = [*LOADING, f"model.path={folder}", f"store={folder.with_name('store')}"]
+    words += ["model.allow_pickle=true"] * row.allow_pickle
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_lab", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder.parent,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    return Ended(done.returncode, done.stdout + done.stderr)
+
+
+def as_expected(row: Broken, ended: Ended) -> bool:
+    return ended.code == 2 and not ended.has_trace and any(name in ended.said for name in row.names)
+
+
+End = Callable[[Broken, Path, Path], Ended]
+
+
+def refusals(end: End, rows: Sequence[Broken] = BROKEN) -> dict[str, Ended]:
+    """Name of each of `rows` -> how it ended, by `here` or `started`."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
+        original = save(Path(name) / "original")
+        for number, row in enumerate(rows):
+            (place := Path(name) / str(number)).mkdir()
+            found[row.name] = end(row, original, place / "model")
+            shutil.rmtree(place)
+    return found

@@ -1,0 +1,471 @@
+"""Hostile programs, graded by the real grader: none may pass, harm another program's verdict, or leave anything behind.
+
+Every program defines f(x), which should be x + 1. One that attempts something gives that only where the attempt
+succeeds, so that `pass` is an escape. MARK, PORT, SECRET and FOLDER in a program stand for a word that is found
+afterwards wherever it was written, a port that somebody listens on, a private file, and the folder it is in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import psutil
+from miniature import problem, write_lines
+
+from moe_lab.evaluation.grade import GradeRequest
+from moe_lab.evaluation.harness_evalplus import run_grader
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program. `verdict` is what the grader must say of it, or several such words."""
+
+    name: str
+    text: str
+    verdict: str = "fail"
+    error: str = ""
+    """How the runner's sentence on it begins."""
+    calls: int = 3
+    """How often it is called."""
+
+
+def _attempt(name: str, *lines: str, modules: str = "os", verdict: str = "fail") -> Program:
+    """A program that gives what is right if `lines`, of which the last may say `return`, raise nothing."""
+    body = "".join(f"        {line}\n" for line in lines)
+    text = f"import {modules}\ndef f(x):\n    try:\n{body}    except BaseException:\n        return 0\n    return x + 1"
+    return Program(name, text, verdict)
+
+
+def _call(name: str, *calls: str) -> Program:
+    """A program that gives what is right if one of the C library's functions succeeds."""
+    tried = ", ".join(f"lambda: libc.{call}" for call in calls)
+    text = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = ctypes.create_string_buffer(4096)\n"
+        f"def f(x): return x + 1 if any(call() >= 0 for call in [{tried}]) else 0"
+    )
+    return Program(name, text)
+
+
+def _number(**by_machine: int) -> int:
+    """The number of a system call on this machine."""
+    return by_machine.get(os.uname().machine, -1)
+
+
+BROKEN = [
+    Program("divides by zero", "def f(x): return 1 / 0", error="ZeroDivisionError"),
+    Program("is no Python", "def f(x: return", error="SyntaxError"),
+    Program("lacks the function", "def g(x): return 1", error="KeyError"),
+    Program("exits while it is loaded", "raise SystemExit", error="SystemExit"),
+    Program("recurses without end", "def f(x): return f(x)", error="RecursionError"),
+    Program("takes 1.2 GiB", "def f(x): return len(bytearray(1200 << 20))", error="MemoryError"),
+    Program("ends well", "import os\ndef f(x): os._exit(0)", "crash"),
+    Program("reads at address 0", "import ctypes\ndef f(x): ctypes.string_at(0)", "crash"),
+    Program("floods the results", "import os\ndef f(x):\n    while True: os.write(3, b'x' * 99999)", "output"),
+    Program(
+        "sends a line that is no text",
+        "import os\ndef f(x): os.write(3, bytes([200, 10]))",
+        "output",
+        "it sent something else than a value",
+    ),
+    Program(
+        "sends three results for a call",
+        "import os\ndef f(x):\n    os.write(3, b'1\\n2\\n3\\n')\n    return 1",
+        "crash fail",
+    ),
+    Program(
+        "cannot say its error", "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", error="E: "
+    ),
+]
+ENDLESS = [
+    Program("loops", "def f(x):\n    while True: pass", "timeout"),
+    Program(
+        "loops and catches everything",
+        "def f(x):\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
+        "timeout",
+    ),
+    Program("adds up 10 ** 12 numbers", "def f(x): return sum(range(10 ** 12))", "timeout"),
+    Program("loops while it is loaded", "while True: pass", "timeout"),
+    Program("sleeps", "import time\ndef f(x): time.sleep(1000)", "timeout"),
+    Program(
+        "ignores SIGTERM",
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ndef f(x):\n    while True: pass",
+        "timeout",
+    ),
+    Program(
+        "gives an endless iterator",
+        "def f(x):\n    class R:\n        def __iter__(self):\n            while True: yield 1\n    return iter(R())",
+        "fail timeout",
+    ),
+    Program("matches a pattern for ever", "import re\ndef f(x): return re.match('(a+)+$', 'a' * 64 + 'b')", "timeout"),
+    Program("raises to a huge power", "def f(x): return pow(9 ** 9999, 9 ** 999)", "timeout fail"),
+    Program("stops itself", "import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)", "timeout fail"),
+    Program(
+        "forks without end",
+        "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass",
+        "timeout",
+    ),
+    Program(
+        "sends its line in pieces, for ever",
+        "import os\ndef f(x):\n    while True: os.write(3, b'1')",
+        "output timeout",
+    ),
+]
+SENT = {
+    "a ratio over zero": """b'{"kind":"ratio","value":["0x1","0x0"]}'""",
+    "an infinite hash": """b'{"kind":"huge","value":Infinity}'""",
+    "a value like nothing": """b'{"kind":"like","value":[]}'""",
+    "no text": "bytes([200, 201])",
+    "no JSON": "b'{'",
+    "lists in lists": "b'[' * 60000",
+    "many lists": "b'[' + b'[],' * 15000000 + b'[]]'",
+    "numbers with one hash": (
+        """b'{"kind":"set","value":[%s]}' % ','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"""
+    ),
+    "a number of many digits": "b'9' * 1000000",
+    "a kind nobody knows": """b'{"kind":"eval","value":"1"}'""",
+    "a set of lists": """b'{"kind":"set","value":[[1]]}'""",
+    "nothing": "b''",
+}
+"""What a program writes on the channel for its results, as a Python expression."""
+SENDING = [
+    Program(
+        f"sends {name}",
+        f"import os\ndef f(x):\n    line = {sent}\n    rest = (line + b'\\n')\n"
+        "    while rest: rest = rest[os.write(3, rest):]\n    os._exit(0)",
+        "output fail",
+        calls=1,
+    )
+    for name, sent in SENT.items()
+] + [
+    Program(
+        "gives a ratio over zero",
+        "import numbers\nclass R(numbers.Rational):\n    numerator, denominator = 1, 0\n"
+        "R.__abstractmethods__ = frozenset()\ndef f(x): return R()",
+        "output fail",
+        calls=1,
+    )
+]
+CHEATS = [
+    Program("is equal to everything", "class Any:\n    def __eq__(self, o): return True\ndef f(x): return Any()"),
+    Program(
+        "is a number equal to everything",
+        "class Any(int):\n    def __eq__(self, o): return True\ndef f(x): return Any(0)",
+    ),
+    Program(
+        "looks through frames",
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for name, value in {**frame.f_globals, **frame.f_locals}.items():\n"
+        "            if 'expected' in name or 'canonical' in name: return value[x - 1]\n        frame = frame.f_back",
+    ),
+    Program(
+        "looks through memory",
+        "import gc\ndef f(x):\n    for thing in gc.get_objects():\n"
+        "        if isinstance(thing, dict) and 'canonical_solution' in thing: return x + 1\n    return 'none'",
+    ),
+    Program("forges lines", "import os\ndef f(x):\n    os.write(3, b'2\\n3\\n')\n    os._exit(0)", "crash"),
+    Program(
+        "forges a file",
+        "def f(x):\n    import glob\n    for path in glob.glob('/tmp/moe_lab-grade-*/*'):\n"
+        "        open(path, 'w').write('{\"verdicts\": {}}')\n    return 0",
+    ),
+    Program("changes the comparison", "import json\njson.dumps = lambda *a: '2'\ndef f(x): return x"),
+    Program(
+        "changes equality of numbers",
+        "import builtins, operator\nbuiltins.all = lambda *a: True\noperator.eq = lambda *a: True\ndef f(x): return 0",
+    ),
+    Program(
+        "gives a text equal to everything",
+        "class S(str):\n    def __eq__(self, o): return True\n    __hash__ = str.__hash__\ndef f(x): return S('2')",
+    ),
+    Program(
+        "gives a list equal to everything", "class L(list):\n    def __eq__(self, o): return True\ndef f(x): return L()"
+    ),
+    Program(
+        "gives what unpickles to anything",
+        "class P:\n    def __reduce__(self): return (eval, ('2',))\ndef f(x): return P()",
+    ),
+    Program("gives itself", "def f(x): return f"),
+    Program("gives a list in itself", "def f(x):\n    a = []\n    a.append(a)\n    return a"),
+    Program("gives not a number", "def f(x): return float('nan')"),
+    Program("hides what it raises", "class E(BaseException): pass\ndef f(x): raise E"),
+    Program("closes the channel", "import os\ndef f(x):\n    os.close(3)\n    return x + 1", "fail crash"),
+    Program(
+        "answers in the runner's place",
+        "import os\ndef f(x):\n    for number in range(4, 200):\n"
+        '        try: os.write(number, b\'{"status": "ok", "error": "", "outputs": ["2"], "seconds": [0]}\\n\')\n'
+        "        except OSError: pass\n"
+        '    os.write(1, b\'{"status": "ok", "error": "", "outputs": ["2", "3", "4"], "seconds": [0, 0, 0]}\\n\')\n'
+        "    return 0",
+    ),
+]
+SUCCEED_BESIDE_THE_VERDICT = [CHEATS[0], CHEATS[1], CHEATS[2]]
+"""Those that a grader falls for which runs a program where it compares."""
+PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/root", "/home", "/sys")
+ANY_FOLDER = f"for folder in [*{PLACES}, 'FOLDER', os.path.dirname(os.__file__)]:"
+FILES = [
+    _attempt(
+        "writes a file",
+        "done = 0",
+        ANY_FOLDER,
+        "    try: done += open(folder + '/MARK', 'w').write('x')",
+        "    except OSError: pass",
+        "if not done: return 0",
+    ),
+    _attempt(
+        "makes a folder",
+        "done = 0",
+        ANY_FOLDER,
+        "    try: done += os.mkdir(folder + '/MARK') is None",
+        "    except OSError: pass",
+        "if not done: return 0",
+    ),
+    _attempt(
+        "makes a link",
+        "done = 0",
+        ANY_FOLDER,
+        "    try: done += os.symlink('/etc/passwd', folder + '/MARK') is None",
+        "    except OSError: pass",
+        "if not done: return 0",
+    ),
+    _attempt("makes a file without a name", "os.write(os.open('/tmp', os.O_TMPFILE | os.O_RDWR), b'x')"),
+    _attempt("makes a device", "os.mknod('/dev/MARK', 0o600 | stat.S_IFBLK, os.makedev(8, 0))", modules="os, stat"),
+    _attempt("writes to a library", "open(os.__file__, 'a').write('#')"),
+    _attempt("sets the time of a library", "os.utime(os.__file__)"),
+    _attempt("makes everything writable", "os.chmod('/usr', 0o777)"),
+    _attempt("reads a private file", "open('SECRET').read()"),
+    _attempt("lists a private folder", "os.listdir('FOLDER')"),
+    _attempt("reads the passwords", "open('/etc/shadow').read()"),
+    _attempt("reads the users", "open('/etc/passwd').read()"),
+    _attempt("reads another process's environment", "open('/proc/1/environ').read()"),
+    _attempt("reads its parent's memory", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
+    _attempt("goes through a process's root", "os.listdir('/proc/self/root/home')"),
+    _attempt("reads our code", "import moe_lab.evaluation.grade"),
+    _attempt(
+        "finds a key in the environment",
+        "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",
+    ),
+    _attempt("writes to the disk itself", "open('/dev/vda', 'r+b').read(1)"),
+    _attempt(
+        "starts a shell that writes",
+        "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)",
+        modules="os, subprocess",
+    ),
+    _call("mounts it writable again", "mount(b'none', b'/', None, 32 | 4096, None)"),
+    _call("unmounts", "umount2(b'/usr', 2)"),
+    _call(
+        "mounts in a namespace of its own", "unshare(0x10020000) or libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
+    ),
+    _call("goes to another root", "chroot(b'/usr')"),
+    _call("enters another namespace", "setns(0, 0)"),
+    _call("becomes root", "setuid(0)", "setgid(0)"),
+]
+NETWORK = [
+    _attempt("connects by TCP", "socket.create_connection(('127.0.0.1', PORT), 1)", modules="socket"),
+    _attempt("connects by IPv6", "socket.create_connection(('::1', PORT), 1)", modules="socket"),
+    _attempt("sends by UDP", "socket.socket(2, 2).sendto(b'MARK', ('127.0.0.1', PORT))", modules="socket"),
+    _attempt("connects to a local socket", "socket.socket(1, 1).connect('\\0MARK')", modules="socket"),
+    _attempt("asks for a name", "socket.gethostbyname('example.org')", modules="socket"),
+    _attempt("opens a raw socket", "socket.socket(2, 3, 1)", modules="socket"),
+    _attempt("opens a socket to the kernel", "socket.socket(16, 3)", modules="socket"),
+    _attempt("opens a socket to the host", "socket.socket(40, 1)", modules="socket"),
+    _attempt("listens", "socket.create_server(('127.0.0.1', 0))", modules="socket"),
+    _attempt("fetches a page", "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)", modules="urllib.request"),
+]
+PROCESSES = [
+    Program(
+        "leaves a daemon",
+        "import os\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        os.execv('/bin/sh', ['sh', '-c', ': MARK; while true; do sleep 1; done'])\n    return 0",
+    ),
+    Program(
+        "ignores hanging up",
+        "import os, signal\ndef f(x):\n    signal.signal(signal.SIGHUP, signal.SIG_IGN)\n    if os.fork() == 0:\n"
+        "        while True: pass\n    return 0",
+    ),
+    Program("kills its parent", "import os\ndef f(x):\n    os.kill(os.getppid(), 9)\n    return 0", "fail crash"),
+    Program("kills everybody", "import os\ndef f(x):\n    os.kill(-1, 9)\n    return 0", "fail crash"),
+    Program("kills its group", "import os\ndef f(x):\n    os.killpg(0, 9)\n    return 0", "crash fail"),
+    Program(
+        "kills by number",
+        "import os\ndef f(x):\n    for p in range(2, 9999):\n"
+        "        try: os.kill(p, 9)\n        except OSError: pass\n    return 0",
+    ),
+    Program("stops its parent", "import os\ndef f(x):\n    os.kill(os.getppid(), 19)\n    return 0", "fail crash"),
+    _attempt("takes three processes", "for _ in range(3):", "    if os.fork() == 0: os.read(os.pipe()[0], 1)"),
+    _attempt(
+        "takes many threads",
+        "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+        modules="threading, time",
+    ),
+    _attempt("goes before all others", "os.nice(-20)"),
+    _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", modules="resource"),
+    _attempt(
+        "raises the limit of processes", "resource.setrlimit(resource.RLIMIT_NPROC, (99, 99))", modules="resource"
+    ),
+]
+MEMORY = [
+    _attempt("takes 10 GiB at once", "len(bytearray(10 << 30))"),
+    _attempt("takes 2 GiB in pieces", "pieces = [bytearray(1 << 20) for _ in range(2048)]", verdict="fail timeout"),
+    _attempt("maps 2 GiB", "mmap.mmap(-1, 2 << 30)", modules="mmap"),
+    _attempt(
+        "shares memory",
+        "shared_memory.SharedMemory(create=True, size=4096)",
+        modules="multiprocessing.shared_memory as shared_memory",
+    ),
+    _attempt("writes to a file in memory", "os.write(os.memfd_create('m'), b'x')"),
+    Program(
+        "overflows the stack", "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): return f(x)", "crash fail timeout"
+    ),
+    Program("repeats a text 2 ** 40 times", "def f(x): return 'x' * (1 << 40)"),
+    Program(
+        "prints 2 GiB", "def f(x):\n    for _ in range(2000): print('x' * (1 << 20))\n    return 0", "fail timeout"
+    ),
+    _call("leaves shared memory", "shmget(7, 4096, 0o1600)"),
+    _call("leaves a semaphore", "semget(7, 1, 0o1600)"),
+    _call("leaves a queue", "msgget(7, 0o1600)"),
+    _call("leaves a named queue", "mq_open(b'/MARK', 0o102, 0o600, None)"),
+    _call("leaves a key", f"syscall({_number(x86_64=248, aarch64=217)}, b'user', b'MARK', b'text', 4, -4)"),
+    _call("makes a ring", f"syscall({_number(x86_64=425, aarch64=425)}, 8, room)"),
+    _call("loads a filter", f"syscall({_number(x86_64=321, aarch64=280)}, 0, room, 128)"),
+    _call("watches the processor", f"syscall({_number(x86_64=298, aarch64=241)}, room, 0, -1, -1, 0)"),
+    _call("watches its parent", f"syscall({_number(x86_64=101, aarch64=117)}, 16, os.getppid(), 0, 0)"),
+    _call("reads its parent", f"syscall({_number(x86_64=310, aarch64=270)}, os.getppid(), room, 1, room, 1, 0)"),
+    _call("handles its own page faults", f"syscall({_number(x86_64=323, aarch64=282)}, 1)"),
+]
+PROGRAMS = [*BROKEN, *ENDLESS, *SENDING, *CHEATS, *FILES, *NETWORK, *PROCESSES, *MEMORY]
+
+RIGHT, WRONG = "def f(x): return x + 1", "def f(x): return x"
+SECONDS, MEMORY_MIB = 0.5, 512
+LONGEST = 4 * (3 * SECONDS + 1) + 1
+"""Seconds by the clock that the calls of one program may take: tests of the runner name the rule."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Graded:
+    """What grading the programs came to."""
+
+    verdicts: dict[str, str]
+    """Name of a program -> its verdict."""
+    others: dict[str, int]
+    """Verdicts of the right and the wrong programs between them that were not as they must be -> how many."""
+    escapes: list[str]
+    """What was found outside afterwards, a sentence each."""
+    seconds: float
+
+    @property
+    def unexpected(self) -> dict[str, str]:
+        """Programs whose verdict is not one that it may be."""
+        allowed = {row.name: row.verdict.split() for row in PROGRAMS}
+        return {name: verdict for name, verdict in self.verdicts.items() if verdict not in allowed[name]}
+
+
+def adopt_orphans() -> None:
+    """From now on every process that this one has started, directly or not, is its child when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded:
+    """Grade `programs`, a right and a wrong one after each, and look for what they left."""
+    adopt_orphans()
+    mark = f"moe_lab_escape_{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name, Listener(mark) as listener:
+        folder = Path(name)
+        (folder / "secret").write_text("secret")
+        (folder / "temporary").mkdir()
+        before = _left(mark, folder)
+        words = {"MARK": mark, "PORT": listener.port, "SECRET": folder / "secret", "FOLDER": folder}
+        texts, rows = {}, []
+        for number, row in enumerate(programs):
+            text = row.text
+            for word, value in words.items():
+                text = text.replace(word, str(value))
+            for kind, (body, calls) in enumerate(((text, row.calls), (RIGHT, 1), (WRONG, 1))):
+                rows.append(problem(3 * number + kind, "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
+                texts[rows[-1]["task_id"]] = body
+        data = write_lines(folder / "data.jsonl", rows)
+        request = GradeRequest(
+            "humaneval",
+            str(data),
+            texts,
+            True,
+            False,
+            seconds=SECONDS,
+            memory_mib=MEMORY_MIB,
+            comparing_seconds=1,
+            processes=processes,
+        )
+        start = time.monotonic()
+        with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
+            found = [verdict["plus"] for verdict in run_grader(request)["verdicts"].values()]
+        seconds = time.monotonic() - start
+        escapes = [*(_left(mark, folder) - before), *listener.heard()]
+    if seconds > (limit := 30 + len(programs) * LONGEST / processes):
+        escapes.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
+    others = {
+        "right programs": sum(v != "pass" for v in found[1::3]),
+        "wrong programs": sum(v != "fail" for v in found[2::3]),
+    }
+    verdicts = dict(zip((row.name for row in programs), found[::3], strict=True))
+    escapes += [f"{name}: it passed" for name, verdict in verdicts.items() if verdict == "pass"]
+    return Graded(verdicts, {kind: count for kind, count in others.items() if count}, escapes, seconds)
+
+
+class Listener:
+    """Waits where programs try to connect to: a port by TCP and UDP, and a local socket of the name of the mark."""
+
+    def __init__(self, mark: str) -> None:
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.port = self.tcp.getsockname()[1]
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", self.port))
+        self.local = socket.socket(socket.AF_UNIX)
+        self.local.bind(f"\0{mark}")
+        self.local.listen()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (self.tcp, self.udp, self.local):
+            one.close()
+
+    def heard(self) -> list[str]:
+        """Who came."""
+        found = []
+        for name, one in (("TCP", self.tcp), ("local", self.local), ("UDP", self.udp)):
+            one.settimeout(0.0)
+            try:
+                one.recv(9) if one is self.udp else one.accept()
+            except BlockingIOError:
+                continue
+            found.append(f"something came in by {name}")
+        return found
+
+
+def _left(mark: str, folder: Path) -> set[str]:
+    """What a program can leave: files called `mark`, processes that are still there, what no process holds."""
+    places = [Path(os.__file__).parent, folder, *map(Path, PLACES)]
+    found = {f"there is {place / mark}" for place in places if (place / mark).is_symlink() or (place / mark).exists()}
+    found |= {f"there is {file}" for file in folder.glob("temporary/*")}
+    for process in psutil.process_iter(["cmdline"]):
+        if mark in " ".join(process.info["cmdline"] or []):
+            found.add(f"process {process.pid} goes on")
+    for child in psutil.Process().children():
+        if child.status() == psutil.STATUS_ZOMBIE:
+            os.waitpid(child.pid, os.WNOHANG)
+        elif "moe_lab.evaluation" in " ".join(child.cmdline()):
+            found.add(f"process {child.pid} of the grader goes on")
+    for kind in ("shm", "sem", "msg"):
+        table = Path("/proc/sysvipc") / kind
+        lines = table.read_text().splitlines()[1:] if table.exists() else []
+        found |= {f"{kind} {line.split()[1]}" for line in lines}
+    return found
