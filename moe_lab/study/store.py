@@ -51,8 +51,8 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far.
 
-    Until `create` is called nothing is set aside or made: it may be missing, or on a disk that cannot be written. UserError
-    for an empty path, for a folder that something else made, and for a store of a newer moe_lab.
+    Until `create` is called nothing is set aside or made: it may be missing, or on a disk that cannot be written.
+    UserError for an empty path, for a folder that something else made, and for a store of a newer moe_lab.
     """
 
     def __init__(self, root: str | Path) -> None:
