@@ -18,6 +18,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -111,9 +112,6 @@ def _client() -> Path:
         assert server.stdin
         server.stdin.close()
         server.wait()
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
 
     return client
 
@@ -215,3 +213,5 @@ if __name__ == "__main__":
         _asked = Server(_listening).serve()
     if _asked:
         become(*_asked, sys.argv[2])
+    else:
+        shutil.rmtree(Path(sys.argv[2]).parent)
