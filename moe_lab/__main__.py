@@ -42,12 +42,12 @@ def _sentences() -> Iterator[None]:
         yield
     except UserError as error:
         give_up(str(error))
+    except (hydra.errors.HydraException, OmegaConfBaseException, AttributeError, ValueError) as error:
+        give_up(mistake(error, sys.argv[1:]))
     except OSError as error:
         if isinstance(error, BrokenPipeError) or not any(word.startswith("hydra.") for word in sys.argv):
             raise
         give_up(f"{error.filename} cannot be written ({error.strerror}): is hydra.run.dir or hydra.sweep.dir right?")
-    except (hydra.errors.HydraException, OmegaConfBaseException, AttributeError, ValueError) as error:
-        give_up(mistake(error, sys.argv[1:]))
     except KeyboardInterrupt:
         print("\nmoe_lab: stopped; the same command goes on from here", file=sys.stderr)
         sys.exit(130)
