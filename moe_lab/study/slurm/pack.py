@@ -34,6 +34,8 @@ class Pack:
         """Do what is missing. A failed step leaves its error in the store, and the others go on."""
         signal.signal(signal.SIGTERM, _leave)
         store = Store(self.store)
+        store.check_there()  # a node that does not see it must not begin another
+        store.create()
         schedule = Schedule(self.steps)
         schedule.lack(_absent(self.steps, schedule, store))
         with Worker(store, f"slurm-{job_id()}") as execute:
