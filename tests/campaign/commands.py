@@ -480,7 +480,7 @@ def a_folder(folder: Path) -> Path:
     run = folder / "store" / "runs" / "sweep" / "20260101-000000-000000000-0000"
     run.mkdir(parents=True)
     write_json(run / "run.json", {"study": "sweep", "time": 0.0, "code": {}, "steps": []})
-    Store(folder / "store")
+    Store(folder / "store").create()
     (folder / "README.md").write_text("words\n")
     (folder / "moe_lab").mkdir()
     return folder
