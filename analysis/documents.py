@@ -49,7 +49,7 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
 
     A cell that several have counts once, with the benchmarks of all of them.
     """
-    found = {name: _with_suites(_read(store, name)) for name in names}
+    found = {name: _with_suites(record) for name, record in _told_apart({n: _read(store, n) for n in names}).items()}
     records = list(found.values())
     if len(records) == 1:
         return records[0]
@@ -76,6 +76,45 @@ def _read(store: Path, name: str) -> dict[str, Any]:
         )
     if not record["cells"]:
         raise UserError(f"study={name} has no cells: {path}")
+    return record
+
+
+SHOWN = 6
+"""Digits of an id that tell models of one name apart."""
+
+
+def _told_apart(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The records with models of one name that are not the same called by it and the start of their ids, whether one
+    study has several of them or each has its own."""
+    ids: dict[str, set[str]] = {}
+    for entry in (entry for record in records.values() for entry in record["cells"]):
+        name, own = _name_and_id(entry)
+        ids.setdefault(name, set()).update({own} - {""})
+    return {study: _renamed(record, ids) for study, record in records.items()}
+
+
+def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """What the model of a cell is called without its id, and the start of its id; "" where its step is not there."""
+    name, folder = str(entry["cell"].get("model")), entry.get("model")
+    own = str(folder)[-12:][:SHOWN] if folder else ""
+    return (name.replace(f"-{own}", "", 1) if own else name), own
+
+
+def _renamed(record: dict[str, Any], ids: Mapping[str, set[str]]) -> dict[str, Any]:
+    """The record with the words for models that `ids`, name -> starts of ids, asks for."""
+    words: dict[str, str] = {}
+    for entry in record["cells"]:
+        name, own = _name_and_id(entry)
+        before, bracket, protocol = name.partition(" (")
+        word = f"{before}-{own}{bracket}{protocol}" if own and len(ids[name]) > 1 else name
+        words[entry["cell"].get("model")] = word
+        entry["cell"] = {**entry["cell"], "model": word} if "model" in entry["cell"] else entry["cell"]
+    for kind in (kind for kind in _PER_CALIBRATION if record.get(kind)):
+        steps = {}
+        for key, step in record[kind].items():
+            calibration, model, *rest = key.split("@")
+            steps["@".join([calibration, words.get(model, model), *rest])] = step
+        record[kind] = steps
     return record
 
 

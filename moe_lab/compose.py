@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -170,6 +170,7 @@ def typed(config: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is not set: add {error.full_key}=VALUE") from None
     assert isinstance(result, Config)
+    grid.check_numbers(asdict(result), "")
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -102,7 +103,26 @@ def typed(
     if missing:
         raise UserError(f"{origin}: {missing[0]} is not set: add {origin.split('=')[0]}.{missing[0]}=VALUE")
     assert isinstance(result, schema)
+    check_numbers(asdict(result), f"{origin}: ")
     return result
+
+
+LARGEST = 2**63 - 1
+"""The largest whole number that generators of chance, counters and tensors take."""
+
+
+def check_numbers(document: Any, field: str) -> None:
+    """UserError for NaN, infinity, or a whole number beyond 64 bits, anywhere in the settings: nothing takes those."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            check_numbers(value, f"{field}.{key}" if field and not field.endswith(" ") else f"{field}{key}")
+    elif isinstance(document, list | tuple):
+        for value in document:
+            check_numbers(value, field)
+    elif isinstance(document, float) and not math.isfinite(document):
+        raise UserError(f"{field}={document}: expected a finite number")
+    elif isinstance(document, int) and abs(document) > LARGEST:
+        raise UserError(f"{field}={document:.3g}: expected a number of at most {LARGEST}")
 
 
 def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
@@ -198,6 +218,9 @@ class _Choices:
         )
         for ratio in ratios:
             check_ratio(ratio)
+        for seed in seeds:
+            if not 0 <= seed <= LARGEST:
+                raise UserError(f"seed={seed}: expected a whole number from 0 to {LARGEST}")
         for gate in gates:
             if gate not in GATES:
                 raise unknown("gate", gate, GATES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from moe_lab.errors import UserError, unknown
 
 TRACKERS = ("none", "wandb")
 MODES = ("online", "offline")
+PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
+"""What wandb takes as the name of a project; it would say so when everything is done."""
 FORMER_HOST = "api.wandb.ai"
 """Where keys of the public server were filed before it moved; wandb still looks there."""
 
@@ -24,6 +27,8 @@ def check(settings: TrackerConfig) -> None:
         raise unknown("tracker", settings.name, TRACKERS)
     if settings.mode is not None and settings.mode not in MODES:
         raise unknown("tracker.mode", settings.mode, MODES)
+    if settings.name == "wandb" and not PROJECT.fullmatch(settings.project):
+        raise UserError(f"tracker.project={settings.project}: expected 1 to 128 characters without / \\ # ? % or :")
     if settings.name == "wandb" and settings.mode == "online" and not has_key():
         raise UserError("tracker.mode=online needs a key: run `wandb login` once, or set tracker.mode=offline")
 

@@ -5,6 +5,7 @@ Only data formats are read; nothing is unpickled. Nothing here needs torch or tr
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -172,6 +173,20 @@ def check_text(file: Path, setting: str) -> None:
     """UserError when the first bytes of a file say that it is no UTF-8 text. `setting` names the file."""
     with _reading(file, setting), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
         _check_bytes(opened.read(HEAD), file, setting)
+
+
+def check_first(settings: CalibrationConfig) -> None:
+    """UserError when the first record of JSON lines on this machine has not what the settings read, such as a field."""
+    file = None if hub.is_file(settings.path) else locate(settings.path)
+    if file is None or not is_json(file):
+        return
+    with _reading(file, "calibration.path"), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+        start = b""
+        while not start.strip() and (line := opened.readline()):
+            start += line
+    start = start.removeprefix(codecs.BOM_UTF8)
+    if start.lstrip().startswith(b"{"):  # a JSON list is read whole, or not at all
+        _documents(_records(start.decode("utf-8", "replace"), file), settings)
 
 
 def is_json(file: Path) -> bool:

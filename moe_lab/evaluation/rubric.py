@@ -135,6 +135,8 @@ def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
             f"judge.key_variable={judge.key_variable}: there is no such environment variable, and {judge.url} will "
             f"want a key: export {judge.key_variable}=KEY, or any word where none is needed"
         )
+    if not judge.model.strip():
+        yield "judge.model is empty: expected the name of a model at the endpoint"
     least = {"attempts": 1, "unparsable_attempts": 1, "parallel": 1, "max_tokens": 1, "timeout": 1, "temperature": 0}
     for field, value in least.items():
         if getattr(judge, field) < value:

@@ -12,16 +12,20 @@ from moe_lab.config import (
     CalibrationConfig,
     Config,
     CriterionConfig,
+    ModelConfig,
 )
 from moe_lab.grid import Cell
 from moe_lab.study.identity import Step
 from moe_lab.study.maker import Maker, reads_text
+from moe_lab.study.progress import say
 from moe_lab.study.pruned import NO_RECOVERY, Pruned
 
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
+SHOWN = 6
+"""Digits of an id that tell models of one name apart, as the analysis does with several studies."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,30 @@ def unpruned(cell: Cell) -> Cell:
     )
 
 
+def _told_apart(
+    requests: Sequence[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]], maker: Maker
+) -> list[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]:
+    """The requests with models of one name that are not the same called by it and the start of their ids."""
+    models = {id(cell.model): cell.model for cells, _ in requests for cell in cells}
+    called: dict[str, dict[str, str]] = {}
+    for model in models.values():
+        called.setdefault(model.name, {})[maker.model(model).id] = model.path
+    new = {key: _with_id(model, maker) for key, model in models.items() if len(called[model.name]) > 1}
+    for name, paths in called.items():
+        if len(paths) > 1:
+            which = ", ".join(f"{id_[:SHOWN]} is {path}" for id_, path in paths.items())
+            say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
+    return [
+        ([replace(cell, model=new.get(id(cell.model), cell.model)) for cell in cells], benchmarks)
+        for cells, benchmarks in requests
+    ]
+
+
+def _with_id(model: ModelConfig, maker: Maker) -> ModelConfig:
+    ending = "" if model.top_k is None else f"_top{model.top_k}"  # which a name has to end in
+    return replace(model, name=f"{model.name.removesuffix(ending)}-{maker.model(model).id[:SHOWN]}{ending}")
+
+
 def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> Graph:
     """The graph of a study: its cells, each once with all benchmarks asked of it, and the unpruned models.
 
@@ -128,7 +156,7 @@ def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Benc
     damages: dict[str, Step] = {}
     convergences: dict[str, Step] = {}
     channel_convergences: dict[str, Step] = {}
-    for cells, benchmarks in requests:
+    for cells, benchmarks in _told_apart(list(requests), maker):
         named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):

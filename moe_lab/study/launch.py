@@ -77,6 +77,9 @@ Launcher = Callable[[Schedule, Study, Run], bool]
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
 LEAST = {"processes": 1, "cells_per_job": 1, "steps_per_job": 1, "parallel": 1, "max_requeues": 0, "signal_seconds": 1}
 
+MOST_PROCESSES = 1024
+"""Of one machine: each loads torch, and a model."""
+
 
 def launcher(settings: LauncherConfig) -> Launcher:
     """The launcher by name. UserError for an unknown one, and for numbers that cannot be."""
@@ -86,4 +89,6 @@ def launcher(settings: LauncherConfig) -> Launcher:
         value = getattr(settings, name)
         if value is not None and value < least:
             raise UserError(f"launcher.{name}={value}: expected at least {least}")
+    if settings.processes is not None and settings.processes > MOST_PROCESSES:
+        raise UserError(f"launcher.processes={settings.processes}: expected at most {MOST_PROCESSES}")
     return LAUNCHERS[settings.name]

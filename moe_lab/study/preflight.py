@@ -13,6 +13,7 @@ from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import backend, suite
+from moe_lab.evaluation.policy import SANDBOXES
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import LATE, masked
 from moe_lab.models import files
@@ -77,8 +78,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
             yield from said(partial(files.check_chat_template, cell.model, benchmark.name))
     for cell in _each(cells, "criterion"):
         yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
-    for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
-        yield from said(partial(calibrations.check, cell.calibration))
+    yield from _check_calibrations(cells)
     for cell in _each(cells, "recovery"):
         yield from said(partial(recoveries.check, cell.recovery))
     yield from _check_backend(config, cells, benchmarks)
@@ -93,6 +93,14 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     yield from _check_masked(config, cells)
     yield from _check_engines(cells)
     yield from _check_allocations(cells)
+
+
+def _check_calibrations(cells: Sequence[Cell]) -> Iterator[str]:
+    """Settings of the calibration sets that are read, and the first record of each."""
+    for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
+        yield from said(partial(calibrations.check, cell.calibration))
+        for _, part in calibrations.parts(cell.calibration):
+            yield from said(partial(sources.check_first, part))
 
 
 def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
@@ -187,6 +195,11 @@ def _check_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _check_words(config: Config) -> Iterator[str]:
+    for name in ("store", "data_root"):
+        if not getattr(config, name).strip():
+            yield f"{name} is empty: expected a folder, such as {name}={getattr(Config(), name)}"
+    if config.sandbox not in SANDBOXES:
+        yield str(unknown("sandbox", config.sandbox, SANDBOXES))
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
 

@@ -35,7 +35,7 @@ def run(
     launcher(config.launcher)
     problems = preflight(config, requests)
     missing = lacking(config, requests)
-    if problems := problems + ([] if config.dry_run else missing):
+    if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
         raise _together("several things:", problems)
     graph = build(config, requests)
     store = Store(config.store)

@@ -72,3 +72,24 @@ def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Pat
     for order in ("experts,channels", "channels,experts"):
         assert np.isfinite(load(copy, order).results.query("cell == 1 and benchmark == 'gsm8k'")["score"]).all()
         assert load(copy, order).gaps == [], order
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
+    """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one model stays one."""
+    record = json.loads((store / "studies" / "experts.json").read_text())
+    other = json.loads(json.dumps(record))
+    for entry in other["cells"]:
+        entry["model"] = f"{entry['model'][:-12]}abcdefabcdef"
+    other["cells"] = record["cells"] + other["cells"] if together else other["cells"]
+    (store / "studies" / "other.json").write_text(json.dumps({**other, "study": "other"}))
+    read = document(store, ["other"] if together else ["experts", "other"])
+    name = record["cells"][0]["cell"]["model"]
+    words = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
+    assert len(read["cells"]) == 2 * len(record["cells"])
+    assert words == {f"{name}-{own}": own for own in words.values()} and len(words) == 2
+    models = {key.split("@")[1] for key in read["families"]}
+    assert models <= set(words)
+    (store / "studies" / "other.json").unlink()
+    alone = document(store, ["experts"])
+    assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}

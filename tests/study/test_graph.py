@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -186,3 +187,23 @@ def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
     names = {f"pocket_code@pocket_olmoe@{gate}@{seed}" for gate in gates for seed in (1, 2)}
     assert set(made.families) == set(made.damages) == names
     assert len({step.id for step in made.families.values()}) == len(names)
+
+
+def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `-m model=local model.path=A,B` asks for."""
+    paths = [str(tmp_path / "a"), str(tmp_path / "b"), "pocket:olmoe", "pocket:olmoe"]
+    for path in paths[:2]:
+        Path(path).mkdir()
+        (Path(path) / "config.json").write_text(json.dumps({"path": path}))
+    asked = []
+    for path in paths:
+        config = Config(model=ModelConfig(name="local", path=path, top_k=4), suite=SuiteConfig(name="s"))
+        config.criterion, config.calibration = CriterionConfig(name="random"), CalibrationConfig(name="c", path="x/y")
+        asked.append((cells(config, FILES), benchmarks(config, FILES)))
+    found = {cell.cell.model.name: cell.model.id for cell in build(config, asked).cells}
+    assert found == {f"local-{id_[:6]}_top4": id_ for id_ in found.values()} and len(found) == 3
+    told = capsys.readouterr().err.replace("\n", "")
+    assert all(id_[:6] in told for id_ in found.values())
+    assert {cell.cell.model.name for cell in build(config, asked[2:]).cells} == {"local_top4"}

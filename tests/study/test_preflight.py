@@ -96,6 +96,13 @@ VALUES = {
     "_target_=os.system": "setting=_target_",
     "judge._target_=os.system": "setting=judge._target_",
     "timed.repeat=3": "setting=timed.repeat",
+    "seed=-1": "seed=-1",
+    f"seed={10**30}": "seed=",
+    "calibration.activation_budget=.nan": "calibration.activation_budget=nan",
+    "criterion.parameters={power: .inf}": "criterion.parameters.power=inf",
+    "resources.margin=.nan": "resources.margin=nan",
+    "store=''": "store is empty",
+    "sandbox=bubble": "sandbox=bubble",
 }
 
 
@@ -105,3 +112,9 @@ def test_a_value_that_cannot_work_is_refused_first(word: str) -> None:
         (sentence.startswith(VALUES[word]) and "known" in sentence) or "expected" in sentence
         for sentence in problems(word)
     ] == [True]
+
+
+@pytest.mark.parametrize("word", ["calibration.field=txt", "calibration.template='{txt}'"])
+def test_a_field_that_no_record_has_is_named_first(word: str) -> None:
+    (sentence,) = problems(word)
+    assert "line 1" in sentence and "txt" in sentence and "found: " in sentence
