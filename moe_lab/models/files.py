@@ -76,6 +76,8 @@ def check(settings: ModelConfig) -> None:
     unless its own code may be run. A hub id is only looked at as a name.
     """
     check_running(settings)
+    if not settings.path:
+        raise UserError("model.path= is empty: expected a folder, a hub id (owner/name) or pocket:NAME")
     path = resolve(settings.path)
     if Path(path).expanduser().is_dir():
         _check_revision(Path(path).expanduser(), settings)

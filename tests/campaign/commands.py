@@ -277,8 +277,6 @@ hydra.searchpath=[file:///no/such/folder] criterion=mine | mine
 -m criterion=glob(zz*) | criterion
 -m calibration.length=0,1 | calibration.length
 store=README.md | README.md
-store=/proc/nobody | /proc/nobody
-store=/dev/null/store | /dev/null
 suite=mc8 data_root=/no/such/folder | mirror
 suite=writing | wildbench
 suite=code | humaneval
