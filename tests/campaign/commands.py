@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -276,7 +277,6 @@ hydra.searchpath=[file:///no/such/folder] criterion=mine | mine
 -m ratio=range(3) | ratio
 -m criterion=glob(zz*) | criterion
 -m calibration.length=0,1 | calibration.length
-store=README.md | README.md
 suite=mc8 data_root=/no/such/folder | mirror
 suite=writing | wildbench
 suite=code | humaneval
@@ -307,7 +307,7 @@ OTHERS = """
 moe_lab.study | usage
 moe_lab.study statos | statos
 moe_lab.study status | name
-moe_lab.study status nobody | store=store
+moe_lab.study status nobody | nobody
 moe_lab.study status sweap store=STORE | sweap
 moe_lab.study why nobody store=STORE | nobody
 moe_lab.study cancel nobody store=STORE | nobody
@@ -388,7 +388,7 @@ def _named(field: str, value: str) -> tuple[str, ...]:
     """How a message may name a field: in full, or by its last word; what chooses from a group, by the group; or by its
     value, where that is a word of its own."""
     group, _, last = field.rpartition(".")
-    values = (value,) if len(value) > 5 else ()
+    values = re.findall(r"[\w/.:-]{5,}", value) or (["= is unknown"] if "''" in value else [])
     return (field, f"{last}=", *((f"{group}=",) if last == "name" else ()), *values)
 
 
