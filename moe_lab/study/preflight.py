@@ -98,8 +98,9 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
 def _check_calibrations(cells: Sequence[Cell]) -> Iterator[str]:
     """Settings of the calibration sets that are read, and the first record of each."""
     for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
-        yield from said(partial(calibrations.check, cell.calibration))
-        for _, part in calibrations.parts(cell.calibration):
+        wrong = list(said(partial(calibrations.check, cell.calibration)))
+        yield from wrong
+        for _, part in [] if wrong else calibrations.parts(cell.calibration):
             yield from said(partial(sources.check_first, part))
 
 
