@@ -388,7 +388,7 @@ def _named(field: str, value: str) -> tuple[str, ...]:
     """How a message may name a field: in full, or by its last word; what chooses from a group, by the group; or by its
     value, where that is a word of its own."""
     group, _, last = field.rpartition(".")
-    values = re.findall(r"[\w/.:-]{5,}", value) or (["= is unknown"] if "''" in value else [])
+    values = re.findall(r"[\w/.-]{4,}|ratio", value) or (["= is unknown"] if "''" in value else [])
     return (field, f"{last}=", *((f"{group}=",) if last == "name" else ()), *values)
 
 
