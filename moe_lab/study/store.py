@@ -59,6 +59,8 @@ class Store:
         if not str(root):
             raise UserError("store= names no folder: write store=FOLDER")
         self.root = Path(root)
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"store={root} is a file: expected a folder, or a new name")
         self.notices: list[str] = []
         self._writing = False
         self._hashed: set[str] = set()

@@ -111,6 +111,7 @@ export | naturel masked '' all
 flops_text | pocket_excrpt '' null c5
 retry | faild '' true
 data_root suite=mc8 | /no/such/folder ''
+store | README.md ''
 interpreters | python
 plugins | no_such_module [no_such_module] [os.path] word
 more | word [word] [{criterion:word}] [{critereon:[man]}] [{ratio:[2]}] {}
