@@ -146,7 +146,7 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
     experts, top_k = (
         next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS)
     )
-    if isinstance(experts, int) and isinstance(top_k, int) and experts > 0 and not 1 <= top_k <= experts:
+    if isinstance(experts, int) and isinstance(top_k, int) and experts > 1 and not 1 <= top_k <= experts:
         raise UserError(f"{file} gives a token to {top_k} experts of {experts}: expected from 1 to {experts}")
 
 

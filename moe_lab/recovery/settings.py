@@ -17,11 +17,6 @@ SCHEDULES = ("cosine", "linear")
 
 def check(settings: RecoveryConfig) -> None:
     """UserError for a value that cannot work, or for a package that is needed and not installed."""
-    if settings.name == "none" and (settings.bits != 16 or settings.instructions is not None):
-        raise UserError(
-            f"recovery.name=none means none, but recovery.bits={settings.bits} and recovery.instructions="
-            f"{settings.instructions} ask for one: expected another name, such as recovery.name=mine"
-        )
     if settings.bits not in (4, 16):
         raise UserError(f"recovery.bits={settings.bits} is unknown: expected 4 (NF4) or 16 (as loaded)")
     if settings.bits == 4:
@@ -30,6 +25,15 @@ def check(settings: RecoveryConfig) -> None:
     if settings.instructions is not None:
         _check_tuning(settings)
         need("peft", "fine-tuning", f"recovery.instructions={settings.instructions}")
+
+
+def check_none(settings: RecoveryConfig) -> None:
+    """UserError for settings of a recovery under the name that stands for none."""
+    if settings.name == "none" and (settings.bits != 16 or settings.instructions is not None):
+        raise UserError(
+            f"recovery.name=none means none, but recovery.bits={settings.bits} and recovery.instructions="
+            f"{settings.instructions} ask for one: expected another name, such as recovery.name=mine"
+        )
 
 
 def check_modules(modules: list[str]) -> None:

@@ -80,6 +80,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
     yield from _check_calibrations(cells)
     for cell in _each(cells, "recovery"):
+        yield from said(partial(recoveries.check_none, cell.recovery))
         yield from said(partial(recoveries.check, cell.recovery))
     yield from _check_backend(config, cells, benchmarks)
     yield from _check_top_k(config, cells)

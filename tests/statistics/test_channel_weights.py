@@ -64,7 +64,7 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
 
 def test_missing_weights_are_noticed(folder: Path) -> None:
     rewrite(folder, **{DOWN: None})
-    with pytest.raises(UserError, match="lacks weights of some experts of layer 1"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts\.3\.down_proj"):
         weigh_channels(folder, fingerprint={})
 
 
@@ -76,7 +76,7 @@ def test_projections_of_several_widths_are_refused(folder: Path) -> None:
 
 def test_projections_of_unknown_names_are_refused(folder: Path) -> None:
     rewrite(folder, model__layers__0__mlp__experts__0__side_proj__weight=torch.ones(4, 4))
-    with pytest.raises(UserError, match=r"side_proj\.weight is no projection moe_lab knows"):
+    with pytest.raises(UserError, match=r"side_proj\.weight"):
         weigh_channels(folder, fingerprint={})
 
 
