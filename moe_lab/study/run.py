@@ -65,6 +65,7 @@ def _run(study: Study, missing: list[str]) -> int:
         if missing or full:
             raise _together("this cannot start yet:", [*missing, *full])
         return 0
+    store.clear(done)
     if full:
         raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)

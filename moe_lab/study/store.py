@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -166,6 +166,13 @@ class Store:
     def partial(self, step: Step) -> Path:
         """Folder in which an unfinished step keeps what it can resume from."""
         return self.root / "partial" / step.id[:16]
+
+    def clear(self, finished: Iterable[str]) -> None:
+        """Remove what steps of these ids kept to resume from: whoever published one may have been killed before."""
+        left = {path.name: path for path in (self.root / "partial").glob("*")}
+        for step_id in finished:
+            if step_id[:16] in left:
+                shutil.rmtree(left[step_id[:16]], ignore_errors=True)
 
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, as far as sizes and modification times tell. A file of another

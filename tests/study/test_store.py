@@ -65,6 +65,15 @@ def test_claimed_once_finished_it_is_not_given_again(store: Store) -> None:
         assert scratch is None
 
 
+def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stays(store: Store) -> None:
+    finished, unfinished = a_step(0), a_step(1)
+    publish(store, finished)
+    for step in (finished, unfinished):
+        store.partial(step).mkdir(parents=True)
+    store.clear({finished.id})
+    assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:16]]
+
+
 def test_two_runs_do_not_work_on_one_step(store: Store) -> None:
     with store.claim(a_step()), pytest.raises(Busy), Store(store.root).claim(a_step()):
         pass
