@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.errors import UserError, end_with, unknown
+from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ diff   what changed from A to B: two studies of the store, two stores (or STORE:
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 COMPARE = "--compare"
 OPTIONS = ("store", "study", "out", "compare")
 

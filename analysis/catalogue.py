@@ -41,9 +41,11 @@ from analysis.made import Output, of_model, unless_empty
 from analysis.needs import unknown_name
 from analysis.style import Figure
 from analysis.winners import winner_map
+from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
+"""Error numbers of a folder that takes no file."""
 FAILED = "failed"
 """Folder beside the tables and figures: NAME.log has the traceback of what could not be made."""
 

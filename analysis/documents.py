@@ -10,7 +10,7 @@ from typing import Any
 from analysis.reader import SCHEMA
 from moe_lab.errors import UserError, unknown
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.results import STUDY_SHAPE
+from moe_lab.results import ID_DIGITS, STUDY_SHAPE
 
 EVERY = "all"
 """Stands for every study of a store, unless one is called so."""
@@ -79,10 +79,6 @@ def _read(store: Path, name: str) -> dict[str, Any]:
     return record
 
 
-SHOWN = 6
-"""Digits of an id that tell models of one name apart."""
-
-
 def _told_apart(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The records with models of one name that are not the same called by it and the start of their ids, whether one
     study has several of them or each has its own."""
@@ -96,7 +92,7 @@ def _told_apart(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, An
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
     """What the model of a cell is called without its id, and the start of its id; "" where its step is not there."""
     name, folder = str(entry["cell"].get("model")), entry.get("model")
-    own = str(folder)[-12:][:SHOWN] if folder else ""
+    own = str(folder)[-12:][:ID_DIGITS] if folder else ""
     return (name.replace(f"-{own}", "", 1) if own else name), own
 
 

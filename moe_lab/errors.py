@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,10 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from moe_lab.masking import mask
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk without room, and of a quota that is used up."""
 
 
 class UserError(ValueError):

@@ -6,6 +6,8 @@ from typing import Any, NotRequired, TypedDict
 
 from moe_lab.json_files import Number
 
+ID_DIGITS = 6
+"""Digits of the id of a model's step that are shown with its name where another model has the same name."""
 SCHEMA = 1
 """Version of both files; a reader refuses a higher one."""
 

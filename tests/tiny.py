@@ -152,6 +152,18 @@ def tokens(rows: int = 4, length: int = 24, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Three batches of (ids, valid), (2, 16) each; the first row of the second one is padded."""
+    draws = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(3):
+        ids = torch.randint(3, VOCABULARY, (2, 16), generator=draws)
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        valid[0, 10:] = number != 1
+        found.append((ids, valid))
+    return found
+
+
 def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
     """A plan for `model` that drops `ratio` of the experts of each layer by random scores."""
     layers = moe_layers(model)

@@ -7,7 +7,6 @@ Where experts lose channels, their tensors are read, cut and written one at a ti
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.card import Cost, model_card
@@ -28,7 +27,6 @@ from moe_lab.pruning.export_write import UNFINISHED, write_weights
 from moe_lab.pruning.layout import expert_type, pieces
 from moe_lab.pruning.plan import Plan
 
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 CARD = "README.md"
 ORIGIN = ".origin.json"
 """In the folder of an unfinished export: what it is an export of."""
@@ -99,7 +97,7 @@ def _unfinished(work: Path, source: Path, what: dict[str, str], *, keep: bool) -
     except BaseException as error:
         if not (keep and isinstance(error, (KeyboardInterrupt, SystemExit))):
             shutil.rmtree(work, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise Unavailable(f"export: no room left on the disk of {work.parent}, nothing was written") from None
         raise
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -79,13 +78,13 @@ def stream_pruned(
         sums: Layers = {}
         with _weights(streamed, number, then=number + 1), torch.no_grad(), ExitStack() as pruned:
             if number in streamed.moe:
-                with _Read(streamed, number, tap, batches) as read:
+                with _reading(streamed, number, tap, batches) as read:
                     for index in range(len(batches)):
                         read(index, _state(states, streamed, number, index))
                     sums = read.sums()
                 pruned.enter_context(prune(number, sums[number]))
             if number + 1 < len(streamed.layers):
-                with _Read(streamed, number, None, batches) as read:
+                with _reading(streamed, number, None, batches) as read:
                     for index in range(len(batches)):
                         states.put(number + 1, index, read(index, _state(states, streamed, number, index)))
         work.finish("pruned", number, sums)
@@ -171,17 +170,6 @@ class _Read:
     def _run(self, model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> None:
         self.output = self.streamed.through(self.number, ids, valid, self.state)
 
-    def __enter__(self) -> _Read:
-        if self.observer is not None:
-            self.observer.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.observer is not None:
-            self.observer.__exit__(kind, error, traceback)
-
     def sums(self) -> Layers:
         """The layer's sums over the batches read; empty where it was not observed."""
         if self.observer is None:
@@ -201,11 +189,19 @@ def _weights(streamed: StreamedModel, number: int, *, then: int) -> Iterator[Non
 
 
 @contextmanager
+def _reading(streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch]) -> Iterator[_Read]:
+    """Read batches through a layer that has its weights."""
+    read = _Read(streamed, number, tap, batches)
+    with nullcontext() if read.observer is None else read.observer:
+        yield read
+
+
+@contextmanager
 def _layer(
     streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch], *, then: int
 ) -> Iterator[_Read]:
     """Read batches through a layer while it has its weights."""
-    with _weights(streamed, number, then=then), _Read(streamed, number, tap, batches) as read:
+    with _weights(streamed, number, then=then), _reading(streamed, number, tap, batches) as read:
         yield read
 
 

@@ -15,6 +15,7 @@ from moe_lab.config import (
     ModelConfig,
 )
 from moe_lab.grid import Cell
+from moe_lab.results import ID_DIGITS
 from moe_lab.study.identity import Step
 from moe_lab.study.maker import Maker, reads_text
 from moe_lab.study.progress import say
@@ -24,8 +25,6 @@ EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
-SHOWN = 6
-"""Digits of an id that tell models of one name apart, as the analysis does with several studies."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _told_apart(
     new = {key: _with_id(model, maker) for key, model in models.items() if len(called[model.name]) > 1}
     for name, paths in called.items():
         if len(paths) > 1:
-            which = ", ".join(f"{id_[:SHOWN]} is {path}" for id_, path in paths.items())
+            which = ", ".join(f"{id_[:ID_DIGITS]} is {path}" for id_, path in paths.items())
             say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
     return [
         ([replace(cell, model=new.get(id(cell.model), cell.model)) for cell in cells], benchmarks)
@@ -142,7 +141,7 @@ def _told_apart(
 
 def _with_id(model: ModelConfig, maker: Maker) -> ModelConfig:
     ending = "" if model.top_k is None else f"_top{model.top_k}"  # which a name has to end in
-    return replace(model, name=f"{model.name.removesuffix(ending)}-{maker.model(model).id[:SHOWN]}{ending}")
+    return replace(model, name=f"{model.name.removesuffix(ending)}-{maker.model(model).id[:ID_DIGITS]}{ending}")
 
 
 def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> Graph:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import moe_lab
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.masking import mask
 from moe_lab.study.identity import Step, digest
-from moe_lab.study.store import FULL, NO_ROOM, Store
+from moe_lab.study.store import NO_ROOM, Store
 
-TRANSIENT = {*FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
+TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
 """Errors of the machine, not of the work: a rerun simply tries again."""
 
 
@@ -64,7 +64,7 @@ def error_document(error: BaseException) -> dict[str, Any]:
     )
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text, transient = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})", True
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         text = NO_ROOM
     return {
         "message": mask(text),

@@ -14,7 +14,7 @@ from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state
-from moe_lab.study.launch import launcher
+from moe_lab.study.launch import Launcher, launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import say, say_notices
 from moe_lab.study.runs import begin, last_about
@@ -32,7 +32,7 @@ def run(
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
     mistakes that show before anything is run; a dry run first shows what it would cost without them.
     """
-    launcher(config.launcher)
+    launch = launcher(config.launcher)
     problems = preflight(config, requests)
     missing = lacking(config, requests)
     if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
@@ -40,11 +40,11 @@ def run(
     graph = build(config, requests)
     store = Store(config.store)
     with store.errors_as_sentences():
-        return _run(Study(config, graph, store, add, written=written or {}), missing)
+        return _run(Study(config, graph, store, add, written=written or {}), missing, launch)
 
 
-def _run(study: Study, missing: list[str]) -> int:
-    """Look at what there is, and run the rest. `missing`: what this machine lacks for it."""
+def _run(study: Study, missing: list[str], launch: Launcher) -> int:
+    """Look at what there is, and `launch` the rest. `missing`: what this machine lacks for it."""
     config, graph, store = study.config, study.graph, study.store
     if not config.dry_run:
         store.create()
@@ -74,7 +74,7 @@ def _run(study: Study, missing: list[str]) -> int:
     say_notices(store)
     if schedule.waiting or last_about(store, config.study) is None:
         begun = begin(store, config.study, steps)
-        if schedule.waiting and not launcher(config.launcher)(schedule, study, begun):
+        if schedule.waiting and not launch(schedule, study, begun):
             return 0
     return finish(study, schedule)
 

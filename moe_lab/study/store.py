@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.study.identity import Step
 
@@ -36,7 +35,6 @@ ERROR_SHAPE = {"message": str, "log": str | None}
 TICK = 2
 """Seconds between two times of the file systems whose clocks are coarsest."""
 NANO = 10**9
-FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 
 
@@ -80,7 +78,7 @@ class Store:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in DISK_FULL:
                 raise UserError(NO_ROOM) from None
             raise UserError(f"store={self.root} cannot be written ({error.strerror}): name a folder you own") from None
         return self
@@ -121,7 +119,7 @@ class Store:
             yield
         except OSError as error:
             self.check_there()
-            if error.errno in FULL:
+            if error.errno in DISK_FULL:
                 raise UserError(NO_ROOM) from None
             if not str(error.filename or "").startswith(str(self.root)):
                 raise

@@ -27,15 +27,7 @@ SETTINGS = {"ratio": RATIO, "multiple_of": 1, "parameters": {}, "ratio_basis": "
 
 @pytest.fixture
 def batches() -> list[Batch]:
-    """Three batches, two of them padded."""
-    draws = torch.Generator().manual_seed(0)
-    found = []
-    for number in range(3):
-        ids = torch.randint(3, tiny.VOCABULARY, (2, 16), generator=draws)
-        valid = torch.ones_like(ids, dtype=torch.bool)
-        valid[0, 10:] = number != 1
-        found.append((ids, valid))
-    return found
+    return tiny.batches()
 
 
 def chooser(model: Any, name: str) -> Any:
