@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,10 @@ from typing import Any
 import preloaded
 from cluster import LONG, Cluster, until
 from little import Little
-from studies import asked, jobs, moe_lab
+from studies import asked, command, jobs, moe_lab
 
 from moe_lab.statistics_file import header
+from tests.test_masking import PLANTED, SERVER, secrets
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [
@@ -83,6 +87,38 @@ def play_interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
     cluster.wait_for_the_end(store)
     files = sorted((file for file in folder.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
     return store, [header(file)["done"] for file in files]
+
+
+def a_checkout(folder: Path) -> Path:
+    """A copy of the code in which files may be edited."""
+    root = Path(__file__).parents[2]
+    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
+    """The command of a study with snapshot=true, after all its jobs ended. Secrets, which all begin with PLANTED, are
+    typed, in a file of the checkout and in the environment; the server, which needs some, gets them in its job."""
+    checkout = a_checkout(store.with_name("planted-checkout"))
+    (checkout / "conf/judge/mine.yaml").write_text("name: mine\nmodel: none\nextra: {auth_token: PLANTED-file}\n")
+    settings, environment = secrets(PLANTED, f"{sys.executable} {SERVER} {{port}} {{name}} {{checkpoint}}")
+    settings += [
+        "judge=mine",
+        "backend=server",
+        "criterion=random",
+        "suite.benchmarks=[pocket_mbpp]",
+        "suite.limit=2",
+        "allow_code_execution=true",
+        "resources.every.setup=['export WANDB_API_KEY=PLANTED-setup','export OTHER_KEY=${oc.env:HF_TOKEN}']",
+        f"launcher.python='env GITHUB_TOKEN=PLANTED-python {sys.executable}'",
+        "report=true",
+        "snapshot=true",
+        "wait=true",
+    ]
+    words = command(store, *settings, *SLURM)
+    store.mkdir()
+    return subprocess.run(words, cwd=checkout, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @dataclass

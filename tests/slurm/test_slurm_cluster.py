@@ -13,8 +13,20 @@ from pathlib import Path
 import pytest
 from cluster import LONG, Cluster
 from little import Little
-from scenes import SLURM, STEPS, Limited, Overlapping, play_agnostic, play_inline, play_interrupted
+from scenes import (
+    SLURM,
+    STEPS,
+    Limited,
+    Overlapping,
+    a_checkout,
+    play_agnostic,
+    play_inline,
+    play_interrupted,
+    play_planted,
+)
 from studies import asked, command, jobs, ran, results
+
+from tests.test_masking import MASK, leaks
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +38,7 @@ pytestmark = [
 ]
 
 
-SCENES = ("limited", "overlapping", "agnostic", "one_process", "interrupted")
+SCENES = ("limited", "overlapping", "agnostic", "one_process", "interrupted", "planted")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +87,11 @@ def one_process(pool: ThreadPoolExecutor, folder: Path) -> Future[Path]:
 @pytest.fixture(scope="module")
 def interrupted(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Future[tuple[Path, list[int]]]:
     return pool.submit(play_interrupted, cluster, folder / "interrupted")
+
+
+@pytest.fixture(scope="module")
+def planted(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Future[subprocess.CompletedProcess[str]]:
+    return pool.submit(play_planted, folder / "planted")
 
 
 def test_overlapping_studies_do_shared_steps_once(overlapping: Future[Overlapping]) -> None:
@@ -140,15 +157,29 @@ def test_a_time_limit_interrupts_and_requeues_so_often(limited: Future[Limited])
     assert played.little.done_once() == STEPS and len(played.little.begun("cost")) == 5
 
 
+def test_no_file_of_submitted_jobs_has_a_secret(
+    planted: Future[subprocess.CompletedProcess[str]], folder: Path
+) -> None:
+    """Neither what jobs are handed, nor their copy of the code, their logs, the record or the report.
+
+    Slurm itself keeps the environment that a job is submitted with, in its spool, which is not searched.
+    """
+    done, store = planted.result(), folder / "planted"
+    assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
+    assert leaks(store, done, ("PLANTED",)) == []
+    record = json.loads((store / "studies/study.json").read_text())
+    assert len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
+    (copy,) = store.glob("runs/study/*/code/conf/judge/mine.yaml")
+    assert MASK in copy.read_text() and list(store.glob("runs/study/*/jobs/*_submitted.pkl"))
+    assert f"https://user:{MASK}@host/v1" in (store / "reports/study/report.html").read_text()
+
+
 def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
     cluster: Cluster, one_process: Future[Path], tmp_path: Path
 ) -> None:
     """snapshot=true: what is edited while jobs are in the queue, even in the folder they start in, does not matter."""
     tmp_path.chmod(0o755)
-    checkout, store = tmp_path / "checkout", tmp_path / "store"
-    root = Path(__file__).parents[2]
-    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(root / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    checkout, store = a_checkout(tmp_path / "checkout"), tmp_path / "store"
     (before,) = one_process.result().glob("plan/*-random-*")
     shutil.copytree(before.parents[1], store)
     shutil.rmtree(store / before.relative_to(before.parents[1]))
