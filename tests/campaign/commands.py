@@ -49,7 +49,8 @@ class Ended:
 
     @property
     def has_trace(self) -> bool:
-        return "Traceback (most recent call last)" in self.said
+        """Python's, or what Hydra puts in front of one."""
+        return any(words in self.said for words in ("Traceback (most recent call last)", "Error executing job"))
 
 
 NEAREST = {

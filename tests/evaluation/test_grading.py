@@ -16,6 +16,7 @@ import pytest
 from miniature import problem, write_lines
 
 from moe_lab.evaluation.closed_world import leaves_closed_world
+from moe_lab.evaluation.confinement import in_child
 from moe_lab.evaluation.grade import GradeRequest
 from moe_lab.evaluation.harness_evalplus import run_grader as grade
 from moe_lab.evaluation.programs import namespaces_missing
@@ -122,6 +123,23 @@ def test_whatever_a_program_sends_costs_its_own_verdict_alone() -> None:
         pytest.skip("no namespaces")
     found = graded(SENDING)
     assert not found.unexpected and not found.others, found
+
+
+def test_what_a_program_returned_is_compared_within_limits(tmp_path: Path) -> None:
+    """A set of 60,000 numbers of one hash takes a minute."""
+    if namespaces_missing():
+        pytest.skip("no namespaces")
+    numbers = """b'{"kind":"set","value":[%s]}' % ','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"""
+    sends = f"import os\ndef add(x):\n    rest = {numbers} + b'\\n'\n    while rest: rest = rest[os.write(3, rest):]\n"
+    bodies = {"add": f"{sends}    os._exit(0)", "twice": "def twice(x): return [x, x]"}
+    once = {**ADD, "base_input": ADD["base_input"][:1]}
+    found = verdicts(tmp_path, [once, TWICE], bodies, comparing_seconds=1, seconds=30.0)
+    assert found == {"add": ("output", "output"), "twice": ("pass", "pass")}
+
+
+@pytest.mark.parametrize(("mebi", "answer"), [(50, "held"), (200, None)])
+def test_work_on_what_a_model_wrote_has_a_limit_of_memory(mebi: int, answer: str | None) -> None:
+    assert in_child(lambda: "held" if bytearray(mebi << 20) else "", 9, 100 << 20) == answer
 
 
 def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_lab.evaluation import runner as running
 from moe_lab.evaluation.programs import Outcome, Runner, RunnerError, Runners, namespaces_missing
@@ -55,6 +59,21 @@ def test_an_endless_program_costs_about_its_limit(confined: Runner, row: Program
     outcome = run(confined, row.text, seconds=0.1, total_seconds=1000.0)  # which this test does not have
     assert outcome.status in ("timeout", "failed", "output", "crash", "ok")  # an endless iterator is cut off
     assert still_works(confined)
+
+
+WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(WHOLE_LINES | st.binary(min_size=1) | st.just(b"error "), max_size=6))
+def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(chunks: list[bytes]) -> None:
+    watch = running._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
+    replies = (watch.take(chunk) for chunk in [b"loaded\n", *chunks, b""])
+    reply = json.loads(json.dumps(next(reply for reply in replies if reply)))
+    outcome = Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
+    assert outcome.status in ("ok", "failed", "crash", "output")
+    with suppress(ValueError):  # which the grader gives the verdict `output`
+        outcome.values()
 
 
 def test_flooding_standard_output_goes_nowhere(runner: Runner) -> None:
