@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from moe_lab.masking import mask
 
-
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk without room, and of a quota that is used up."""
 
