@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from analysis.catalogue import Material
+from analysis.render.table import Table
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened
-
-if TYPE_CHECKING:
-    from analysis.catalogue import Material
-    from analysis.tables import Table
 
 USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
 python -m analysis diff A B [store=store] [out=FOLDER]
@@ -88,7 +85,7 @@ def main(words: Sequence[str]) -> int:
 
 def _diff(request: Request) -> int:
     """A page, tables, figures and sentences about what changed; 1 when something stands on one side only."""
-    from analysis import differences
+    from analysis.diff import report as differences
 
     if request.compare:
         raise UserError("--compare sets a study beside the papers, diff two studies beside each other: ask for one")
@@ -113,7 +110,7 @@ def _unwritable(out: Path, error: OSError) -> Exception:
 def _compare(request: Request, material: Material, out: Path) -> bool:
     """Published numbers beside measured ones; whether every table that was named has some."""
     from analysis import catalogue
-    from analysis.published_tables import published_tables
+    from analysis.published.tables import published_tables
 
     study = material.study
     made: dict[str, Table] = {}
@@ -131,7 +128,7 @@ def _compare(request: Request, material: Material, out: Path) -> bool:
 
 def _comparable(request: Request) -> list[str]:
     """The tables asked for that the papers print too. UserError when there is none."""
-    from analysis.published_numbers import TABLES
+    from analysis.published.numbers import TABLES
 
     wanted = TABLES if {"all", "report"} & set(request.names) else request.names
     found = [name for name in wanted if name in TABLES]
@@ -144,9 +141,9 @@ def _run(request: Request) -> int:
     if request.names[0] == "diff":
         return _diff(request)
     from analysis import catalogue
-    from analysis.documents import studies
     from analysis.items import ALSO
-    from analysis.load import load
+    from analysis.load.studies import studies
+    from analysis.load.study import load
     from analysis.needs import unknown_name
 
     for name in request.names:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from analysis import attribution_outputs, attributions, channel_curves
-from analysis.comparison import Comparison
-from analysis.load import Study
+from analysis.load import attributions as statistics
+from analysis.load.study import Study
 from analysis.made import Made, of_model
-from analysis.style import Figure
-from analysis.tables import of_pass
+from analysis.outputs import attributions, budgets
+from analysis.outputs.captions import of_pass
+from analysis.render.style import Figure
+from analysis.stats.comparison import Comparison
 
 DEPTH = ("Which experts get what, and what they give", "Statistics of experts by depth, as gathered.")
 SIZES = (
@@ -23,12 +24,12 @@ def _ablations(study: Study, comparisons: Sequence[Comparison]) -> Made:
     return _per_model(
         study,
         "coverage.fig2",
-        lambda model, name: attribution_outputs.ablation_figure(study.experts, model=model, name=name),
+        lambda model, name: attributions.ablation_figure(study.experts, model=model, name=name),
     )
 
 
 def _agreement(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    table = attribution_outputs.agreement_table(study, study.experts, name="coverage.table14")
+    table = attributions.agreement_table(study, study.experts, name="coverage.table14")
     return [table] if len(table.frame) else []
 
 
@@ -37,7 +38,7 @@ def _by_depth(name: str, measures: Mapping[str, str], title: str, caption: str) 
         return _per_model(
             study,
             name,
-            lambda model, stem: attribution_outputs.depth_figure(
+            lambda model, stem: attributions.depth_figure(
                 study.experts,
                 measures,
                 model=model,
@@ -54,34 +55,32 @@ def _scores(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = []
     for comparison in comparisons:
         name = of_model(comparisons, "coverage.fig4", comparison)
-        drawn.append(channel_curves.concentration_figure(study, comparison, name=name))
-        drawn.append(channel_curves.loss_figure(study, comparison, name=f"{name}.loss"))
+        drawn.append(budgets.concentration_figure(study, comparison, name=name))
+        drawn.append(budgets.loss_figure(study, comparison, name=f"{name}.loss"))
     return _noted(study, drawn)
 
 
 def _budgets(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    losses = attributions.layer_losses(study)
+    losses = statistics.layer_losses(study)
     drawn = (
-        channel_curves.budget_figure(study, comparison, losses, name=of_model(comparisons, "coverage.fig7", comparison))
+        budgets.budget_figure(study, comparison, losses, name=of_model(comparisons, "coverage.fig7", comparison))
         for comparison in comparisons
     )
     return _noted(study, drawn)
 
 
 def _smoothings(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    losses = attributions.layer_losses(study)
+    losses = statistics.layer_losses(study)
     return _per_model(
         study,
         "coverage.fig12",
-        lambda model, name: attribution_outputs.smoothing_figure(losses, model=model, name=name),
+        lambda model, name: attributions.smoothing_figure(losses, model=model, name=name),
     )
 
 
 def _stacks(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = (
-        channel_curves.stack_figure(
-            study, comparison, study.experts, name=of_model(comparisons, "coverage.fig14", comparison)
-        )
+        budgets.stack_figure(study, comparison, study.experts, name=of_model(comparisons, "coverage.fig14", comparison))
         for comparison in comparisons
     )
     return _noted(study, drawn)
@@ -101,11 +100,11 @@ def _noted(study: Study, drawn: Iterable[Figure | None]) -> Made:
 OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
     "coverage.fig2": _ablations,
     "coverage.table14": _agreement,
-    "coverage.fig3": _by_depth("coverage.fig3", attributions.MEASURES, *DEPTH),
+    "coverage.fig3": _by_depth("coverage.fig3", statistics.MEASURES, *DEPTH),
     "coverage.fig4": _scores,
     "coverage.fig7": _budgets,
     "coverage.fig12": _smoothings,
-    "coverage.fig13": _by_depth("coverage.fig13", attributions.MAGNITUDES, *SIZES),
+    "coverage.fig13": _by_depth("coverage.fig13", statistics.MAGNITUDES, *SIZES),
     "coverage.fig14": _stacks,
 }
 """Name -> what makes its tables and figures; an empty list when the store has no sums, or no channel scores."""

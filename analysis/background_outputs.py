@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from analysis import model_tables, step_tables
-from analysis.comparison import Comparison
-from analysis.load import Study
+from analysis.load.study import Study
 from analysis.made import Made
-from analysis.tables import Table
+from analysis.outputs import criteria, models
+from analysis.render.table import Table
+from analysis.stats.comparison import Comparison
 
 Maker = Callable[[Study, Sequence[Comparison]], Made]
 
@@ -22,11 +22,11 @@ def _table(make: Callable[..., Table], name: str) -> Maker:
 
 
 _TABLES = {
-    "unified.table4": model_tables.architecture_table,
-    "unified.table6": model_tables.formula_table,
-    "aimer.table1": model_tables.signal_table,
-    "aimer.table4": step_tables.scoring_table,
-    "coverage.table1": step_tables.allocation_table,
+    "unified.table4": models.architecture_table,
+    "unified.table6": criteria.formula_table,
+    "aimer.table1": criteria.signal_table,
+    "aimer.table4": criteria.scoring_table,
+    "coverage.table1": criteria.allocation_table,
 }
 
 OUTPUTS: Mapping[str, Maker] = {name: _table(make, name) for name, make in _TABLES.items()}

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from analysis import channel_figures, channel_tables, claim_text, claims, names, quantized, weight_figures
-from analysis.comparison import Comparison
-from analysis.load import Study
+from analysis import names
+from analysis.load.study import Study
 from analysis.made import Made, of_model, unless_empty
+from analysis.outputs import budgets, channels, claims, recovery, weights
+from analysis.stats.comparison import Comparison
 
 
 def _claims(study: Study, comparisons: Sequence[Comparison]) -> Made:
     found = claims.claims(comparisons, study.costs, study.family)
-    return [claim_text.claim_table(study, found)] if len(found) else []
+    return [claims.claim_table(study, found)] if len(found) else []
 
 
 def _ratio_figures(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = [
-        channel_figures.ratio_figure(study, one, name=of_model(comparisons, "heapr.fig2", one))
+        channels.ratio_figure(study, one, name=of_model(comparisons, "heapr.fig2", one))
         for one in filter(_of_heapr, comparisons)
     ]
     return [figure for figure in drawn if figure]
@@ -25,50 +26,50 @@ def _ratio_figures(study: Study, comparisons: Sequence[Comparison]) -> Made:
 
 def _methods(study: Study, comparisons: Sequence[Comparison]) -> Made:
     both = [comparison for comparison in comparisons if _of_heapr(comparison)]
-    return unless_empty(channel_tables.method_table(study, both))
+    return unless_empty(channels.method_table(study, both))
 
 
 def _channel_choice(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(channel_tables.channel_choice_table(study, comparisons))
+    return unless_empty(channels.channel_choice_table(study, comparisons))
 
 
 def _allocators(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(channel_tables.allocator_table(study, comparisons))
+    return unless_empty(channels.allocator_table(study, comparisons))
 
 
 def _smoothing(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(channel_tables.smoothing_table(study, comparisons))
+    return unless_empty(channels.smoothing_table(study, comparisons))
 
 
 def _channel_scores(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(channel_tables.channel_score_table(study, comparisons))
+    return unless_empty(channels.channel_score_table(study, comparisons))
 
 
 def _budgets(study: Study, comparisons: Sequence[Comparison]) -> Made:
     drawn = []
     for comparison in comparisons:
         name = of_model(comparisons, "coverage.fig", comparison)
-        drawn.append(channel_figures.layer_figure(comparison, study.kept, name=name))
-        drawn.append(channel_figures.expert_figure(comparison, study.kept, name=f"{name}.experts"))
+        drawn.append(budgets.layer_figure(comparison, study.kept, name=name))
+        drawn.append(budgets.expert_figure(comparison, study.kept, name=f"{name}.experts"))
     return [figure for figure in drawn if figure is not None]
 
 
 def _bits(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(quantized.recovery_table(study, comparisons))
+    return unless_empty(recovery.recovery_table(study, comparisons))
 
 
 def _storage(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    found = [(comparison, quantized.storage_points(study, comparison)) for comparison in comparisons]
+    found = [(comparison, recovery.storage_points(study, comparison)) for comparison in comparisons]
     return [
-        quantized.storage_figure(comparison, points, name=of_model(comparisons, "coverage.fig8", comparison))
+        recovery.storage_figure(comparison, points, name=of_model(comparisons, "coverage.fig8", comparison))
         for comparison, points in found
         if points[["storage", "score"]].notna().all(axis=1).any()
     ]
 
 
 def _profiles(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    scores = weight_figures.weight_scores(study)
-    return [weight_figures.profile_figure(weight_figures.profiles(scores), name="aimer.fig2")] if len(scores) else []
+    scores = weights.weight_scores(study)
+    return [weights.profile_figure(weights.profiles(scores), name="aimer.fig2")] if len(scores) else []
 
 
 def _of_heapr(comparison: Comparison) -> bool:

@@ -12,35 +12,32 @@ from typing import TypeVar
 
 import pandas as pd
 
-from analysis import (
-    answer_losses,
-    attribution_catalogue,
-    background_outputs,
-    budget_outputs,
-    diagnostics,
-    expert_figures,
-    figures,
-    names,
-    overlap,
-    pareto,
-    pareto_figures,
-    render,
-    score_tables,
-    search_figures,
-    search_settings,
-    search_tables,
-    style,
-    tables,
-    timing_figures,
-    view_outputs,
-)
-from analysis.comparison import Comparison, compare
+from analysis import attribution_catalogue, background_outputs, budget_outputs, diagnostics, names, view_outputs
 from analysis.items import ALSO
-from analysis.load import Study
+from analysis.load.study import Study
 from analysis.made import Output, of_model, unless_empty
 from analysis.needs import unknown_name
-from analysis.style import Figure
-from analysis.winners import winner_map
+from analysis.outputs import (
+    answer_losses,
+    averages,
+    captions,
+    coverage,
+    models,
+    overlap,
+    pareto,
+    provenance,
+    ranks,
+    scores,
+    search,
+    search_settings,
+    timing,
+    winners,
+)
+from analysis.render import style, table
+from analysis.render.style import Figure
+from analysis.stats import overlap as overlaps
+from analysis.stats.comparison import Comparison, compare
+from analysis.stats.winners import winner_map
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
@@ -111,20 +108,20 @@ class Material:
     @cached_property
     def overlaps(self) -> pd.DataFrame:
         """Overlap over calibration sets of every S(b, alpha, beta)."""
-        return overlap.calibration_overlap(self.study.family)
+        return overlaps.calibration_overlap(self.study.family)
 
     @cached_property
     def proxy(self) -> pd.DataFrame:
         """Overlap of proxy and exact damage."""
-        return overlap.proxy_overlap(self.study.family, self.study.damage)
+        return overlaps.proxy_overlap(self.study.family, self.study.damage)
 
 
 def _winner_outputs(material: Material, found: pd.DataFrame, name: str, title: str) -> list[Output]:
     if found.empty:
         return []
     return [
-        figures.winner_figure(found, name=name, title=title),
-        tables.winner_table(material.study, found, name=name),
+        winners.winner_figure(found, name=name, title=title),
+        winners.winner_table(material.study, found, name=name),
     ]
 
 
@@ -155,7 +152,7 @@ def _pairs(material: Material) -> list[Output]:
 
 def _of_pass(material: Material, figure: Figure) -> Figure:
     """The figure, whose caption says with which gate, seed and texts the passes behind it were made."""
-    return replace(figure, caption=f"{figure.caption} Made with {tables.of_pass(material.study)}")
+    return replace(figure, caption=f"{figure.caption} Made with {captions.of_pass(material.study)}")
 
 
 def _proxy(material: Material) -> list[Output]:
@@ -163,8 +160,8 @@ def _proxy(material: Material) -> list[Output]:
         return []
     name = "unified.fig3"
     return [
-        _of_pass(material, expert_figures.proxy_figure(material.proxy, name=name)),
-        tables.proxy_table(material.study, material.proxy, name=name),
+        _of_pass(material, overlap.proxy_figure(material.proxy, name=name)),
+        overlap.proxy_table(material.study, material.proxy, name=name),
     ]
 
 
@@ -173,47 +170,45 @@ def _pooled_overlap(material: Material) -> list[Output]:
         return []
     name = "unified.fig4"
     return [
-        _of_pass(material, expert_figures.pooled_figure(material.overlaps, name=name)),
-        tables.overlap_table(material.study, material.overlaps, name=name),
+        _of_pass(material, overlap.pooled_figure(material.overlaps, name=name)),
+        overlap.overlap_table(material.study, material.overlaps, name=name),
     ]
 
 
 def _overlap_per_model(material: Material) -> list[Output]:
     if material.overlaps.empty:
         return []
-    return [_of_pass(material, expert_figures.per_model_figure(material.overlaps, name="unified.fig5"))]
+    return [_of_pass(material, overlap.per_model_figure(material.overlaps, name="unified.fig5"))]
 
 
 def _ranks(material: Material) -> list[Output]:
-    return [score_tables.rank_table(material.study, material.comparisons)] if material.comparisons else []
+    return [ranks.rank_table(material.study, material.comparisons)] if material.comparisons else []
 
 
 def _published_ranks(material: Material) -> list[Output]:
     if not material.comparisons or not set(material.study.cells["method"]) & set(names.RANKED):
         return []
     name, criteria = "unified.table1", names.RANKED
-    return [score_tables.rank_table(material.study, material.comparisons, name=name, criteria=criteria)]
+    return [ranks.rank_table(material.study, material.comparisons, name=name, criteria=criteria)]
 
 
 def _task_specific(material: Material) -> list[Output]:
-    return unless_empty(score_tables.task_specific_table(material.study, material.comparisons))
+    return unless_empty(scores.task_specific_table(material.study, material.comparisons))
 
 
 def _published_task_specific(material: Material) -> list[Output]:
     name, criteria = "unified.table2", names.TASK_SPECIFIC
-    return unless_empty(
-        score_tables.task_specific_table(material.study, material.comparisons, name=name, criteria=criteria)
-    )
+    return unless_empty(scores.task_specific_table(material.study, material.comparisons, name=name, criteria=criteria))
 
 
 def _memory(material: Material) -> list[Output]:
-    return unless_empty(tables.memory_table(material.study, name="unified.table3"))
+    return unless_empty(models.memory_table(material.study, name="unified.table3"))
 
 
 def _benchmarks(material: Material) -> list[Output]:
     if not material.measured:
         return []
-    return [score_tables.benchmark_table(material.study, material.measured, name="unified.table5")]
+    return [scores.benchmark_table(material.study, material.measured, name="unified.table5")]
 
 
 def _pareto(material: Material) -> list[Output]:
@@ -221,9 +216,7 @@ def _pareto(material: Material) -> list[Output]:
         return []
     found = [(each, pareto.against_cost(material.study, each)) for each in material.comparisons]
     drawn = [
-        pareto_figures.pareto_figure(
-            cells, model=comparison.model, name=of_model(material.comparisons, "pareto", comparison)
-        )
+        pareto.pareto_figure(cells, model=comparison.model, name=of_model(material.comparisons, "pareto", comparison))
         for comparison, cells in found
         if cells.loc[cells["method"] != "none", "avg"].notna().any()
     ]
@@ -233,7 +226,7 @@ def _pareto(material: Material) -> list[Output]:
 def _densities(material: Material, figure: Callable[..., Figure | None], name: str) -> list[Output]:
     made = [
         figure(
-            search_figures.densities(material.study, comparison.model),
+            search.densities(material.study, comparison.model),
             model=comparison.model,
             name=of_model(material.comparisons, name, comparison),
         )
@@ -243,36 +236,36 @@ def _densities(material: Material, figure: Callable[..., Figure | None], name: s
 
 
 def _allocations(material: Material) -> list[Output]:
-    return _densities(material, search_figures.allocations_figure, "evoesap.fig1")
+    return _densities(material, search.allocations_figure, "evoesap.fig1")
 
 
 def _searched_densities(material: Material) -> list[Output]:
-    return _densities(material, search_figures.criteria_figure, "evoesap.fig3")
+    return _densities(material, search.criteria_figure, "evoesap.fig3")
 
 
 def _searches(material: Material) -> list[Output]:
     made = [
-        search_figures.history_figure(
+        search.history_figure(
             material.study, comparison.model, name=of_model(material.comparisons, "evoesap.search", comparison)
         )
         for comparison in material.comparisons
     ]
     return [
         *(drawn for drawn in made if drawn is not None),
-        *unless_empty(search_tables.search_table(material.study)),
+        *unless_empty(search.search_table(material.study)),
     ]
 
 
 def _averages(material: Material) -> list[Output]:
     return [
-        figures.averages_figure(comparison, name=of_model(material.comparisons, "averages", comparison))
+        averages.averages_figure(comparison, name=of_model(material.comparisons, "averages", comparison))
         for comparison in material.comparisons
     ]
 
 
 def _radar(material: Material) -> list[Output]:
     made = [
-        figures.radar_figure(comparison, name=of_model(material.comparisons, "aimer.fig3", comparison))
+        averages.radar_figure(comparison, name=of_model(material.comparisons, "aimer.fig3", comparison))
         for comparison in material.comparisons
     ]
     return [figure for figure in made if figure is not None]
@@ -281,16 +274,16 @@ def _radar(material: Material) -> list[Output]:
 def _coverage(material: Material) -> list[Output]:
     if material.study.coverage.empty:
         return []
-    figure = expert_figures.coverage_figure(material.study.coverage, name="coverage")
-    return [_of_pass(material, figure), tables.coverage_table(material.study)]
+    figure = coverage.coverage_figure(material.study.coverage, name="coverage")
+    return [_of_pass(material, figure), coverage.coverage_table(material.study)]
 
 
 def _artefacts(material: Material) -> list[Output]:
-    return [tables.artefact_table(material.study)]
+    return [provenance.artefact_table(material.study)]
 
 
 def _gaps(material: Material) -> list[Output]:
-    return unless_empty(tables.gap_table(material.study))
+    return unless_empty(provenance.gap_table(material.study))
 
 
 def _of_study(function: Callable[[Study, list[Comparison]], list[Output]]) -> Callable[[Material], list[Output]]:
@@ -328,7 +321,7 @@ CATALOGUE: Mapping[str, Callable[[Material], list[Output]]] = {
             background_outputs.OUTPUTS,
             view_outputs.OUTPUTS,
             search_settings.OUTPUTS,
-            timing_figures.OUTPUTS,
+            timing.OUTPUTS,
         )
         for name, function in outputs.items()
     },
@@ -382,5 +375,5 @@ def write(outputs: Iterable[Output], out: Path) -> list[Path]:
         if isinstance(output, Figure):
             written += style.write(output, out / "figures")
         else:
-            written += render.write(output, out / "tables")
+            written += table.write(output, out / "tables")
     return written

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import answer_losses, claim_text, names, overlap
-from analysis.claims import claims
-from analysis.comparison import Comparison, Panel
-from analysis.coverage import coverage_summary
+from analysis import names
 from analysis.frames import groups, records
-from analysis.load import Study
-from analysis.quantized import recovery_findings
-from analysis.winners import LEVEL, SETTINGS, wins
+from analysis.load.study import Study
+from analysis.outputs import answer_losses
+from analysis.outputs import claims as claim_texts
+from analysis.outputs.claims import claims
+from analysis.outputs.coverage import coverage_summary
+from analysis.outputs.recovery import recovery_findings
+from analysis.stats import overlap
+from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.winners import LEVEL, SETTINGS, wins
 
 NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -249,7 +252,7 @@ def headline(
 
     found: the winner map; pairs: of `answer_losses.decided_pairs`.
     """
-    said = [("Claim", sentence) for sentence in claim_text.sentences(claims(comparisons, study.costs, study.family))]
+    said = [("Claim", sentence) for sentence in claim_texts.sentences(claims(comparisons, study.costs, study.family))]
     pruned = found[found["ratio"] > 0] if len(found) else found
     said += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
     said += [("Verdicts", sentence) for sentence in answer_losses.pair_finding(pairs)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from analysis.chosen import COMMON, GROUPS, MEAN
 from analysis.names import ABLATION, COMMON_SENSE, GENERAL, MULTIPLE_CHOICE, REASONING
+from analysis.stats.cell_scores import COMMON, GROUPS, MEAN
 
 CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.comparison import Comparison
-from analysis.style import Figure
-from analysis.tables import Table
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.comparison import Comparison
 
 Output = Table | Figure
 Made = list[Output]

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from analysis import beside, catalogue, findings, names
+from analysis import catalogue, findings, names
 from analysis.catalogue import Material
-from analysis.load import Study, load
+from analysis.load.study import Study, load
 from analysis.made import Output
-from analysis.page import Page, Section, html
+from analysis.published import chapter
+from analysis.render.page import Page, Section, html
 from analysis.sections import gaps, sections
 
 PAGE = "report.html"
@@ -57,7 +58,7 @@ def _page(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -
 def _chapters(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -> list[Section]:
     """All chapters of the page; the comparison with the papers and what is missing stand before how it came about."""
     *own, provenance = sections(material, made)
-    published = material.attempt("text.published", lambda: [beside.chapter(material)]) or []
+    published = material.attempt("text.published", lambda: [chapter.chapter(material)]) or []
     missing, _ = catalogue.publish([GAPS], material, out)
     return [*own, *published, gaps(material.study, missing[GAPS]), provenance]
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import convergence, findings
+from analysis import findings
 from analysis.catalogue import Material
-from analysis.comparison import Comparison
-from analysis.load import Study
+from analysis.load.settings import versions
+from analysis.load.study import Study
 from analysis.made import Output
-from analysis.page import Section
-from analysis.quantized import recovery_findings
-from analysis.remarks import versions
-from analysis.views import winner_views
+from analysis.outputs import convergence
+from analysis.outputs.recovery import recovery_findings
+from analysis.outputs.winners import winner_views
+from analysis.render.page import Section
+from analysis.stats.comparison import Comparison
 
 
 def sections(material: Material, made: Mapping[str, Sequence[Output]]) -> list[Section]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from analysis import calibration_outputs, channel_tables, search_tables, view_tables
-from analysis.comparison import Comparison
 from analysis.items import VIEWS, View
-from analysis.load import Study
+from analysis.load.study import Study
 from analysis.made import Made, unless_empty
-from analysis.tables import Table
+from analysis.outputs import channels, recovery, search, weights
+from analysis.render.table import Table
+from analysis.stats.comparison import Comparison
 
 ROWS: Mapping[str, Callable[..., Table]] = {
-    "searched": search_tables.allocation_table,
-    "searched, general": partial(search_tables.allocation_table, pairs=search_tables.general_pairs),
-    "weights": channel_tables.group_table,
-    "recovered": view_tables.recovered_table,
-    "blocks": partial(calibration_outputs.block_size_table, words=calibration_outputs.ALIGNED),
-    "smallest": partial(calibration_outputs.block_size_table, words=calibration_outputs.SMALLEST),
-    "top-k": view_tables.top_k_table,
+    "searched": search.allocation_table,
+    "searched, general": partial(search.allocation_table, pairs=search.general_pairs),
+    "weights": weights.group_table,
+    "recovered": recovery.recovered_table,
+    "blocks": partial(channels.block_size_table, words=channels.ALIGNED),
+    "smallest": partial(channels.block_size_table, words=channels.SMALLEST),
+    "top-k": recovery.top_k_table,
 }
 """What stands in the rows -> what makes the table, given its name, columns and title."""
 

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "analysis"))
-
 from synthetic import write_store
 
 from analysis import report
-from analysis.load import load
+from analysis.load.study import load
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "analysis"))
 
 REBUILD, LOAD = 60, 5
 """Seconds that the two may take."""

@@ -22,8 +22,8 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from analysis import published_numbers
-from analysis.published_numbers import Printed
+from analysis.published import numbers
+from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import UserError
@@ -243,11 +243,11 @@ def test_unified_tables_have_their_blocks() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gates_are_those_of_the_printed_numbers(name: str) -> None:
-    papers = {paper: number for number, paper in published_numbers.PAPERS.items()}
+    papers = {paper: number for number, paper in numbers.PAPERS.items()}
     paper, _, table = name.replace("_table", "_").partition("_")
     for cell in request(name)[1]:
         key = (cell.model.name, cell.ratio, cell.criterion.name, "", "", "")
-        gate = published_numbers.protocol(Printed(papers[paper], table, key, "gsm8k", "0", "")).gate
+        gate = numbers.protocol(Printed(papers[paper], table, key, "gsm8k", "0", "")).gate
         assert cell.gate == (gate or "model"), (cell.model.name, cell.criterion.name)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from synthetic import write_store
 
-from analysis import report, style
+from analysis import report
+from analysis.render import style
 
 SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
 

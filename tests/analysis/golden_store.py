@@ -20,13 +20,12 @@ import synthetic_sums
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
 
-from analysis import render
 from analysis.catalogue import CATALOGUE, Material, Output, make
-from analysis.load import Study, load
-from analysis.published_numbers import TABLES
-from analysis.published_tables import published_tables
-from analysis.style import Figure
-from analysis.tables import Table
+from analysis.load.study import Study, load
+from analysis.published.numbers import TABLES
+from analysis.published.tables import published_tables
+from analysis.render.style import Figure
+from analysis.render.table import Table
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"
@@ -135,7 +134,7 @@ def main(words: list[str]) -> int:
     for path in GOLDEN.glob("*.csv"):
         path.unlink()
     for name, table in made.items():
-        (GOLDEN / f"{name}.csv").write_text(render.csv(table), encoding="utf-8")
+        (GOLDEN / f"{name}.csv").write_text(table.csv(table), encoding="utf-8")
     return 0
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import names, ranks
-from analysis.comparison import Comparison
+from analysis import names
+from analysis.stats import ranks
+from analysis.stats.comparison import Comparison
 
 UNPRUNED = {"criterion": "none", "granularity": "none", "allocation": "none", "calibration": "none", "ratio": 0.0}
 

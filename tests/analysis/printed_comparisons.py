@@ -9,9 +9,10 @@ from typing import Any
 import handmade
 import pandas as pd
 
-from analysis import names, ranks
-from analysis.comparison import Comparison
-from analysis.published_numbers import Printed, numbers, split
+from analysis import names
+from analysis.published.numbers import Printed, numbers, split
+from analysis.stats import ranks
+from analysis.stats.comparison import Comparison
 
 DISPLAYED = {"livecodebench": "LiveCode", "wildbench": "WildBench", "gsm8k": "GSM8K", "math500": "MATH-500"}
 """Benchmarks that are a displayed column of their own."""

@@ -13,10 +13,12 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from analysis import answer_losses, names, uncertainty
+from analysis import names
 from analysis.catalogue import Material, make
-from analysis.load import load
-from analysis.tables import Table
+from analysis.load.study import load
+from analysis.outputs import answer_losses
+from analysis.render.table import Table
+from analysis.stats import uncertainty
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import synthetic_plans
 from synthetic import write_store
 
-from analysis.load import Study, load
-from analysis.memory import loading_memory
+from analysis.load.study import Study, load
+from analysis.outputs.models import loading_memory
 
 VARIED = {
     "criteria": ("reap", "random", "heapr"),

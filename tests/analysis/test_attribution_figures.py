@@ -15,11 +15,13 @@ from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums
 
-from analysis import attribution_catalogue, attribution_outputs, channel_curves, digests, model_tables
-from analysis.attributions import layer_losses
+from analysis import attribution_catalogue
 from analysis.catalogue import CATALOGUE, Material
-from analysis.load import Study, load
-from analysis.style import Figure
+from analysis.load import attributions as expert_frames
+from analysis.load.attributions import layer_losses
+from analysis.load.study import Study, load
+from analysis.outputs import attributions, budgets, criteria, models
+from analysis.render.style import Figure
 from moe_lab.study.kinds import tables
 
 TOKENS = 65000
@@ -79,7 +81,7 @@ def naive_ranks(values: list[float]) -> list[float]:
 
 
 def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -> None:
-    table = attribution_outputs.agreement_table(study, study.experts, name="t").frame.set_index("Estimate")
+    table = attributions.agreement_table(study, study.experts, name="t").frame.set_index("Estimate")
     seen = study.experts.dropna(subset=["gate", "ablation"])
     inside = []
     for _, layer in seen.groupby("layer"):
@@ -91,7 +93,7 @@ def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -
     assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
     assert table.loc["Attribution, second order", "Pearson, layer loss"] == 1
     alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
-    assert np.isnan(attribution_outputs.agreement(alike, "gate", "ablation")["rank"]), "no order, no agreement"
+    assert np.isnan(attributions.agreement(alike, "gate", "ablation")["rank"]), "no order, no agreement"
 
 
 def test_concentration_and_coverage_against_loops() -> None:
@@ -109,7 +111,7 @@ def test_concentration_and_coverage_against_loops() -> None:
 
 def test_budgets_hold_what_plans_keep(study: Study) -> None:
     [comparison] = Material(study).comparisons
-    found = channel_curves.layer_budgets(study, comparison)
+    found = budgets.layer_budgets(study, comparison)
     assert found["cell"].nunique() == 2 and len(found) == 2 * LAYERS
     for row in found.itertuples():
         kept = study.kept[(study.kept["cell"] == row.cell) & (study.kept["layer"] == row.layer)]["share"] * WIDTH
@@ -166,7 +168,7 @@ def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: 
 
 def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path, tmp_path: Path) -> None:
     old = Path(shutil.copytree(store, tmp_path / "store"))
-    for name in digests.TABLES:
+    for name in expert_frames.TABLES:
         for path in old.glob(f"*/*/{name}"):
             path.unlink()
     study = load(old, "made_up")
@@ -175,7 +177,7 @@ def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path,
     ] * 3
     assert [output.name for output in CATALOGUE["coverage.fig4"](Material(study))] == ["coverage.fig4.loss"]
     said = {gap.what for gap in study.gaps}
-    assert {sentence.split(" ", 1)[0] for sentence in said} == set(digests.TABLES) - {"ablation.parquet"}
+    assert {sentence.split(" ", 1)[0] for sentence in said} == set(expert_frames.TABLES) - {"ablation.parquet"}
     assert all(sentence.endswith("remove this folder and run again") for sentence in said)
 
 
@@ -195,15 +197,15 @@ def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path,
     ],
 )
 def test_what_criteria_read_is_found_out(word: str, read: set[str]) -> None:
-    assert {signal for signal, found in model_tables.signals(word).items() if found} == read
+    assert {signal for signal, found in criteria.signals(word).items() if found} == read
 
 
 def test_architectures_and_formulas_follow_from_facts_and_the_registry(study: Study) -> None:
     facts = {**study.models["pocket_olmoe"], "decoder_layers": LAYERS + 1, "shared_width": 2 * WIDTH}
     study = replace(study, models={"m": facts})
-    row = model_tables.architecture_table(study, name="a").frame.iloc[0]
+    row = models.architecture_table(study, name="a").frame.iloc[0]
     one = facts["layers"]["0"]["expert_parameters"]
     assert row["Active (M)"] == pytest.approx((facts["parameters"] - LAYERS * (EXPERTS - 4) * one) / 1e6)
     assert (row["Dense layers"], row["Shared experts"], row["Experts"], row["Top-k"]) == (1, 2, EXPERTS, 4)
-    formula = model_tables.formula_table(study, name="f").frame.iloc[0]
+    formula = criteria.formula_table(study, name="f").frame.iloc[0]
     assert formula["Formula"] == "sqrt(sum_t phi^2)." and formula["Scores"] == "channel"

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 from synthetic import write_store
 
-from analysis import __main__ as command
+from analysis import __main__
 from analysis.catalogue import CATALOGUE, Material, make
-from analysis.load import load
-from analysis.tables import Table
+from analysis.load.study import load
+from analysis.render.table import Table
 
 Change = Callable[[dict[str, Any], Path], None]
 TABLES = ("winners", "ranks", "ranks.cd", "unified.table1", "unified.table5", "pareto", "claims", "gaps")
@@ -146,7 +146,7 @@ def test_the_exit_code_says_whether_something_is_missing(
 ) -> None:
     out = store / "out"
     assert (
-        command.main(["gaps" if code else "ranks", "unified.table5", f"store={changed(store, change)}", f"out={out}"])
+        __main__.main(["gaps" if code else "ranks", "unified.table5", f"store={changed(store, change)}", f"out={out}"])
         == code
     )
     said = capsys.readouterr().err
@@ -170,11 +170,11 @@ def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
         document["cells"] = document["cells"][:1]
 
     words = ["ranks", "unified.table5", f"store={changed(store, alone)}", f"out={store / 'out'}"]
-    assert command.main(words) == 1
+    assert __main__.main(words) == 1
     assert "ranks needs results of pruned models" in capsys.readouterr().err
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
     assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
-    assert command.main(["report", *words[2:]]) == 0
+    assert __main__.main(["report", *words[2:]]) == 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_wrong_words_get_the_nearest(
     store: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = words if any("store=" in word for word in words) else [*words, f"store={store}"]
-    assert command.main(given) == 2
+    assert __main__.main(given) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -201,18 +201,18 @@ def test_all_lists_what_it_could_make_nothing_of_and_a_wrong_name_gets_no_list(
 ) -> None:
     made = make(["ranks"], Material(load(store, "made_up")))
     out = f"out={store / 'out'}"
-    assert command.main(["unified.tabl5", f"store={store}"]) == 2
+    assert __main__.main(["unified.tabl5", f"store={store}"]) == 2
     said = capsys.readouterr().err
     assert "did you mean unified.table5" in said and "analysis help" in said and len(said) < 150
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("analysis.catalogue.CATALOGUE", {"ranks": lambda _: made["ranks"], "gaps": lambda _: []})
-        assert command.main(["all", f"store={store}", out]) == 0
+        assert __main__.main(["all", f"store={store}", out]) == 0
         assert "nothing to be made of" not in capsys.readouterr().err
         patched.setattr("analysis.catalogue.CATALOGUE", {"ranks": lambda _: made["ranks"], "coverage": lambda _: []})
-        assert command.main(["all", f"store={store}", out]) == 0
+        assert __main__.main(["all", f"store={store}", out]) == 0
         assert capsys.readouterr().err.strip().endswith("each says what it needs): coverage")
 
 
 def test_a_store_without_studies_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["all", f"store={tmp_path}"]) == 2
+    assert __main__.main(["all", f"store={tmp_path}"]) == 2
     assert "holds no study yet: run one first" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from synthetic import write_store
 
-from analysis import differences
+from analysis.diff import report
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -49,8 +49,8 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> str:
     few = {"items": 20, "ratios": (0.5,), "overlap": False, "tasks": ("gsm8k", "wildbench", "mmlu")}
     for name in ("uniform", "global"):
         write_store(root / "store", name=name, criteria=("man", "heapr"), allocations=(name,), **few)
-    differences.write(differences.diff(["uniform", "global"], root / "store"), root / "out")
-    return (root / "out" / differences.PAGE).as_uri()
+    report.write(report.diff(["uniform", "global"], root / "store"), root / "out")
+    return (root / "out" / report.PAGE).as_uri()
 
 
 def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:

@@ -8,10 +8,10 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 from synthetic import write_store
 
-from analysis import calibration_outputs
 from analysis.catalogue import Material, make
-from analysis.chosen import GROUPS
-from analysis.load import load
+from analysis.load.study import load
+from analysis.outputs import channels
+from analysis.stats.cell_scores import GROUPS
 
 SIZES = {"text_8k": 8000, "text_65k": 65000, "pocket_math": 65000}
 
@@ -68,22 +68,22 @@ def test_blocks_are_measured_against_the_published_ones() -> None:
     axes = [UNPRUNED, *(cell("channel_activation", word) for word in words)]
     rows = [[1.0] * (10 - place) + [0.0] * place for place in range(6)]
     comparison = comparison_of(axes, {"gsm8k": rows})
-    table = calibration_outputs.block_size_table(
+    table = channels.block_size_table(
         study_of(comparison, [{}] * 6),
         [comparison],
         name="t",
         columns=GROUPS,
         title="t",
-        words=calibration_outputs.ALIGNED,
+        words=channels.ALIGNED,
     )
     assert list(table.frame["Criterion"]) == ["Unpruned", "Coverage aligned 64", "Coverage aligned 128"]
     assert table.frame["Difference"].tolist()[1] == pytest.approx(0.1) and np.isnan(table.frame["Difference"].iloc[2])
-    table = calibration_outputs.block_size_table(
+    table = channels.block_size_table(
         study_of(comparison, [{}] * 6),
         [comparison],
         name="t",
         columns=GROUPS,
         title="t",
-        words=calibration_outputs.SMALLEST,
+        words=channels.SMALLEST,
     )
     assert list(table.frame["Criterion"]) == ["Unpruned", "Coverage aligned 128", "Coverage min 256"]

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, study_of
 
-from analysis import channel_figures
+from analysis.outputs import budgets, channels
 
 AXES = [
     UNPRUNED,
@@ -17,19 +17,19 @@ FLOPS = [1, 0.95, 0.85, 0.9, 0.99, 0.98, 0.97, 0.96, 0.92]
 
 
 def test_lines_are_methods_with_enough_ratios() -> None:
-    lines = channel_figures.ratio_lines(cells_of(AXES).iloc[1:])
+    lines = channels.ratio_lines(cells_of(AXES).iloc[1:])
     assert {label: cells["ratio"].tolist() for label, cells in lines.items()} == {
         "HEAPr-G": [0.2, 0.4, 0.6],
         "REAP": [0.2, 0.4, 0.6],
     }
-    assert channel_figures.ratio_lines(cells_of(AXES[:3]).iloc[1:]) == {}
+    assert channels.ratio_lines(cells_of(AXES[:3]).iloc[1:]) == {}
 
 
 def test_accuracy_and_flops_are_drawn_against_the_ratio() -> None:
     solved = [10, 9, 5, 7, 6, 4, 2, 8, 6]
     comparison = comparison_of(AXES, {"arc_challenge": [[1] * n + [0] * (10 - n) for n in solved]})
     costs = [{"routed_kept": 1.0, "flops_ratio": ratio, "storage_bytes": 1.0} for ratio in FLOPS]
-    figure = channel_figures.ratio_figure(study_of(comparison, costs), comparison, name="heapr.fig2")
+    figure = channels.ratio_figure(study_of(comparison, costs), comparison, name="heapr.fig2")
     assert figure is not None
     left, right = figure.drawing.axes
     scores = [np.asarray(line.get_ydata(), float).tolist() for line in left.lines if len(line.get_xdata()) == 3]
@@ -62,16 +62,16 @@ KEPT = pd.concat(
 
 
 def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
-    shares = channel_figures.layer_shares(cells_of(BUDGETS), KEPT)
+    shares = budgets.layer_shares(cells_of(BUDGETS), KEPT)
     assert shares.index.tolist() == ["uniform\nlayerwise", "coverage\ncoverage, prior usage"]
     assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
 
 
 def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
     comparison = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    layers = channel_figures.layer_figure(comparison, KEPT, name="coverage.fig")
+    layers = budgets.layer_figure(comparison, KEPT, name="coverage.fig")
     assert layers is not None and len(layers.drawing.axes[0].lines) == 2
-    experts = channel_figures.expert_figure(comparison, KEPT, name="coverage.fig.experts")
+    experts = budgets.expert_figure(comparison, KEPT, name="coverage.fig.experts")
     assert experts is not None
     titles = [axes.get_title(loc="left") for axes in experts.drawing.axes]
     assert titles == ["layerwise", "coverage"], "others keep the same of every expert of a layer"
@@ -80,9 +80,9 @@ def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
 
 def test_without_coverage_or_plans_nothing_is_drawn() -> None:
     comparison = comparison_of(BUDGETS[:3], {"gsm8k": [[1, 1], [1, 0], [1, 0]]})
-    assert channel_figures.layer_figure(comparison, KEPT, name="f") is None
-    assert channel_figures.expert_figure(comparison, KEPT, name="f") is None
+    assert budgets.layer_figure(comparison, KEPT, name="f") is None
+    assert budgets.expert_figure(comparison, KEPT, name="f") is None
     none = pd.DataFrame(columns=["cell", "layer", "expert", "share", "null"])
     both = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    assert channel_figures.layer_figure(both, none, name="f") is None
-    assert channel_figures.expert_figure(both, none, name="f") is None
+    assert budgets.layer_figure(both, none, name="f") is None
+    assert budgets.expert_figure(both, none, name="f") is None

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
-from analysis import claim_text, claims
-from analysis.chosen import pooled_difference, share_beyond
+from analysis.outputs import claims
+from analysis.stats.cell_scores import pooled_difference, share_beyond
 
 NO_COSTS = pd.DataFrame(columns=["cell", "routed_kept"])
 NO_FAMILY = pd.DataFrame()
@@ -57,7 +57,7 @@ def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
 def test_nothing_is_claimed_where_nothing_can_be_asked() -> None:
     only_uniform = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [first(40), first(10)]})
     assert claims.claims([only_uniform], NO_COSTS, NO_FAMILY).empty
-    assert claim_text.sentences(claims.claims([only_uniform], NO_COSTS, NO_FAMILY)) == []
+    assert claims.sentences(claims.claims([only_uniform], NO_COSTS, NO_FAMILY)) == []
 
 
 CHANNELS = [
@@ -91,7 +91,7 @@ def test_chance_meets_chance_and_a_claim_that_fails_says_so() -> None:
     row = channels().set_index(["claim", "ratio"]).loc[(claims.BY_CHANCE, claims.ALL)]
     assert row["pairs"] == 1 and row["difference"] == pytest.approx(-4 / 40)
     assert claims.verdict(row["low"], row["high"]) == row["verdict"] == "does not hold"
-    said = claim_text.sentences(channels())
+    said = claims.sentences(channels())
     assert len(said) == 2 and "holds here." in said[0] and "does not hold here: it is the other way round" in said[1]
     assert "+0.375 (95 % interval" in said[0] and "mean of 2 pairs" in said[0] and "one pair" in said[1]
     assert "by part: Math" not in said[0], "one of the two columns of Math was not run"
@@ -131,7 +131,7 @@ def test_invariance_is_compared_layer_by_layer() -> None:
     found = claims.claims([], NO_COSTS, FAMILY)
     assert found["claim"].unique().tolist() == [claims.INVARIANT] and found["headline"].tolist() == [False, False, True]
     assert found["difference"].tolist() == [0.5, 0.5, 0.5] and set(found["verdict"]) == {"undecided"}
-    assert "is undecided here: the interval contains 0" in claim_text.sentences(found)[0]
+    assert "is undecided here: the interval contains 0" in claims.sentences(found)[0]
     one_set = claims.claims([], NO_COSTS, FAMILY[FAMILY["calibration"] == "a"])
     assert one_set.empty
 
@@ -169,7 +169,7 @@ def test_bootstrap_p_values_are_two_sided_and_never_zero() -> None:
 
 def test_the_table_has_intervals_and_parts() -> None:
     comparison = comparison_of(CHANNELS, {"wildbench": [[0.5] * 10] * 8})
-    table = claim_text.claim_table(study_of(comparison), channels())
+    table = claims.claim_table(study_of(comparison), channels())
     assert table.frame["Verdict"].tolist() == ["holds", "holds", "does not hold", "does not hold"]
     assert table.low is not None and table.low["Difference"].notna().all()
     assert table.frame["Pruned"].tolist() == ["50 %", "all", "50 %", "all"]

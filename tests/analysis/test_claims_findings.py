@@ -7,8 +7,8 @@ from typing import Any
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
 from analysis import findings
-from analysis.answer_losses import decided_pairs
-from analysis.winners import winner_map
+from analysis.outputs.answer_losses import decided_pairs
+from analysis.stats.winners import winner_map
 
 
 def study(axes: list[dict[str, Any]], solved: list[int]) -> tuple[Any, Any]:

@@ -9,8 +9,9 @@ from synthetic import write_store
 
 from analysis import names, report
 from analysis.catalogue import CATALOGUE, Material, make
-from analysis.load import load
-from analysis.score_tables import benchmark_table, rank_table
+from analysis.load.study import load
+from analysis.outputs.ranks import rank_table
+from analysis.outputs.scores import benchmark_table
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 20, "overlap": False}

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 
-from analysis import __main__ as command
-from analysis import catalogue, convergence
-from analysis.load import load
+from analysis import __main__, catalogue
+from analysis.load.study import load
 from analysis.needs import NEEDS, needs
+from analysis.outputs import convergence
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_profiles_stand_beside_the_unpruned_model(material: catalogue.Material) 
 
 
 def test_what_is_lacking_is_said_with_what_it_needs(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert command.main(["coverage.table6", "ranks", f"store={small}", f"out={tmp_path}"]) == 1
+    assert __main__.main(["coverage.table6", "ranks", f"store={small}", f"out={tmp_path}"]) == 1
     said = capsys.readouterr().err
     assert "coverage.table6 needs one channel criterion under allocation=coverage and others, and " in said
     assert (tmp_path / "tables" / "ranks.csv").exists()

@@ -15,13 +15,13 @@ from matplotlib.colors import to_hex
 from scipy.stats import binomtest, norm
 from synthetic import write_store
 
-from analysis import __main__ as command
-from analysis import difference_figures, plan_changes
-from analysis.difference_tables import kept_table, score_table
-from analysis.differences import diff
-from analysis.load import load
-from analysis.sides import beside, side
-from analysis.uncertainty import holm
+from analysis import __main__
+from analysis.diff import figures, plans
+from analysis.diff.report import diff
+from analysis.diff.sides import beside, side
+from analysis.diff.tables import kept_table, score_table
+from analysis.load.study import load
+from analysis.stats.uncertainty import holm
 from moe_lab.errors import UserError
 
 AXES = {"calibration": "pocket_code", "ratio": 0.5, "allocation": "global"}
@@ -45,15 +45,13 @@ def masks(axes: dict) -> np.ndarray:
 
 def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
     plans = [{**AXES, "criterion": name} for name in ("heapr", "camera")]
-    found = plan_changes.changes(*(plan_changes.layers(synthetic_plans.plan(axes)) for axes in plans))
+    found = plans.changes(*(plans.layers(synthetic_plans.plan(axes)) for axes in plans))
     one, other = map(masks, plans)
     assert found["channels_both"].tolist() == (one & other).sum(axis=(1, 2)).tolist()
     assert found["channels_out"].tolist() == (one & ~other).sum(axis=(1, 2)).tolist()
     assert found["channels_in"].tolist() == (~one & other).sum(axis=(1, 2)).tolist()
     whole = {**AXES, "criterion": "man"}
-    mixed = plan_changes.changes(
-        plan_changes.layers(synthetic_plans.plan(plans[0])), plan_changes.layers(synthetic_plans.plan(whole))
-    )
+    mixed = plans.changes(plans.layers(synthetic_plans.plan(plans[0])), plans.layers(synthetic_plans.plan(whole)))
     for row, (layer, removed) in zip(mixed.to_dict("records"), enumerate(synthetic_plans.removed(whole)), strict=True):
         assert row["layer"] == layer and row["out"] == tuple(range(removed)) and row["in"] == ()
         full = np.zeros((32, 64), bool)
@@ -63,9 +61,9 @@ def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
 
 
 def test_chance_is_what_random_plans_come_to() -> None:
-    first = {0: plan_changes.LayerPlan(1000, dict.fromkeys(range(500)), None)}
+    first = {0: plans.LayerPlan(1000, dict.fromkeys(range(500)), None)}
     kept = np.random.default_rng(0).choice(1000, 250, replace=False).tolist()
-    [row] = plan_changes.changes(first, {0: plan_changes.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
+    [row] = plans.changes(first, {0: plans.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
     assert row["jaccard"] == pytest.approx(row["chance"], abs=0.03) and row["chance"] == pytest.approx(125 / 625)
 
 
@@ -107,7 +105,7 @@ def test_other_items_are_compared_by_their_standard_errors(store: Path, tmp_path
 
 
 def test_cells_without_a_counterpart_are_named(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["diff", "both", "code", f"store={store}", f"out={store / 'out'}"]) == 1
+    assert __main__.main(["diff", "both", "code", f"store={store}", f"out={store / 'out'}"]) == 1
     said = capsys.readouterr().out
     assert "3 cells stand on both sides." in said and "0 of 2 plans keep something else." in said
     assert "2 cells stand in A only: pocket_olmoe frequency pocket_math 0.5" in said
@@ -120,7 +118,7 @@ def test_cells_without_a_counterpart_are_named(store: Path, capsys: pytest.Captu
 def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
     """One pair of plans: its experts one by one, its average with an interval; nothing is fetched from elsewhere."""
     out = store / "page"
-    assert command.main(["diff", "man", "seer", f"store={store}", f"out={out}"]) == 0
+    assert __main__.main(["diff", "man", "seer", f"store={store}", f"out={out}"]) == 0
     page = html.unescape((out / "diff.html").read_text(encoding="utf-8"))
     linked = set(re.findall(r'href="figures/([^"]+)"', page))
     assert {path.name for path in (out / "figures").iterdir()} == linked
@@ -131,15 +129,15 @@ def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
 
 
 def test_squares_of_experts_say_who_keeps_them() -> None:
-    whole = plan_changes.LayerPlan(4, {0: None, 1: None}, None)
-    other = plan_changes.LayerPlan(4, {1: None, 2: None}, None)
-    shares = [difference_figures._shares(plan) for plan in (whole, other)]
-    drawn = difference_figures._shades(*shares)
-    wanted = [difference_figures.ONLY_A, difference_figures.BOTH, difference_figures.ONLY_B]
+    whole = plans.LayerPlan(4, {0: None, 1: None}, None)
+    other = plans.LayerPlan(4, {1: None, 2: None}, None)
+    shares = [figures._shares(plan) for plan in (whole, other)]
+    drawn = figures._shades(*shares)
+    wanted = [figures.ONLY_A, figures.BOTH, figures.ONLY_B]
     assert [to_hex(shade) for shade in drawn[:3]] == wanted and drawn[3, 3] == 0
-    channels = plan_changes.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
-    assert difference_figures._shares(channels).tolist() == [0.5, 0, 0, 1]
-    [(_, by_layer)] = difference_figures._changed([("x", {0: whole, 5: whole}, {0: other, 5: whole})])
+    channels = plans.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
+    assert figures._shares(channels).tolist() == [0.5, 0, 0, 1]
+    [(_, by_layer)] = figures._changed([("x", {0: whole, 5: whole}, {0: other, 5: whole})])
     assert by_layer == {0: 2 / 3, 5: 0}
 
 
@@ -183,7 +181,7 @@ def test_mistakes_are_sentences(
     for name, make in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(make()))
     given = [str(tmp_path / f"{word}.json") if word in made else word for word in words]
-    assert command.main(["diff", *given, f"store={store}"]) == 2
+    assert __main__.main(["diff", *given, f"store={store}"]) == 2
     assert sentence in capsys.readouterr().err
     with pytest.raises(UserError):
         diff(given, store)

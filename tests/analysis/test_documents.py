@@ -10,9 +10,9 @@ from synthetic import write_store
 from analysis import report
 from analysis.__main__ import main
 from analysis.catalogue import Material
-from analysis.documents import chosen, document
-from analysis.load import load
-from analysis.pareto import pareto_table
+from analysis.load.studies import chosen, document
+from analysis.load.study import load
+from analysis.outputs.pareto import pareto_table
 from moe_lab.errors import UserError
 
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte", "mmlu"), "items": 15}

@@ -15,10 +15,10 @@ from golden_store import GOLDEN
 from matplotlib import colormaps, colors
 from PIL import Image
 
-from analysis import render, style
 from analysis.catalogue import CATALOGUE, Output
-from analysis.load import Study
-from analysis.tables import Table
+from analysis.load.study import Study
+from analysis.render import style
+from analysis.render.table import Table
 
 RENEW = "if the new values are right: python tests/analysis/golden_store.py tables, then look at git diff"
 MAPS = ("YlGnBu", "viridis")
@@ -98,7 +98,7 @@ def test_a_table_is_as_it_was(made: list[Output], name: str) -> None:
     table = golden_store.tables(made)[name]
     expected, found = (
         pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
-        for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), render.csv(table))
+        for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), table.csv(table))
     )
     assert list(found) == list(expected) and len(found) == len(expected), RENEW
     for column in expected:

@@ -16,15 +16,16 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
-from analysis import names, search_settings, search_tables, view_outputs, view_tables
+from analysis import names, view_outputs
 from analysis.catalogue import CATALOGUE, make
-from analysis.chosen import MEAN, column_targets
 from analysis.items import ALSO, CODING, VIEWS
+from analysis.load.reader import Reader
 from analysis.needs import DEFAULT, needs
-from analysis.published_cells import key_of
-from analysis.published_numbers import FOLDER, counterparts
-from analysis.reader import Reader
-from analysis.tables import Table
+from analysis.outputs import recovery, search, search_settings
+from analysis.published.cells import key_of
+from analysis.published.numbers import FOLDER, counterparts
+from analysis.render.table import Table
+from analysis.stats.cell_scores import MEAN, column_targets
 
 LAST = {"unified": (6, 5), "evoesap": (10, 3), "heapr": (2, 3), "aimer": (7, 6), "coverage": (19, 16)}
 """The papers in the order of the table in the documentation, and their numbers of tables and figures."""
@@ -172,14 +173,14 @@ def test_columns_are_those_of_the_view_and_the_mean_is_of_the_benchmarks_in_it()
     assert list(column_targets(BOTH, [1, 2], CODING)) == ["HumanEval", "Eval+", "LiveCode", "Code"]
     found = column_targets(BOTH, [1, 2], ("humaneval", "wildbench", "piqa", MEAN))
     assert found[MEAN] == ("humaneval", "wildbench") and list(found) == ["HumanEval", "WildBench", MEAN]
-    table = search_tables.allocation_table(study_of(BOTH), [BOTH], name="t", columns=CODING, title="t")
+    table = search.allocation_table(study_of(BOTH), [BOTH], name="t", columns=CODING, title="t")
     assert [name for name in table.frame if name.startswith("Δ")] == [
         f"Δ {name}" for name in ("HumanEval", "Eval+", "LiveCode", "Code")
     ]
 
 
 def test_searches_after_calibration_on_general_text_are_told_apart() -> None:
-    assert search_tables.searched_pairs(BOTH) == {2: 1, 3: 1, 5: 4} and search_tables.general_pairs(BOTH) == {5: 4}
+    assert search.searched_pairs(BOTH) == {2: 1, 3: 1, 5: 4} and search.general_pairs(BOTH) == {5: 4}
 
 
 def routed(model: str, solved: Sequence[int]) -> Any:
@@ -192,11 +193,11 @@ def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None
     models = [routed("m", (9, 8, 7)), routed("m_top1", (5, 4, 3)), routed("m_top2", (8, 7, 6)), routed("n", (1, 1, 1))]
     study = study_of(models[0])
     study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
-    table = view_tables.top_k_table(study, models, name="t", columns=(*names.GENERAL, MEAN), title="t")
+    table = recovery.top_k_table(study, models, name="t", columns=(*names.GENERAL, MEAN), title="t")
     assert column(table, "Model") == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
     assert column(table, "Criterion")[1:3] == ["Channel activation, coverage, top-4", "MoNE, top-4"]
     assert column(table, MEAN) == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
-    assert view_tables.top_k_table(study, models[3:], name="t", columns=(*names.GENERAL, MEAN), title="t").frame.empty
+    assert recovery.top_k_table(study, models[3:], name="t", columns=(*names.GENERAL, MEAN), title="t").frame.empty
 
 
 def test_a_model_with_fewer_experts_a_token_has_the_printed_rows_of_it() -> None:
@@ -209,7 +210,7 @@ def test_recovered_models_stand_beside_pruned_ones_of_the_same_ratio() -> None:
     cells = [UNPRUNED, cell("mone", ratio=0.25), cell("mone"), cell("mone", recovery="nf4")]
     comparison = comparison_of(cells, {"arc_easy": [right(count) for count in (9, 8, 7, 6)]})
     costs = [{"storage_bytes": size * 2**20, "routed_kept": 1.0} for size in (8, 6, 4, 1)]
-    table = view_tables.recovered_table(
+    table = recovery.recovered_table(
         study_of(comparison, costs), [comparison], name="t", columns=(*names.GENERAL, MEAN), title="t"
     )
     assert column(table, "Pruned") == ["50 %"] * 3 and column(table, "Storage (MiB)") == [8, 4, 1]

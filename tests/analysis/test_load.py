@@ -9,10 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.comparison import compare
-from analysis.documents import studies
-from analysis.load import Study, load
-from analysis.score_tables import benchmark_table, rank_table
+from analysis.load.studies import studies
+from analysis.load.study import Study, load
+from analysis.outputs.ranks import rank_table
+from analysis.outputs.scores import benchmark_table
+from analysis.stats.comparison import compare
 from moe_lab.errors import UserError
 
 Copy = Callable[[], Path]

@@ -13,18 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from analysis import uncertainty, views
-from analysis.chosen import differences, pooled_difference
-from analysis.comparison import compare
-from analysis.difference_tables import score_table
-from analysis.figures import averages_figure
+from analysis.diff.sides import beside
+from analysis.diff.tables import score_table
 from analysis.findings import best_plan
-from analysis.load import Study
-from analysis.pareto import against_cost, pareto_table
-from analysis.reader import Reader
-from analysis.score_tables import rank_table
-from analysis.sides import beside
-from analysis.winners import winner_map
+from analysis.load.reader import Reader
+from analysis.load.study import Study
+from analysis.outputs import winners
+from analysis.outputs.averages import averages_figure
+from analysis.outputs.pareto import against_cost, pareto_table
+from analysis.outputs.ranks import rank_table
+from analysis.stats import uncertainty
+from analysis.stats.cell_scores import differences, pooled_difference
+from analysis.stats.comparison import compare
+from analysis.stats.winners import winner_map
 
 Answers = dict[int, float]
 """Item -> outcome."""
@@ -109,7 +110,7 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
 
 def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed: Study) -> None:
     found = winner_map(compare(perplexed))
-    shown = views._map(found)["rows"]
+    shown = winners._map(found)["rows"]
     assert [row["column"] for row in shown] == ["GSM8K", "wikitext2"]
     [accuracy], [perplexity] = (row["cells"] for row in shown)
     assert accuracy["lead"] == "+0.300" and "95 % interval" in accuracy["detail"]

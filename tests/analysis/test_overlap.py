@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import overlap
+from analysis.stats import overlap
 
 
 def family(scores: dict[str, list[list[float]]], variant: tuple[int, int, int] = (0, 0, 1)) -> pd.DataFrame:

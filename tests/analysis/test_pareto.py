@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from synthetic import write_store
 
-from analysis import pareto, style
 from analysis.catalogue import Material
-from analysis.load import load
-from analysis.pareto import against_cost, front, pareto_table
-from analysis.pareto_figures import TELLABLE, pareto_figure
+from analysis.load.study import load
+from analysis.outputs import pareto
+from analysis.outputs.pareto import TELLABLE, against_cost, front, pareto_figure, pareto_table
+from analysis.render import style
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 VARIED = {"calibrations": ("pocket_code",), "ratios": (0.25, 0.5), "tasks": TASKS, "items": 30, "overlap": False}

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from analysis import names
 from analysis.catalogue import CATALOGUE
-from analysis.published_numbers import (
+from analysis.published.numbers import (
     AVERAGE,
     FOLDER,
     GROUPS,

@@ -11,10 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 from printed_comparisons import comparison, models, of_tables, study
 
-from analysis import channel_tables, names, score_tables
-from analysis.chosen import MEAN, column_targets, group_targets, scores
-from analysis.comparison import Comparison
-from analysis.published_numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers, target
+from analysis import names
+from analysis.outputs import channels, ranks
+from analysis.outputs import scores as score_tables
+from analysis.published.numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers, target
+from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
+from analysis.stats.comparison import Comparison
 from moe_lab.paths import conf
 
 WITHIN = 0.005
@@ -37,7 +39,7 @@ def averages(found: Comparison) -> dict[tuple[object, ...], dict[str, float]]:
 def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmarks(model: str) -> None:
     benchmarks = [number for number in of_tables("000", "5") if number.key[0] == model and number.key[1] in (0, 0.25)]
     found = comparison(benchmarks)
-    table = score_tables.rank_table(study(found), [found], name="t", criteria=names.RANKED)
+    table = ranks.rank_table(study(found), [found], name="t", criteria=names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
     for number in models(of_tables("000", "1"))[model]:
@@ -215,14 +217,14 @@ KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
 def test_the_unpruned_deepseek_has_the_average_of_heapr_table_1() -> None:
     [printed] = [rows for model, rows in models(of_tables("002", "1")).items() if model == "deepseek_moe_16b"]
     found = comparison(printed)
-    frame = channel_tables.method_table(study(found), [found]).frame
+    frame = channels.method_table(study(found), [found]).frame
     assert frame.loc[frame["Criterion"] == "Unpruned", MEAN].unique() == pytest.approx([0.5614], abs=0.0001)
     assert list(frame)[3:-1] == ["OBQA", "ARC-E", "WinoGrande", "HellaSwag", "ARC-C", "PIQA", "MathQA"]
 
 
 def test_smoothing_has_the_averages_of_moe_slimmings_table_7() -> None:
     found = comparison(of_tables("004", "reply 7"))
-    frame = channel_tables.smoothing_table(study(found), [found]).frame.set_index("Criterion")
+    frame = channels.smoothing_table(study(found), [found]).frame.set_index("Criterion")
     printed = {"Sqrt": 0.5827, "Log": 0.5692, "Huber": 0.5592, "Clip": 0.5669, "None": 0.5240}
     assert frame[MEAN].to_dict() == pytest.approx(printed, abs=0.0001)
 

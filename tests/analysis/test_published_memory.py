@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 from printed_comparisons import of_tables
 
-from analysis import memory
-from analysis.published_numbers import AFTER, BEFORE, NOT_COMPARABLE, Printed
+from analysis.outputs import models
+from analysis.published.numbers import AFTER, BEFORE, NOT_COMPARABLE, Printed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 GIB = 2**30
@@ -26,14 +26,14 @@ def totals() -> Iterator[tuple[Printed, float]]:
     for number in (*of_tables("000", "3"), *of_tables("001", "3")):
         if number.benchmark in (BEFORE, AFTER):
             share = number.key[1] if number.benchmark == AFTER else 0.0
-            yield number, parameters(number.key[0], share) * memory.BYTES / GIB
+            yield number, parameters(number.key[0], share) * models.BYTES / GIB
 
 
 def parameters(model: str, share: float) -> int:
     known = OmegaConf.load(CONF / f"{model}.yaml").expected
     sizes = {"expert_parameters": 3 * known.hidden * known.width, "router_parameters_per_expert": known.hidden}
     gone = {str(layer): int(known.experts * share) for layer in range(known.moe_layers)}
-    return int(known.parameters) - memory.removed_parameters(dict.fromkeys(gone, sizes), gone, gone)
+    return int(known.parameters) - models.removed_parameters(dict.fromkeys(gone, sizes), gone, gone)
 
 
 def kept_besides(model: str, share: float) -> float:

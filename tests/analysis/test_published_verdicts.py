@@ -13,12 +13,12 @@ import pandas as pd
 import pytest
 from printed_comparisons import of_tables, share
 
-from analysis import ranks
 from analysis.__main__ import main
-from analysis.comparison import Comparison
-from analysis.published_numbers import Printed, numbers, split
-from analysis.published_tables import published_table
-from analysis.verdicts import READS_GATES
+from analysis.published.numbers import Printed, numbers, split
+from analysis.published.tables import published_table
+from analysis.published.verdicts import READS_GATES
+from analysis.stats import ranks
+from analysis.stats.comparison import Comparison
 from moe_lab import criteria
 
 MODEL = "olmoe_1b_7b"

@@ -5,8 +5,15 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 
-from analysis import quantized
-from analysis.quantized import MEBIBYTE, recovery_findings, recovery_table, storage_figure, storage_points, sweeps
+from analysis.outputs import recovery
+from analysis.outputs.recovery import (
+    MEBIBYTE,
+    recovery_findings,
+    recovery_table,
+    storage_figure,
+    storage_points,
+    sweeps,
+)
 
 AXES = [
     UNPRUNED,
@@ -45,7 +52,7 @@ def test_every_ratio_meets_every_recovery() -> None:
     table = recovery_table(study_of(SWEEP, COSTS), [SWEEP])
     assert table.frame["Criterion"].tolist() == ["Unpruned", "16 bits", "NF4"] * 2
     assert table.frame["Pruned"].tolist() == ["0 %"] * 3 + ["50 %"] * 3
-    assert table.frame[quantized.STORAGE].tolist() == pytest.approx([8, 8, 3, 8, 5, 2])
+    assert table.frame[recovery.STORAGE].tolist() == pytest.approx([8, 8, 3, 8, 5, 2])
     assert table.frame["Difference"].tolist() == pytest.approx(
         [np.nan, np.nan, -2 / 40, np.nan, np.nan, -2 / 40], nan_ok=True
     )

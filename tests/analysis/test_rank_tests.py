@@ -7,10 +7,10 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 from scipy.stats import friedmanchisquare
 
-from analysis import rank_tests
 from analysis.catalogue import Material
-from analysis.load import load
-from analysis.rank_outputs import rank_figure, rank_test_table
+from analysis.load.study import load
+from analysis.outputs.ranks import rank_figure, rank_test_table
+from analysis.stats import rank_tests
 
 DEMSAR = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 9: 3.102, 10: 3.164}
 """Demšar 2006, Table 5a: critical values of the Nemenyi test at 0.05."""
@@ -88,7 +88,7 @@ def test_benchmarks_that_grade_the_same_answers_count_once(small: Path) -> None:
 
 def test_every_caption_of_scores_says_what_it_rests_on(small: Path) -> None:
     from analysis.catalogue import CATALOGUE, make
-    from analysis.tables import Table
+    from analysis.render.table import Table
 
     made = make(CATALOGUE, Material(load(small, "made_up")))
     measured = [output for outputs in made.values() for output in outputs if isinstance(output, Table)]

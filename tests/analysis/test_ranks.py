@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis import names, ranks
+from analysis import names
+from analysis.stats import ranks
 
 PUBLISHED = Path(analysis.__file__).parent / "published"
 COMPONENTS = ["Eval+", "livecodebench", "wildbench", "gsm8k", "math500", "MC Avg"]

@@ -13,11 +13,12 @@ from budgets import within
 from PIL import Image
 from synthetic import write_store
 
-from analysis import findings, published_cells, report
+from analysis import findings, report
 from analysis.__main__ import main
 from analysis.catalogue import CATALOGUE, Material
 from analysis.made import Output
-from analysis.tables import Table
+from analysis.published import cells
+from analysis.render.table import Table
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
 
@@ -171,7 +172,7 @@ def test_one_output_by_name_that_cannot_be_made_says_why_in_a_sentence(
 def test_a_comparison_with_the_papers_that_fails_is_a_gap(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(published_cells, "key_of", _raises)
+    monkeypatch.setattr(cells, "key_of", _raises)
     assert main(["unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
     assert "unified.table1.published: could not be made (KeyError: 'cell')" in capsys.readouterr().err
     assert (tmp_path / "tables" / "unified.table1.csv").exists()

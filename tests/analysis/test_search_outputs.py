@@ -8,11 +8,13 @@ import pytest
 import synthetic_plans
 from synthetic import write_store
 
-from analysis import search_figures, style, uncertainty
 from analysis.catalogue import Material
-from analysis.chosen import GROUPS
-from analysis.load import load
-from analysis.search_tables import BEYOND, allocation_table, search_table, searched_pairs
+from analysis.load.study import load
+from analysis.outputs import search
+from analysis.outputs.search import BEYOND, allocation_table, search_table, searched_pairs
+from analysis.render import style
+from analysis.stats import uncertainty
+from analysis.stats.cell_scores import GROUPS
 
 AVERAGES: dict[str, Any] = {"name": "t", "columns": GROUPS, "title": "t"}
 TASKS = ("gsm8k", "math500", "rte", "livecodebench", "humaneval", "wildbench")
@@ -82,7 +84,7 @@ def test_the_table_of_searches_has_gains_and_costs(material: Material) -> None:
 
 
 def test_densities_are_the_kept_shares_of_whole_experts(material: Material) -> None:
-    found = search_figures.densities(material.study, "pocket_olmoe")
+    found = search.densities(material.study, "pocket_olmoe")
     assert set(found["criterion"]) == {"reap", "ean"}, "channels have no density of experts"
     for cell, layers in found.groupby("cell"):
         axes = material.study.cells.loc[cell].to_dict()
@@ -91,10 +93,10 @@ def test_densities_are_the_kept_shares_of_whole_experts(material: Material) -> N
 
 
 def test_the_figures_show_what_was_run(material: Material) -> None:
-    found = search_figures.densities(material.study, "pocket_olmoe")
-    first = search_figures.allocations_figure(found, model="m", name="one")
-    third = search_figures.criteria_figure(found, model="m", name="three")
-    history = search_figures.history_figure(material.study, "pocket_olmoe", name="history")
+    found = search.densities(material.study, "pocket_olmoe")
+    first = search.allocations_figure(found, model="m", name="one")
+    third = search.criteria_figure(found, model="m", name="three")
+    history = search.history_figure(material.study, "pocket_olmoe", name="history")
     assert first is not None and third is not None and history is not None
 
     def legend(figure: style.Figure) -> list[str]:
@@ -114,10 +116,10 @@ def test_the_figures_show_what_was_run(material: Material) -> None:
 
 def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
     study = load(small, "made_up")
-    found = search_figures.densities(study, "pocket_olmoe")
-    assert search_figures.allocations_figure(found, model="m", name="one") is None
-    assert search_figures.criteria_figure(found, model="m", name="three") is None
-    assert search_figures.history_figure(study, "pocket_olmoe", name="history") is None
+    found = search.densities(study, "pocket_olmoe")
+    assert search.allocations_figure(found, model="m", name="one") is None
+    assert search.criteria_figure(found, model="m", name="three") is None
+    assert search.history_figure(study, "pocket_olmoe", name="history") is None
     assert (
         search_table(study).frame.empty and allocation_table(study, Material(study).comparisons, **AVERAGES).frame.empty
     )

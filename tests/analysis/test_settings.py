@@ -11,15 +11,15 @@ import pandas as pd
 import pytest
 from synthetic import write_store
 
-from analysis import settings
 from analysis.catalogue import Material, make
-from analysis.evaluations import labels
 from analysis.findings import what_was_run, who_won
-from analysis.load import Study, load
-from analysis.overlap import proxy_overlap
-from analysis.style import Figure
-from analysis.tables import Table
-from analysis.views import winner_views
+from analysis.load import settings
+from analysis.load.evaluations import labels
+from analysis.load.study import Study, load
+from analysis.outputs.winners import winner_views
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.overlap import proxy_overlap
 
 
 def twice(tmp_path: Path, axis: str, value: Any) -> Study:

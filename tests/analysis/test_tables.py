@@ -10,11 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import memory, names, render, score_tables, tables
+from analysis import names
 from analysis.catalogue import CATALOGUE, Material
-from analysis.load import load
-from analysis.score_tables import rank_table, task_specific_table
-from analysis.tables import Table
+from analysis.load.study import load
+from analysis.outputs import coverage, models, ranks
+from analysis.outputs.ranks import rank_table
+from analysis.outputs.scores import task_specific_table
+from analysis.render import table
+from analysis.render.table import Table
 
 
 @pytest.fixture(scope="module")
@@ -38,35 +41,35 @@ def made_up_table() -> Table:
 
 
 def test_csv_has_full_precision_intervals_and_empty_gaps() -> None:
-    back = pd.read_csv(StringIO(render.csv(made_up_table())))
+    back = pd.read_csv(StringIO(table.csv(made_up_table())))
     assert list(back) == ["Criterion", "GSM8K", "GSM8K low", "GSM8K high"]
     assert np.isnan(back["GSM8K"][3]) and back["GSM8K high"][1] == pytest.approx(0.6)
 
 
 def test_markdown_marks_the_best_and_explains_the_gap() -> None:
-    made = render.markdown(made_up_table())
+    made = table.markdown(made_up_table())
     assert "| MAN | **0.500** |" in made and "| REAP | **0.500** |" in made, "ties are all best"
     assert "| Unpruned | 0.900 |" in made, "the unpruned model does not compete"
-    assert "| EAN | – |" in made and render.GAP_NOTE in made
+    assert "| EAN | – |" in made and table.GAP_NOTE in made
     whole = dataclasses.replace(made_up_table(), frame=made_up_table().frame.fillna(0.25))
-    assert render.GAP_NOTE not in render.markdown(whole)
+    assert table.GAP_NOTE not in table.markdown(whole)
 
 
 def test_latex_is_booktabs_with_special_characters_escaped() -> None:
-    made = render.latex(made_up_table())
+    made = table.latex(made_up_table())
     for words in (r"\toprule", r"\midrule", r"\bottomrule", r"\textbf{0.500}", r"It\_s", r"50 \%", r"\label{tab:t}"):
         assert words in made
     assert "textbf{0.900}" not in made
 
 
 def test_html_has_sort_keys_and_intervals() -> None:
-    made = render.html(made_up_table())
+    made = table.html(made_up_table())
     assert 'data-key="0.9"' in made and 'data-key=""' in made
     assert "<small>0.40 to 0.60</small>" in made
     nasty = dataclasses.replace(
         made_up_table(), frame=pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]}), low=None
     )
-    assert "<script>" not in render.html(nasty)
+    assert "<script>" not in table.html(nasty)
 
 
 def test_rank_table_has_a_block_per_panel_and_ranks_the_pruned(material: Material) -> None:
@@ -108,19 +111,19 @@ def test_loading_memory_of_published_models(
     """000 Table 3: OLMoE 12.89 to 6.89; the half of Qwen3's experts is 27.00 GiB."""
     sizes = {str(i): {"expert_parameters": 3 * hidden * width} for i in range(layers)}
     half = {str(i): experts // 2 for i in range(layers)}
-    removed = memory.removed_parameters(sizes, half, half)
-    assert parameters * memory.BYTES / 2**30 == pytest.approx(before, abs=0.01)
-    assert (parameters - removed) * memory.BYTES / 2**30 == pytest.approx(after, abs=0.01)
+    removed = models.removed_parameters(sizes, half, half)
+    assert parameters * models.BYTES / 2**30 == pytest.approx(before, abs=0.01)
+    assert (parameters - removed) * models.BYTES / 2**30 == pytest.approx(after, abs=0.01)
 
 
 def test_memory_of_a_study_is_exact(material: Material) -> None:
-    table = tables.memory_table(material.study)
+    table = models.memory_table(material.study)
     after = dict(zip(table.frame["Pruned"], table.frame["After (bytes)"], strict=True))
     assert after["25 %"] == 2 * (3_700_000 - 4 * 8 * (3 * 128 * 64 + 128))
 
 
 def test_coverage_counts_experts_without_a_token(material: Material) -> None:
-    table = tables.coverage_table(material.study)
+    table = coverage.coverage_table(material.study)
     silent = material.study.coverage.query("tokens == 0").groupby("calibration").size()
     assert table.frame["Unseen"].tolist() == silent[["pocket_general", "pocket_code", "pocket_math"]].tolist()
     assert (table.frame["Unseen"] >= 4).all()
@@ -131,7 +134,7 @@ def test_columns_of_fewer_benchmarks_name_their_models_where_models_differ() -> 
 
     def said(*runs: tuple[str, ...]) -> list[str]:
         models: list[Any] = [SimpleNamespace(model=f"m{at}", parts={"MC Avg": run}) for at, run in enumerate(runs)]
-        return score_tables._partial_columns(models)
+        return ranks._partial_columns(models)
 
     assert said(few, few) == ["MC Avg is the mean of 2 of its 8 benchmarks, the others were not run."]
     assert [sentence.split(", the")[0] for sentence in said(few, more, few, names.COLUMNS["MC Avg"])] == [

@@ -11,12 +11,12 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 from synthetic import write_store
 
-from analysis import timing_figures, timing_tables
 from analysis.__main__ import main
-from analysis.artefacts import TIMING
 from analysis.catalogue import CATALOGUE, Material, make
-from analysis.load import load
-from analysis.reader import Reader
+from analysis.load.plans import TIMING
+from analysis.load.reader import Reader
+from analysis.load.study import load
+from analysis.outputs import timing
 
 MIB = 2**20
 
@@ -53,16 +53,14 @@ def study(tmp_path: Path) -> Any:
 
 
 def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
-    table = timing_tables.speed_table(study(tmp_path), [MODEL], name="t")
+    table = timing.speed_table(study(tmp_path), [MODEL], name="t")
     first = table.frame.iloc[0]
-    assert first[timing_tables.PREFILL] == pytest.approx(2 * 50 / 0.2)
-    assert first[timing_tables.DECODE] == pytest.approx(2 * 10 / 1.0)
-    assert first[timing_tables.FIRST] == pytest.approx(200) and first[timing_tables.EACH] == pytest.approx(100)
-    assert first[timing_tables.WEIGHTS] == 8 and first[timing_tables.PEAK] == 10
+    assert first[timing.PREFILL] == pytest.approx(2 * 50 / 0.2)
+    assert first[timing.DECODE] == pytest.approx(2 * 10 / 1.0)
+    assert first[timing.FIRST] == pytest.approx(200) and first[timing.EACH] == pytest.approx(100)
+    assert first[timing.WEIGHTS] == 8 and first[timing.PEAK] == 10
     assert table.low is not None and table.high is not None
-    assert table.low[timing_tables.FIRST][0] == pytest.approx(150) and table.high[timing_tables.FIRST][
-        0
-    ] == pytest.approx(300)
+    assert table.low[timing.FIRST][0] == pytest.approx(150) and table.high[timing.FIRST][0] == pytest.approx(300)
     assert list(table.frame["Prompts"]) == ["2", "4", "4", "4"]
     for words in ("3 requests each", "bfloat16 on A GPU", "4 threads", "load of the machine up to 0.2"):
         assert words in table.caption
@@ -70,11 +68,11 @@ def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
 
 def test_figures_show_the_largest_request_of_every_model(tmp_path: Path) -> None:
     found = study(tmp_path)
-    memory = timing_figures.memory_figure(found, MODEL, name="t")
+    memory = timing.memory_figure(found, MODEL, name="t")
     assert memory is not None and "4 prompts of 50 tokens" in memory.caption
     [axes] = memory.drawing.axes
     assert [bar.get_width() for bar in axes.patches] == [8, 4, 3, 2, 2, 2]
-    blocks = timing_figures.blocks_figure(found, MODEL, name="t")
+    blocks = timing.blocks_figure(found, MODEL, name="t")
     assert blocks is not None
     [axes] = blocks.drawing.axes
     assert [text.get_text() for text in axes.texts] == ["40", "40"]

@@ -8,7 +8,7 @@ from scipy.stats import binomtest, permutation_test
 from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from analysis import uncertainty
+from analysis.stats import uncertainty
 
 
 @pytest.mark.parametrize(("successes", "items"), [(0, 20), (7, 20), (20, 20), (63, 80)])

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from synthetic import write_store
 
-from analysis.load import load
-from analysis.weight_figures import profile_figure, profiles, weight_scores
+from analysis.load.study import load
+from analysis.outputs.weights import profile_figure, profiles, weight_scores
 
 
 def scores(layers: list[list[float]], criterion: str = "aimer", model: str = "m") -> pd.DataFrame:

@@ -4,10 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import names, ranks
-from analysis.comparison import Comparison
+from analysis import names
 from analysis.findings import who_won
-from analysis.winners import label, winner_map, wins
+from analysis.stats import ranks
+from analysis.stats.comparison import Comparison
+from analysis.stats.winners import label, winner_map, wins
 
 ITEMS = 200
 

@@ -19,8 +19,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from processes import until
 
-from analysis.documents import document
-from analysis.reader import Reader
+from analysis.load.reader import Reader
+from analysis.load.studies import document
 from moe_lab import compose as composition
 from moe_lab.config import Config
 from moe_lab.errors import UserError, end_with

@@ -1,0 +1,246 @@
+"""`python -m analysis diff A B`: what changed between two studies, stores or plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import catalogue
+from analysis.diff import plans
+from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
+from analysis.diff.sides import Sides, beside, side
+from analysis.diff.tables import BETTER, CELL, WORSE, kept_table, named, plan_pairs, plan_table, score_table, unmatched
+from analysis.load.settings import versions
+from analysis.load.study import Study
+from analysis.made import Output, unless_empty
+from analysis.render.page import Page, Section, html
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from moe_lab.errors import UserError
+from moe_lab.paths import shortened
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What a comparison of two sides gives, in the order of a page."""
+
+    title: str
+    lead: str
+    """Which sides A and B are."""
+    findings: list[tuple[str, str]]
+    """A word on what a sentence is about, and the sentence."""
+    tiles: list[tuple[int, str]]
+    """A number, and of what."""
+    chapters: list[Section]
+    complete: bool
+    """Whether everything stands on both sides, and nothing is missing from the results."""
+    folder: Path
+    """Where it is written by default."""
+
+    @property
+    def outputs(self) -> list[Output]:
+        """All figures and tables."""
+        return [output for chapter in self.chapters for output in chapter.outputs]
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables among them."""
+        return [output for output in self.outputs if isinstance(output, Table)]
+
+
+PAGE = "diff.html"
+
+
+def write(changes: Changes, out: Path) -> list[Path]:
+    """Write the page, its tables and its figures into `out`."""
+    written = catalogue.write(changes.outputs, out)
+    page = out / PAGE
+    page.write_text(
+        html(
+            Page(
+                title=changes.title,
+                kicker="What changed from A to B",
+                lead=changes.lead,
+                findings=changes.findings,
+                tiles=changes.tiles,
+                chapters=changes.chapters,
+                footer=f"Made by moe_lab: python -m analysis diff. {changes.lead}",
+            )
+        ),
+        encoding="utf-8",
+    )
+    return [*written, page]
+
+
+def diff(words: Sequence[str], store: Path) -> Changes:
+    """What changed from A to B, the two words of the command line: plan.json files, or studies (see `sides.side`).
+
+    UserError for another number of words, a name nobody knows, and plans of different models.
+    """
+    if len(words) != 2:
+        raise UserError(f"diff compares two studies, stores or plans, {len(words)} given: write diff A B")
+    plans = [word for word in words if _is_plan(word)]
+    if len(plans) == 1:
+        raise UserError(f"diff compares two plans or two studies: {plans[0]} is a plan, the other is none")
+    return _of_plans(*map(Path, words)) if plans else _of_studies(beside(*(side(word, store) for word in words)))
+
+
+def _is_plan(word: str) -> bool:
+    path = Path(word)
+    return path.suffix == ".json" or (path / plans.FILE).is_file()
+
+
+def _of_plans(first: Path, second: Path) -> Changes:
+    one, other = plans.read(first), plans.read(second)
+    table = plan_table(one, other)
+    pairs = [("", one, other)]
+    drawn = _drawn(expert_figure(pairs, name="diff.experts"), channel_figure(pairs, name="diff.channels"))
+    counts = [(int(table.frame[f"Only in {side}"].sum()), f"experts only in {side}") for side in "AB"]
+    return Changes(
+        title="Two plans",
+        lead=f"A: {first}. B: {second}.",
+        findings=[("Kept", sentence) for sentence in _plan_sentences(table)],
+        tiles=[*counts, (int(table.frame["In both"].sum()), "experts in both")],
+        chapters=[Section("kept", "Kept", "Experts and channels in and out", outputs=[*drawn, table])],
+        complete=True,
+        folder=Path("diff"),
+    )
+
+
+def _drawn(*figures: Figure | None) -> list[Figure]:
+    return [figure for figure in figures if figure is not None]
+
+
+def _plan_sentences(table: Table) -> list[str]:
+    frame = table.frame
+    out, entered, both = (int(frame[column].sum()) for column in ("Only in A", "Only in B", "In both"))
+    said = [f"{out} experts are only in A, {entered} only in B, {both} in both."]
+    if "In both, channels" in frame:
+        counts = [int(frame[f"{where}, channels"].sum()) for where in ("Only in A", "Only in B", "In both")]
+        said.append("{:,} channels are only in A, {:,} only in B, {:,} in both.".format(*counts))
+    return said
+
+
+def _of_studies(sides: Sides) -> Changes:
+    averages, benchmarks = (
+        score_table(sides, benchmarks=each, name=f"diff.{name}")
+        for each, name in ((False, "averages"), (True, "benchmarks"))
+    )
+    kept, settings = kept_table(sides), setting_table(sides)
+    gaps = list(dict.fromkeys(f"{gap.where}: {gap.what}" for gap in (*sides.first.gaps, *sides.second.gaps)))
+    return Changes(
+        title=f"{sides.first.name} → {sides.second.name}".replace("_", " "),
+        lead=f"{named(sides)}.",
+        findings=[*_findings(sides, averages, kept), *(("Missing", gap) for gap in gaps)],
+        tiles=_tiles(sides, averages, kept, settings),
+        chapters=_chapters(sides, averages, benchmarks, kept, settings),
+        complete=not gaps and not any(sides.alone),
+        folder=sides.first.store / "reports" / shortened(f"diff_{sides.first.name}_{sides.second.name}"),
+    )
+
+
+def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, settings: Table) -> list[Section]:
+    """Scores, benchmarks, plans and settings; tables without a row are left out."""
+    pairs = _named_pairs(sides)
+    scores = score_figure(averages, name="diff.averages")
+    plans = _drawn(
+        exchange_figure(pairs, name="diff.exchange"),
+        expert_figure(pairs, name="diff.experts"),
+        channel_figure(pairs, name="diff.channels"),
+    )
+    block = "|".join(CELL)
+    return [
+        Section(
+            "averages",
+            "Averages",
+            "Averages in A and in B",
+            outputs=[*_drawn(scores), *unless_empty(averages)],
+            filters={averages.name: f"{block}|Of"},
+        ),
+        Section(
+            "kept",
+            "Kept",
+            "Experts and channels in and out",
+            outputs=[*plans, *unless_empty(kept)],
+            filters={kept.name: block},
+        ),
+        Section(
+            "benchmarks",
+            "Benchmarks",
+            "Every benchmark",
+            outputs=unless_empty(benchmarks),
+            filters={benchmarks.name: f"{block}|Of"},
+        ),
+        Section("settings", "Settings", "Settings and versions that differ", outputs=unless_empty(settings)),
+    ]
+
+
+def _named_pairs(sides: Sides) -> list[tuple[str, plans.Layers, plans.Layers]]:
+    """Corresponding plans that are different steps, by what tells their cells from the others'."""
+    found = list(plan_pairs(sides))
+    called = words(pd.DataFrame([text for text, _ in found], columns=list(CELL)))
+    return [(name, *plans) for name, (_, plans) in zip(called, found, strict=True)]
+
+
+def _tiles(sides: Sides, averages: Table, kept: Table, settings: Table) -> list[tuple[int, str]]:
+    verdicts = averages.frame["Verdict"]
+    return [
+        (len(sides.pairs), "cells on both sides"),
+        (sum(map(len, sides.alone)), "on one side only"),
+        (int((verdicts == BETTER).sum()), f"averages {BETTER}"),
+        (int((verdicts == WORSE).sum()), f"averages {WORSE}"),
+        (len(kept.frame.drop_duplicates(list(CELL))), "plans that keep something else"),
+        (len(settings.frame), "settings and versions that differ"),
+    ]
+
+
+def setting_table(sides: Sides, *, name: str = "diff.settings") -> Table:
+    """Settings and versions in which the two studies differ."""
+    first, second = (_settings(study) for study in (sides.first, sides.second))
+    keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
+    rows = [(key, first.get(key, "not set"), second.get(key, "not set")) for key in keys]
+    return Table(
+        name=name,
+        title="Settings and versions",
+        caption=f"In which these differ: {named(sides)}.",
+        frame=pd.DataFrame(rows, columns=["What", "A", "B"]),
+        formats={},
+    )
+
+
+def _findings(sides: Sides, averages: Table, kept: Table) -> list[tuple[str, str]]:
+    count = len(sides.pairs)
+    stand = "One cell stands" if count == 1 else f"{count or 'No'} cells stand"
+    said = [("Cells", f"{stand} on both sides.")]
+    said += [
+        ("Cells", f"They are compared across {axis}: {one} in A, {other} in B.")
+        for axis, (one, other) in sides.told.items()
+    ]
+    plans = len(list(plan_pairs(sides, same=True)))
+    if plans:
+        changed = len(kept.frame.drop_duplicates(list(CELL)))
+        said.append(("Kept", f"{changed} of {plans} plans keep something else."))
+    for verdict in (BETTER, WORSE):
+        where = averages.frame[averages.frame["Verdict"] == verdict]
+        if len(where):
+            said.append(("Averages", f"In B, {len(where)} of {len(averages.frame)} averages are {verdict}."))
+    return [*said, *(("Missing", sentence) for sentence in unmatched(sides))]
+
+
+def _settings(study: Study) -> dict[str, str]:
+    flat = dict(_flat(study.document.get("config") or {}))
+    libraries = {f"version of {library}": "/".join(found) for library, found in versions(study.origins).items()}
+    commits = "/".join(dict.fromkeys(str(value) for value in study.origins["commit"].dropna()))
+    return {**flat, "moe_lab": str(study.document.get("moe_lab", "")), "commit": commits, **libraries}
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

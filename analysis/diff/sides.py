@@ -1,0 +1,119 @@
+"""Two studies side by side: which cells are the same thing on both sides, and their scores on the same items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.load.evaluations import labels
+from analysis.load.studies import studies
+from analysis.load.study import AXES, Study, load
+from analysis.stats.comparison import Comparison, compare
+from moe_lab.errors import UserError, nearest
+
+OFFSET = 10**6
+"""Added to the cells of the second side, so that both fit into one frame."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two studies, and the cells (first, second) that correspond."""
+
+    first: Study
+    second: Study
+    pairs: tuple[tuple[int, int], ...]
+    told: Mapping[str, tuple[str, str]]
+    """Axis -> its values, where each side has one of its own: cells correspond in spite of it."""
+    alone: tuple[tuple[str, ...], tuple[str, ...]]
+    """Cells, in words, that have no counterpart: of the first side, of the second."""
+
+    @cached_property
+    def comparisons(self) -> dict[str, Comparison]:
+        """Model -> the cells of both sides on the items they share; second cells are numbered from OFFSET."""
+        joined = replace(
+            self.first,
+            cells=pd.concat([self.first.cells, _moved(self.second.cells)]),
+            results=_stacked(self.first.results, self.second.results),
+            samples=_stacked(self.first.samples, self.second.samples),
+        )
+        return {found.model: found for found in compare(joined)}
+
+
+def side(word: str, store: Path) -> Study:
+    """The study that a word of the command line stands for: a study of `store`, STORE:STUDY, or a store's newest.
+
+    UserError, with the nearest name, when it is none of these.
+    """
+    folder, colon, name = word.rpartition(":")
+    if colon and (Path(folder) / "studies").is_dir():
+        return load(Path(folder), name)
+    if (Path(word) / "studies").is_dir():
+        return load(Path(word), studies(Path(word))[0])
+    known = studies(store) if store.is_dir() else []
+    if word in known or "," in word or word == "all":
+        return load(store, word)
+    close = nearest(word, known)
+    hint = f": did you mean {close}?" if close else ""
+    listed = ", ".join(sorted(known)) or "none"
+    raise UserError(
+        f"diff {word} is no study of store={store}, no store and no plan.json{hint} (studies: {listed}; another "
+        "store's study is STORE:STUDY)"
+    )
+
+
+def beside(first: Study, second: Study) -> Sides:
+    """The cells of two studies that agree in all axes but those of which each side has one value of its own."""
+    told = {axis: values for axis in AXES if axis != "model" and (values := _own(first, second, axis))}
+    keys = [axis for axis in AXES if axis not in told]
+    one, other = _keyed(first.cells, keys), _keyed(second.cells, keys)
+    common = [key for key in one if key in other]
+    return Sides(
+        first,
+        second,
+        tuple((one[key], other[key] + OFFSET) for key in common),
+        told,
+        (_alone(first, one, set(common)), _alone(second, other, set(common))),
+    )
+
+
+def _own(first: Study, second: Study, axis: str) -> tuple[str, str] | None:
+    """The value of an axis on either side, if each has one of its own, models and criteria that read none aside."""
+    found = []
+    for study in (first, second):
+        pruned = study.cells[study.cells["criterion"] != "none"]
+        values = set(pruned[axis]) - ({"none"} if axis == "calibration" else set())
+        if len(values) != 1:
+            return None
+        found.append(str(values.pop()))
+    return (found[0], found[1]) if found[0] != found[1] else None
+
+
+def _keyed(cells: pd.DataFrame, keys: list[str]) -> dict[tuple[Any, ...], int]:
+    """Key -> cell; the unpruned model differs from no cell but by its model."""
+    frame = cells[keys].astype(object)
+    return {
+        (*(row if criterion != "none" else (model,)),): int(str(cell))
+        for cell, model, criterion, row in zip(
+            cells.index, cells["model"], cells["criterion"], frame.itertuples(index=False, name=None), strict=True
+        )
+    }
+
+
+def _alone(study: Study, keyed: Mapping[tuple[Any, ...], int], common: set[tuple[Any, ...]]) -> tuple[str, ...]:
+    words = labels(study.cells)
+    return tuple(words[cell] for key, cell in keyed.items() if key not in common)
+
+
+def _moved(cells: pd.DataFrame) -> pd.DataFrame:
+    return cells.set_axis(pd.Index(cells.index + OFFSET, name=cells.index.name), axis=0)
+
+
+def _stacked(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
+    moved = second.assign(cell=second["cell"].astype(np.int64) + OFFSET)
+    return pd.concat([part for part in (first, moved) if len(part)] or [first], ignore_index=True)

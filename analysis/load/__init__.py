@@ -1,0 +1,1 @@
+"""A study in a store as data frames."""

@@ -1,0 +1,130 @@
+"""Evaluations of a study's cells: scores, outcomes of items, and how the evaluations were made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from analysis import names
+from analysis.frames import groups, records
+from analysis.load.reader import Reader
+from analysis.load.settings import settings
+from moe_lab.results import SCHEMA as RESULT_SCHEMA
+
+_SAMPLES = ("benchmark", "item", "outcome")
+_LOSS = "answer_loss"
+"""A column of samples that older stores, and benchmarks without reference answers, do not have."""
+_RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
+_BESIDES = ("cost", "profile")
+"""Steps of a cell besides its evaluations whose errors are written down."""
+_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_long")
+
+
+def labels(cells: pd.DataFrame) -> dict[int, str]:
+    """Cells in words: their axes that matter."""
+    told = settings(cells)
+    rows = zip(cells.index, records(cells), told, strict=True)
+    return {int(str(cell)): " ".join(filter(None, (_label(row), words))) for cell, row, words in rows}
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    criterion, *more = names.parts(row["method"])
+    if criterion == "none":
+        return f"{row['model']} unpruned"
+    return " ".join([row["model"], criterion, row["calibration"], f"{row['ratio']:g}", *filter(None, more)])
+
+
+def evaluations(
+    document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Results, samples and origins (see `Study`) of every evaluation that can be read, each result once."""
+    rows: list[dict[str, Any]] = []
+    tables: list[pa.Table] = []
+    origins: dict[str, dict[str, Any]] = {}
+    _compare_suites(document, cells, reader)
+    for cell, words in labels(cells).items():
+        entry = document["cells"][cell]
+        errors = entry.get("errors") or {}
+        for kind in _BESIDES:
+            if kind in errors and not entry.get(kind):
+                reader.step(None, f"{kind} of {words}", errors[kind])
+        for task, name in (entry.get("evaluate") or {}).items():
+            folder = reader.step(name, f"{task} of {words}", errors.get(task))
+            result = reader.json(folder, "result.json") if folder else None
+            if folder is None or result is None:
+                continue
+            reported = result.get("results")
+            if not (isinstance(reported, list) and all(isinstance(found, dict) for found in reported)):
+                reader.gap("result.json is damaged", name)
+                continue
+            if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
+                reader.gap("written by a newer moe_lab: upgrade to read it", name)
+                continue
+            rows += [{"cell": cell, "task": task, "folder": name, **found} for found in reported]
+            if name not in origins:
+                origins[name] = _origin(name, result, reader.json(folder, "provenance.json") or {})
+            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS,))
+            if table is not None:
+                tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
+    empty = pd.DataFrame(columns=["cell", *_SAMPLES])
+    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
+    samples[_LOSS] = pd.to_numeric(samples[_LOSS]) if _LOSS in samples else np.nan
+    results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
+    numbers = ["score", "stderr", "n", "expected"]
+    results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
+    _compare_reports(results, cells, reader)
+    results = _without_duplicates(_without_nan(results, reader), reader)
+    return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
+
+
+def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
+    code, protocol = provenance.get("code") or {}, result.get("protocol") or {}
+    return {
+        "folder": folder,
+        "seconds": provenance.get("seconds"),
+        **{key: provenance.get(key) for key in ("host", "machine", "python")},
+        "moe_lab": code.get("version"),
+        "commit": f"{code['commit']}{' (edited)' if code.get('edits') else ''}" if code.get("commit") else None,
+        "sandbox": protocol.get("sandbox"),
+        "too_long": len(protocol.get("too_long") or ()),
+        "versions": {str(library): str(version) for library, version in versions.items() if version},
+    }
+
+
+def _compare_suites(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> None:
+    """A gap for every cell that was not asked for tasks that other cells of its model and study were."""
+    for cell, words in labels(cells).items():
+        entry = document["cells"][cell]
+        lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
+        if lacking:
+            reader.gap(f"never asked for {names.listing(lacking)}, unlike other cells of the study", words)
+
+
+def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:
+    """A gap for every benchmark that a task reports for other cells but not for this one."""
+    words = labels(cells)
+    for key, found in groups(results, ["task"]):
+        reported = found.groupby("cell")["benchmark"].agg(set)
+        every = set(found["benchmark"])
+        for cell, benchmarks in reported.items():
+            for benchmark in sorted(every - benchmarks):
+                reader.gap(f"{benchmark} is not among the results of {key['task']}", words[int(str(cell))])
+
+
+def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    bad = ~results["score"].astype(float).between(-np.inf, np.inf, inclusive="neither")
+    for row in records(results[bad]):
+        reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
+    return results[~bad]
+
+
+def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    twice = results.duplicated(["cell", "benchmark"])
+    for row in records(results[twice]):
+        reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
+    return results[~twice].reset_index(drop=True)

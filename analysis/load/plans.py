@@ -1,0 +1,235 @@
+"""What pruned models cost and keep, and how their allocations were searched for, as tidy frames from a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.load.reader import Reader
+
+COSTS = (
+    "parameters",
+    "parameters_unpruned",
+    "parameters_kept",
+    "routed_kept",
+    "storage_bytes",
+    "loading_bytes",
+    "flops_per_token",
+    "flops_per_token_unpruned",
+    "flops_ratio",
+)
+"""Numbers of cost.json: counts of parameters; shares of all parameters and of those of routed experts that are kept;
+bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs of a token, and their share of the unpruned
+model's."""
+
+HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
+"""Columns of history.parquet."""
+
+PROFILE = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts")
+"""Columns of profile.parquet: the layer; variance of the residual stream after it over tokens, the mean over its
+coordinates; entropies in nats of the router's softmax, of the chosen experts' gates and of the experts' loads; and the
+experts the router chooses from. NaN where a layer has no router."""
+
+TIMING = (
+    "batch_size",
+    "prompt_length",
+    "new_tokens",
+    "repeat",
+    "prefill_seconds",
+    "decode_seconds",
+    "working_bytes",
+)
+"""Columns of timing.parquet, a row a request: its prompts, and tokens of each; the seconds to the first new token and
+from there to the last; bytes beyond the weights at the largest moment, NaN where the system does not tell."""
+
+CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
+"""What timing.json says of all requests of a model."""
+
+SEARCHES = (
+    "layers",
+    "budget",
+    "fitness",
+    "samples",
+    "population",
+    "generations",
+    "best",
+    "best_fitness",
+    "uniform",
+    "uniform_fitness",
+    "candidates",
+    "forwards",
+    "full",
+    "screening",
+    "per_candidate",
+    "seconds",
+)
+"""What `searches` says of a search besides its cell."""
+
+
+def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """One row per cell whose cost was counted: cell, bits and COSTS."""
+    columns = ["cell", "bits", *COSTS]
+    documents = _documents(cells, "cost_folder", "cost.json", reader)
+    rows = [{"cell": cell, **{name: found.get(name) for name in columns[1:]}} for cell, found in documents.items()]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.astype(dict.fromkeys(columns[1:], float))
+
+
+def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What plans leave: cell, layer, expert, share of the expert's channels (0..1), null.
+
+    All experts the layer had are listed: a dropped one has 0, and so has a null expert, which keeps no channel and is
+    still routed to; `null` tells it from a dropped one. Whole experts have 1. The unpruned model has no rows.
+    """
+    columns = ("layer", "expert", "share", "null")
+    frames = {}
+    for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
+        try:
+            frames[cell] = _shares(document)
+        except (KeyError, TypeError, ValueError):
+            reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
+    return _by_cell(frames, columns)
+
+
+def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What a pass through every pruned model looks like, layer by layer: cell and PROFILE."""
+    frames = {}
+    for cell, name in cells["profile_folder"].dropna().items():
+        folder = reader.folder(str(name))
+        table = reader.table(folder, "profile.parquet", PROFILE) if folder else None
+        if table is not None:
+            frames[int(str(cell))] = table.to_pandas()
+    return _by_cell(frames, PROFILE)
+
+
+def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """How long requests of every model took: cell, TIMING and CONDITIONS."""
+    frames = {}
+    for cell, about in _documents(cells, "timing_folder", "timing.json", reader).items():
+        folder = reader.folder(str(cells.loc[cell, "timing_folder"]))
+        table = reader.table(folder, "timing.parquet", TIMING) if folder else None
+        if table is not None:
+            frames[cell] = table.to_pandas().assign(**{name: about.get(name) for name in CONDITIONS})
+    return _by_cell(frames, (*TIMING, *CONDITIONS))
+
+
+def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """How plans round the channels of experts: cell, block (channels) and smallest (fewest channels of an expert), of
+    plans that do."""
+    rows = []
+    for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
+        allocation = (plan.get("provenance") or {}).get("allocation") or {}
+        if align := (allocation.get("parameters") or {}).get("align"):
+            rows.append({"cell": cell, "block": align.get("block"), "smallest": align.get("min_channels")})
+    return pd.DataFrame(rows, columns=["cell", "block", "smallest"])
+
+
+def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Every schedule that searches made: cell and HISTORY. Schedules are arrays of experts removed, in the order of
+    `layers` in `searches`; `fitness` is NaN for one that was never evaluated, higher is better."""
+    frames = {}
+    for cell, name in _searched(cells).items():
+        folder = reader.folder(name)
+        table = reader.table(folder, "history.parquet", HISTORY) if folder else None
+        if table is not None:
+            frames[cell] = table.to_pandas()
+    return _by_cell(frames, HISTORY)
+
+
+def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """One row per cell whose allocation was searched for: cell and SEARCHES.
+
+    layers            decoder layers, tuple; `best` and `uniform` are removed experts in their order, tuples
+    budget            experts removed in all
+    samples           rows of the search set
+    fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
+    candidates        schedules that were evaluated
+    forwards          what that cost, in full forwards of the search set; without reuse it would be `candidates`
+    full, screening   the same for the unpruned model, and for ranking proposals that were not evaluated
+    per_candidate     forwards for one candidate
+    seconds           of the whole search in one process
+    """
+    rows = []
+    for cell, name in _searched(cells).items():
+        folder = reader.folder(name)
+        document = reader.json(folder, "search.json") if folder else None
+        if document is not None:
+            rows.append({"cell": cell, **_search(document), "samples": _samples(folder, reader)})
+    return pd.DataFrame(rows, columns=["cell", *SEARCHES])
+
+
+def _samples(folder: Path | None, reader: Reader) -> float:
+    """Rows of the text a step read; NaN where its identity is not written down."""
+    known = folder is not None and (folder / "step.json").is_file()
+    settings = (reader.json(folder, "step.json") or {}).get("settings", {}) if folder and known else {}
+    return float(settings.get("text", {}).get("rows", np.nan))
+
+
+def _search(document: Mapping[str, Any]) -> dict[str, Any]:
+    settings, cost = document.get("settings") or {}, document.get("cost") or {}
+    best, uniform = document.get("best") or {}, document.get("uniform") or {}
+    evolution = settings.get("evolution") or {}
+    return {
+        "layers": tuple(document.get("layers") or ()),
+        "budget": document.get("budget"),
+        "fitness": (settings.get("fitness") or {}).get("fitness"),
+        "population": evolution.get("population"),
+        "generations": evolution.get("generations"),
+        "best": tuple(best.get("schedule") or ()),
+        "best_fitness": best.get("fitness"),
+        "uniform": tuple(uniform.get("schedule") or ()),
+        "uniform_fitness": uniform.get("fitness", np.nan),
+        **{
+            name: cost.get(name, np.nan)
+            for name in ("candidates", "forwards", "full", "screening", "per_candidate", "seconds")
+        },
+    }
+
+
+def _searched(cells: pd.DataFrame) -> dict[int, str]:
+    """Cell -> the folder of its search."""
+    names = cells["plan_folder"].dropna()
+    folders = {int(str(cell)): str(name) for cell, name in names.items()}
+    return {cell: name for cell, name in folders.items() if name.startswith("search/")}
+
+
+def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> dict[int, dict[str, Any]]:
+    """Cell -> the JSON document in one of its folders; cells that share a folder share the document."""
+    by_folder: dict[str, dict[str, Any] | None] = {}
+    found = {}
+    for cell, name in cells[column].dropna().items():
+        if name not in by_folder:
+            folder = reader.folder(name)
+            by_folder[name] = reader.json(folder, file) if folder else None
+        document = by_folder[name]
+        if document is not None:
+            found[int(str(cell))] = document
+    return found
+
+
+def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
+    """layer, expert, share, null of one plan."""
+    frames = []
+    for layer, about in plan["layers"].items():
+        share = np.zeros(about["experts"])
+        kept_experts = np.asarray(about["keep"], int)
+        share[kept_experts] = 1.0
+        if "channels" in about:
+            share[kept_experts] = [int(mask, 16).bit_count() for mask in about["channels"]]
+            share /= about["width"]
+        null = np.zeros(len(share), bool)
+        null[kept_experts] = share[kept_experts] == 0
+        frames.append(
+            pd.DataFrame({"layer": int(layer), "expert": np.arange(len(share)), "share": share, "null": null})
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _by_cell(frames: Mapping[int, pd.DataFrame], columns: tuple[str, ...]) -> pd.DataFrame:
+    if not frames:
+        return pd.DataFrame(columns=["cell", *columns])
+    return pd.concat([frame.assign(cell=cell) for cell, frame in frames.items()], ignore_index=True)[["cell", *columns]]

@@ -1,0 +1,148 @@
+"""Which studies a store has, and what a run wrote down about one, or about several taken together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.load.reader import SCHEMA
+from moe_lab.errors import UserError, unknown
+from moe_lab.json_files import Damaged, read_json
+from moe_lab.results import ID_DIGITS, STUDY_SHAPE
+
+EVERY = "all"
+"""Stands for every study of a store, unless one is called so."""
+
+_BY_NAME = ("evaluate", "errors")
+_PER_CALIBRATION = ("families", "damages", "convergences")
+
+
+def studies(store: Path) -> list[str]:
+    """Names of the studies in a store, the newest first. UserError when there is no store or no study in it."""
+    if not store.is_dir():
+        raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
+    found = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not found:
+        raise UserError(
+            f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic"
+        )
+    return [path.stem for path in found]
+
+
+def chosen(store: Path, name: str) -> list[str]:
+    """The studies that `name` stands for: one, several with commas between, or all of the store.
+
+    UserError for one that is not there.
+    """
+    known = studies(store)
+    wanted = sorted(known) if name == EVERY and EVERY not in known else name.split(",")
+    for study in wanted:
+        if study not in known:
+            raise unknown("study", study, [*known, EVERY])
+    return list(dict.fromkeys(wanted))
+
+
+def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The record of one study, or of several as if they had been one. UserError for one that cannot be read.
+
+    A cell that several have counts once, with the benchmarks of all of them.
+    """
+    found = {name: _with_suites(record) for name, record in _told_apart({n: _read(store, n) for n in names}).items()}
+    records = list(found.values())
+    if len(records) == 1:
+        return records[0]
+    return {
+        **max(records, key=lambda record: float(record["created"])),
+        "study": "+".join(found),
+        "config": {name: record.get("config") for name, record in found.items()},
+        "cells": _joined_cells(records),
+        **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _PER_CALIBRATION},
+    }
+
+
+def _read(store: Path, name: str) -> dict[str, Any]:
+    path = store / "studies" / f"{name}.json"
+    try:
+        record: dict[str, Any] = read_json(path, STUDY_SHAPE)
+    except (Damaged, OSError):
+        raise UserError(
+            f"study={name} cannot be read: {path} is damaged, run the study again to write it anew"
+        ) from None
+    if record["schema"] > SCHEMA:
+        raise UserError(
+            f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
+        )
+    if not record["cells"]:
+        raise UserError(f"study={name} has no cells: {path}")
+    return record
+
+
+def _told_apart(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The records with models of one name that are not the same called by it and the start of their ids, whether one
+    study has several of them or each has its own."""
+    ids: dict[str, set[str]] = {}
+    for entry in (entry for record in records.values() for entry in record["cells"]):
+        name, own = _name_and_id(entry)
+        ids.setdefault(name, set()).update({own} - {""})
+    return {study: _renamed(record, ids) for study, record in records.items()}
+
+
+def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """What the model of a cell is called without its id, and the start of its id; "" where its step is not there."""
+    name, folder = str(entry["cell"].get("model")), entry.get("model")
+    own = str(folder)[-12:][:ID_DIGITS] if folder else ""
+    return (name.replace(f"-{own}", "", 1) if own else name), own
+
+
+def _renamed(record: dict[str, Any], ids: Mapping[str, set[str]]) -> dict[str, Any]:
+    """The record with the words for models that `ids`, name -> starts of ids, asks for."""
+    words: dict[str, str] = {}
+    for entry in record["cells"]:
+        name, own = _name_and_id(entry)
+        before, bracket, protocol = name.partition(" (")
+        word = f"{before}-{own}{bracket}{protocol}" if own and len(ids[name]) > 1 else name
+        words[entry["cell"].get("model")] = word
+        entry["cell"] = {**entry["cell"], "model": word} if "model" in entry["cell"] else entry["cell"]
+    for kind in (kind for kind in _PER_CALIBRATION if record.get(kind)):
+        steps = {}
+        for key, step in record[kind].items():
+            calibration, model, *rest = key.split("@")
+            steps["@".join([calibration, words.get(model, model), *rest])] = step
+        record[kind] = steps
+    return record
+
+
+def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with each cell's `suite`: the tasks that this study asked of any cell of its model."""
+    asked: dict[str, dict[str, None]] = {}
+    for entry in record["cells"]:
+        asked.setdefault(entry["cell"].get("model"), {}).update(dict.fromkeys(entry.get("evaluate") or {}))
+    cells = [{**entry, "suite": list(asked[entry["cell"].get("model")])} for entry in record["cells"]]
+    return {**record, "cells": cells}
+
+
+def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The cells of all records; what is written twice within one record stays so, for the reader to report."""
+    cells: dict[str, dict[str, Any]] = {}
+    twice: list[dict[str, Any]] = []
+    for record in records:
+        own: set[str] = set()
+        for entry in record["cells"]:
+            key = json.dumps(entry["cell"], sort_keys=True)
+            if key in own:
+                twice.append(entry)
+            elif key in cells:
+                parts = {kind: _joined([cells[key].get(kind) or {}, entry.get(kind) or {}]) for kind in _BY_NAME}
+                cells[key] = {**_joined([cells[key], entry]), **parts}
+            else:
+                cells[key] = entry
+            own.add(key)
+    return [*cells.values(), *twice]
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Key -> its first value that says something."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: next((part[key] for part in parts if part.get(key)), None) for key in keys}

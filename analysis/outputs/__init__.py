@@ -1,0 +1,1 @@
+"""Every table and figure, one module per subject."""

@@ -1,0 +1,218 @@
+"""What attributions say of experts (MoE-Slimming, Figs. 2, 3, 13 and Table 14): against ablation, and over depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure as Drawing
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from scipy import stats
+
+from analysis import names
+from analysis.frames import groups
+from analysis.load.attributions import MEASURES
+from analysis.load.study import Study
+from analysis.outputs.captions import of_pass
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import SCORE, Table
+
+AGAINST = ("gate", "first", "second")
+"""What the published figure, and what attribution, would prune by: drawn against the ablation."""
+ESTIMATES = ("tokens", "gate", "norm", "first", "second")
+TRUTHS = {"second": "layer loss", "ablation": "model loss"}
+"""What is exact: the change of a layer's loss, and of the model's."""
+SPREAD = (0.1, 0.9)
+"""Quantiles of a layer's experts between which the band of a line lies."""
+_SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
+
+
+def ablation_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
+    """Fig. 2: each expert's router weight and attributions against what the model's loss gains without it."""
+    chosen = found[(found["model"] == model) & found["ablation"].notna()]
+    if chosen.empty:
+        return None
+    sets = names.calibrations_in_order(chosen["calibration"])
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.1 * len(sets) + 0.4)
+        grid = drawing.subplots(len(sets), len(AGAINST), squeeze=False, sharey="row")
+        for row, calibration in zip(grid, sets, strict=True):
+            experts = chosen[chosen["calibration"] == calibration]
+            for axes, measure in zip(row, AGAINST, strict=True):
+                _points(axes, experts, measure)
+            row[0].set_ylabel("rise of the loss (nats a token)")
+            row[0].annotate(
+                names.calibration(calibration), (0, 1.16), xycoords="axes fraction", fontsize=8.5, fontweight="bold"
+            )
+        for axes, measure in zip(grid[-1], AGAINST, strict=True):
+            axes.set_xlabel(MEASURES[measure])
+        layers = sorted(chosen["layer"].unique())
+        ends = [layers[0], layers[-1]] if len(layers) > 1 else layers
+        look: Any = {"linestyle": "", "marker": "o"}
+        handles = [Line2D([], [], color=_depth(layer, layers), label=f"layer {layer}", **look) for layer in ends]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    caption = (
+        "Each point is an expert, its shade the depth of its layer. Up: what the model's loss gains when that expert "
+        "alone is silent, gates as they are. ρ: rank correlation over all experts, and its mean over layers. Experts "
+        "without a token have no router weight and are left out there."
+    )
+    return Figure(name, f"What losing an expert costs, and what foretells it: {model}", caption, drawing)
+
+
+def _depth(layer: int, layers: Sequence[int]) -> str:
+    """From light to dark with depth."""
+    return to_hex(colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1)))
+
+
+def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
+    layers = sorted(experts["layer"].unique())
+    for about, points in groups(experts.sort_values("layer"), ["layer"]):
+        axes.plot(
+            points[measure], points["ablation"], "o", markersize=3, alpha=0.75, markeredgewidth=0,
+            color=_depth(about["layer"], layers),
+        )  # fmt: skip
+    pooled, inside = agreement(experts, measure, "ablation")["rank"], agreement_by_layer(experts, measure, "ablation")
+    axes.set_title(f"ρ = {_spelled(pooled)}; in a layer {_spelled(inside)}", fontsize=7.5, fontweight="normal")
+    axes.axhline(0, color=style.RULE, linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.ticklabel_format(axis="both", style="sci", scilimits=(-2, 3))
+    for offset in (axes.xaxis.get_offset_text(), axes.yaxis.get_offset_text()):
+        offset.set_fontsize(6.5)
+
+
+def _spelled(value: float) -> str:
+    return "–" if np.isnan(value) else f"{value:.2f}".replace("-", "−")
+
+
+def agreement(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
+    """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`; NaN below three experts
+    that have both, or where one of them is the same for all."""
+    both = experts[[measure, truth]].dropna()
+    if len(both) < 3 or both.iloc[:, 0].nunique() < 2 or both.iloc[:, 1].nunique() < 2:
+        return {"linear": np.nan, "rank": np.nan}
+    one, other = both.iloc[:, 0].to_numpy(float), both.iloc[:, 1].to_numpy(float)
+    return {
+        "linear": float(stats.pearsonr(one, other).statistic),
+        "rank": float(stats.spearmanr(one, other).statistic),
+    }
+
+
+def agreement_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
+    """Spearman's correlation inside a layer, the mean over layers that have one; NaN when none has."""
+    found = [agreement(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
+    known = [value for value in found if not np.isnan(value)]
+    return float(np.mean(known)) if known else np.nan
+
+
+def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
+    """Table 14: how the cheap measures of an expert agree with what silencing it truly changes."""
+    columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in ("Pearson", "Rank", "Rank in a layer")]
+    rows = []
+    for key, experts in groups(found, ["model", "calibration"]) if len(found) else ():
+        for measure in ESTIMATES:
+            numbers: list[float] = []
+            for truth in TRUTHS:
+                pooled = agreement(experts, measure, truth) if measure != truth else {"linear": 1.0, "rank": 1.0}
+                inside = agreement_by_layer(experts, measure, truth) if measure != truth else 1.0
+                numbers += [pooled["linear"], pooled["rank"], inside]
+            rows.append((key["model"], names.calibration(key["calibration"]), _capital(MEASURES[measure]), *numbers))
+    text = ["Model", "Calibration", "Estimate"]
+    return Table(
+        name=name,
+        title="How attributions agree with what losing an expert changes",
+        caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's inside a layer (mean "
+        "over layers). Layer loss: what the routed output, relative to the residual stream, changes when one expert is "
+        "silent; it is quadratic in that expert's factor, so the second order is the true value and agrees by "
+        "construction. Model loss: the rise of the language model's loss, where a plan read the ablation. Made with "
+        f"{of_pass(study)}",
+        frame=pd.DataFrame(rows, columns=[*text, *columns]),
+        formats=dict.fromkeys(columns, SCORE),
+        best=dict.fromkeys(columns[3:], "max"),
+        blocks=text[:2],
+        optional=tuple(columns),
+    )
+
+
+def _capital(word: str) -> str:
+    return word[:1].upper() + word[1:]
+
+
+def smoothing_figure(losses: pd.DataFrame, *, model: str, name: str) -> Figure | None:
+    """Fig. 12: what each smoothing makes of the layer losses, a panel per calibration set; targets with mean one."""
+    from moe_lab.allocation.smoothing import Smoothing, smooth
+
+    chosen = losses[losses["model"] == model].dropna(subset=["loss"])
+    sets = names.calibrations_in_order(chosen["calibration"])
+    if not sets:
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.1 * -(-len(sets) // 3) + 0.5)
+        for at, calibration in enumerate(sets):
+            part = chosen[chosen["calibration"] == calibration].sort_values("layer")
+            axes = drawing.add_subplot(-(-len(sets) // 3), min(3, len(sets)), at + 1)
+            for place, (word, shade) in enumerate(zip(get_args(Smoothing), _SHADES, strict=False)):
+                target = smooth(part["loss"].to_numpy(float), word)
+                look: Any = {"color": shade, "marker": style.MARKERS[place], "label": word}
+                axes.plot(part["layer"], target / target.mean(), markersize=3.5, linewidth=1.2, **look)
+            axes.set_title(names.calibration(calibration))
+            axes.set(xlabel="decoder layer", ylabel="target, mean 1" if at % 3 == 0 else None)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            axes.grid(axis="y")
+        _legend(drawing.axes, drawing)
+    caption = (
+        "How much of its score each layer is to keep, relative to the others, after its loss is smoothed; none: as the "
+        "loss is."
+    )
+    return Figure(name, f"What smoothing makes of layer losses: {model}", caption, drawing)
+
+
+def depth_figure(
+    found: pd.DataFrame, measures: Mapping[str, str], *, model: str, name: str, title: str, caption: str
+) -> Figure | None:
+    """A panel per measure over the decoder layers: the median expert of each layer, a line per calibration set, and
+    the band in which four of five experts lie. None when no expert of `model` has any of them."""
+    chosen = found[found["model"] == model]
+    shown = [measure for measure in measures if chosen[measure].notna().any()]
+    if not shown:
+        return None
+    sets = names.calibrations_in_order(chosen["calibration"])
+    across = min(3, len(shown))
+    with style.look():
+        drawing = style.drawing(style.PAGE, 1.9 * -(-len(shown) // across) + 0.5)
+        for at, measure in enumerate(shown):
+            axes = drawing.add_subplot(-(-len(shown) // across), across, at + 1)
+            for place, calibration in enumerate(sets):
+                experts = chosen[chosen["calibration"] == calibration].dropna(subset=[measure])
+                _line(axes, experts, measure, place, names.calibration(calibration))
+            axes.set_title(measures[measure], fontsize=7.5)
+            axes.set_xlabel("decoder layer")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
+            axes.yaxis.get_offset_text().set_fontsize(6.5)
+            axes.grid(axis="y")
+        _legend(drawing.axes, drawing)
+    band = "The line is the median expert of a layer; four of five experts lie in the band."
+    return Figure(name, f"{title}: {model}", f"{caption} {band}", drawing)
+
+
+def _line(axes: Axes, experts: pd.DataFrame, measure: str, place: int, label: str) -> None:
+    by_layer = experts.groupby("layer")[measure]
+    shade = _SHADES[place % len(_SHADES)]
+    middle, low, high = by_layer.median(), by_layer.quantile(SPREAD[0]), by_layer.quantile(SPREAD[1])
+    axes.fill_between(middle.index, low, high, color=shade, alpha=0.15, linewidth=0)
+    axes.plot(
+        middle.index, middle, color=shade, marker=style.MARKERS[place % len(style.MARKERS)], markersize=3.5,
+        linewidth=1.2, label=label,
+    )  # fmt: skip
+
+
+def _legend(panels: Iterable[Axes], drawing: Drawing) -> None:
+    handles = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+    drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(6, len(handles)))

@@ -1,0 +1,184 @@
+"""The figures about scores: winner map (000 Fig. 2), averages with intervals, radar plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.projections.polar import PolarAxes
+
+from analysis import names
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.stats.cell_scores import not_averaged
+from analysis.stats.comparison import Comparison, Panel
+
+RADAR_LINES = 4
+"""Criteria drawn in a radar plot: the best by Avg."""
+
+
+_LETTER, _SMALL_LETTER = 0.063, 0.047
+"""Inches an average letter takes at 7.5 and 5.6 points."""
+
+
+def averages_figure(comparison: Comparison, *, name: str) -> Figure:
+    """Avg of every criterion with its 95 % interval beside the unpruned model: a row of panels per ratio."""
+    panels = comparison.panels
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    groups = list(dict.fromkeys(panel.settings for panel in panels))
+    with style.look():
+        rows = [max(len(panel.cells) for panel in panels if panel.settings == group) for group in groups]
+        heights = [max(0.17 * methods, 0.9) for methods in rows]
+        drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(groups))
+        grid = drawing.subplots(
+            len(groups), len(sets), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
+        for row, group in enumerate(groups):
+            members = [panel for panel in panels if panel.settings == group]
+            order = _order(comparison, members)
+            for axes in grid[row]:
+                axes.set_visible(False)
+            for panel in members:
+                axes = grid[row][sets.index(panel.calibration)]
+                axes.set_visible(True)
+                _averages_axes(axes, comparison, panel, order)
+                axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
+                if panel.calibration != sets[0]:
+                    axes.set_yticklabels([])
+        drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
+    caption = (
+        "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and "
+        "band are the unpruned model. Criteria are sorted by their mean over the panels of a row."
+    )
+    caption = " ".join([caption, *not_averaged([comparison])])
+    return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
+
+
+def _order(comparison: Comparison, panels: Sequence[Panel]) -> list[str]:
+    """Criteria from the lowest to the highest mean Avg."""
+    averages = pd.DataFrame(
+        {
+            panel.calibration: {name: score[cell] for name, cell in panel.cells.items()}
+            for panel in panels
+            for score in [comparison.score(panel.averaged(comparison))]
+        }
+    )
+    return [str(name) for name in averages.mean(axis=1).sort_values(na_position="first", kind="stable").index]
+
+
+def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequence[str]) -> None:
+    target = panel.averaged(comparison)
+    scores, (low, high) = comparison.score(target), comparison.interval(target)
+    if comparison.unpruned is not None:
+        full = comparison.unpruned
+        axes.axvspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
+        axes.axvline(scores[full], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9)
+    for y, criterion in enumerate(order):
+        cell = panel.cells.get(criterion)
+        if cell is None:
+            continue
+        if np.isnan(scores[cell]):
+            beside = axes.get_yaxis_transform()  # x in shares of the width, so that a gap has no score
+            axes.text(0.02, y, "gap", transform=beside, fontsize=6.5, color=style.MUTED, va="center")
+            continue
+        shade = style.colour(criterion)
+        axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
+        axes.plot(scores[cell], y, marker="o", markersize=4, color=shade)
+    axes.set_yticks(range(len(order)), [names.method(name) for name in order], fontsize=7)
+    axes.set_ylim(-0.7, len(order) - 0.3)
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+
+
+def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
+    """Displayed columns as spokes; the unpruned model and the best criteria by Avg as lines. None below 3 columns."""
+    panels = [panel for panel in comparison.panels if len(panel.averaged(comparison)) >= 3]
+    if not panels:
+        return None
+    places, lines = _radar_places(panels), method_lines(comparison)
+    down, across = (1 + max(place[axis] for place in places) for axis in (0, 1))
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.0 * down + 0.4)
+        drawn: list[str] = []
+        for panel, (row, column) in zip(panels, places, strict=True):
+            axes = drawing.add_subplot(down, across, row * across + column + 1, projection="polar")
+            assert isinstance(axes, PolarAxes)
+            drawn += _radar_axes(axes, comparison, panel, lines)
+        handles = [lines[name] for name in ["none", *names.methods_in_order(drawn)]]
+        longest = max(len(str(line.get_label())) for line in handles)
+        ncols = max(1, min(6, len(handles), 100 // (longest + 8)))
+        drawing.legend(handles=handles, loc="outside lower center", ncols=ncols, fontsize=7)
+    caption = (
+        "Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; "
+        f"the {RADAR_LINES} best criteria by Avg in each panel."
+    )
+    return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
+
+
+def _radar_places(panels: Sequence[Panel]) -> list[tuple[int, int]]:
+    """Row and column of each panel: calibration sets side by side; where there is one set, ratios three in a row."""
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    groups = list(dict.fromkeys(panel.settings for panel in panels))
+    if len(sets) > 1:
+        return [(groups.index(panel.settings), sets.index(panel.calibration)) for panel in panels]
+    return [divmod(place, 3) for place in range(len(panels))]
+
+
+_PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
+
+
+def method_lines(comparison: Comparison) -> dict[str, Line2D]:
+    """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
+    other markers."""
+    lines = {"none": Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method("none"))}
+    places: dict[str, int] = {}
+    for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
+        criterion = names.parts(method)[0]
+        place = places[criterion] = places.get(criterion, -1) + 1
+        first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
+        shade = style.colour(method)
+        lines[method] = Line2D(
+            [],
+            [],
+            color=shade,
+            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
+            markersize=3.5,
+            markerfacecolor=style.SURFACE if place else shade,
+            linestyle=_PATTERNS[place % len(_PATTERNS)],
+            linewidth=1.3,
+            label=names.method(method),
+        )
+    return lines
+
+
+def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
+    target = list(panel.averaged(comparison))
+    scores = pd.Series({name: comparison.score(tuple(target))[cell] for name, cell in panel.cells.items()}, dtype=float)
+    best = [str(name) for name in scores.dropna().sort_values(ascending=False, kind="stable").index[:RADAR_LINES]]
+    angles = np.linspace(0, 2 * np.pi, len(target), endpoint=False)
+    closed = np.append(angles, angles[0])
+    cells = {"none": comparison.unpruned, **{name: panel.cells[name] for name in best}}
+    for criterion, cell in cells.items():
+        if cell is None:
+            continue
+        values = comparison.columns.loc[cell, target].to_numpy(float)
+        line = copy(lines[criterion])
+        line.set_data(closed, np.append(values, values[0]))
+        axes.add_line(line)
+    axes.set_theta_offset(np.pi / 2)
+    axes.set_theta_direction(-1)
+    axes.set_xticks(angles, [names.benchmark(column) for column in target], fontsize=6.5)
+    for angle, text in zip(angles, axes.get_xticklabels(), strict=True):
+        side = round(float(np.sin(angle)), 6)
+        text.set_horizontalalignment("center" if side == 0 else "left" if side > 0 else "right")
+    axes.tick_params(axis="x", pad=-1)
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
+    axes.spines["polar"].set_color(style.RULE)
+    axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5, pad=10, loc="center")
+    return best

@@ -1,0 +1,59 @@
+"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from analysis import names
+from analysis.load.settings import mixed_metrics, passes, protocols, versions
+from analysis.load.study import Study
+from analysis.stats import uncertainty
+
+
+def setting(study: Study) -> str:
+    """What captions of scores state: items, metrics, and what `reading` states, with the level of intervals."""
+    sizes = study.results["n"]
+    if not len(sizes):
+        return f"No results; {reading(study)}"
+    items = f"{sizes.min():g}" if sizes.nunique() == 1 else f"{sizes.min():g} to {sizes.max():g}"
+    metrics = names.listing(sorted(set(study.results["metric"].astype(str))))
+    level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
+    mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results, study.cells))
+    if asked := protocols(study.cells):
+        metrics = f"{metrics}, as asked of {asked}"
+    return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
+
+
+def reading(study: Study) -> str:
+    """What captions of numbers from a pass over a text state: seed, gate, calibration tokens, library versions."""
+    cells = study.cells[study.cells["criterion"] != "none"]
+    parts = [f"seed {_several(cells['seed'])}", f"gate {_several(cells['gate'])}"]
+    return "; ".join([*parts, *_texts(study)]) + "."
+
+
+def _texts(study: Study) -> list[str]:
+    """Calibration tokens and versions of libraries, as far as they are known."""
+    tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
+    parts = [
+        f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
+        ", ".join(f"{name} {'/'.join(found)}" for name, found in versions(study.origins).items()),
+    ]
+    return [part for part in parts if part]
+
+
+def of_pass(study: Study) -> str:
+    """What captions of numbers from passes state where one gate and seed are shown of several."""
+    cells = study.cells[study.cells["criterion"] != "none"]
+    one = passes(cells) if cells["statistics_folder"].notna().any() else cells
+    parts = [_chosen("seed", one["seed"], cells["seed"]), _chosen("gate", one["gate"], cells["gate"])]
+    return "; ".join([*parts, *_texts(study)]) + "."
+
+
+def _chosen(axis: str, shown: pd.Series, run: pd.Series) -> str:
+    """`seed 42`, or `seed 42 (of 42, 43)`."""
+    found, every = _several(shown), _several(run)
+    return f"{axis} {found}" if found == every else f"{axis} {found} (of {every})"
+
+
+def _several(values: pd.Series) -> str:
+    return ", ".join(str(value) for value in values.drop_duplicates()) or "none"

@@ -1,0 +1,280 @@
+"""The tables of HEAPr (1, 2), of MoE-Slimming's budgets (6, 7, 13) and of AIMER (2): which cells stand in each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from analysis import names
+from analysis.frames import groups
+from analysis.load import settings
+from analysis.load.study import Study
+from analysis.outputs.score_rows import Block, block_table
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.cell_scores import MEAN, averaged, mean_target
+from analysis.stats.comparison import Comparison
+
+SMOOTHING = {"smoothing", "layer_smoothing"}
+"""What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
+DEFAULT_SMOOTHING = "sqrt"
+COMPETING = ["ratio", "calibration", "gate", "seed"]
+"""Cells that agree in these are compared with each other where allocations or channel scores vary."""
+
+
+def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table1") -> Table:
+    """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
+    blocks = [
+        Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(cells)))
+        for comparison in comparisons
+        for key, cells in _groups(plain(comparison), ["ratio"])
+    ]
+    return block_table(
+        study,
+        blocks,
+        columns=(*names.HEAPR, MEAN),
+        name=name,
+        title="Channels and whole experts",
+        caption="Kept: share of the parameters of routed experts. FLOPs saved: per token, with the routing the pruned "
+        "model has.",
+    )
+
+
+def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table2") -> Table:
+    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G where CAMERA-P was run; differences are to CAMERA-P, to its
+    one-shot form where only that was run."""
+    blocks = []
+    for comparison in comparisons:
+        cells = plain(comparison)
+        pairs = zip(cells["criterion"], cells["allocation"], strict=True)
+        for key, found in _groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
+            camera = found[found["criterion"] == "camera"]
+            sequential = camera[camera["allocation"] == "sequential"]
+            base = _only(sequential if len(sequential) else camera)
+            if base is not None and len(found) > 1:
+                blocks.append(
+                    Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(found)), base)
+                )
+    return block_table(
+        study,
+        blocks,
+        columns=(*names.HEAPR, MEAN),
+        name=name,
+        title="Which channels: CAMERA and HEAPr inside layers, HEAPr over all",
+        caption="CAMERA-P scores each layer on what the pruned layers below it give, as its code does; one-shot scores "
+        "all layers of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only that was run), "
+        "paired.",
+    )
+
+
+def allocator_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table6") -> Table:
+    """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform widths."""
+    blocks = []
+    for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
+        chosen = cells[[SMOOTHING.isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
+        if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
+            base = _only(chosen[chosen["allocation"] == "uniform"])
+            blocks.append(
+                Block(comparison, names.ratio(key["ratio"]), _words(chosen["allocation"].map(names.allocated)), base)
+            )
+    return block_table(
+        study,
+        blocks,
+        columns=(*names.ABLATION, MEAN),
+        name=name,
+        title="Channel budgets: allocations",
+        caption="Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
+    )
+
+
+def smoothing_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table7") -> Table:
+    """MoE-Slimming's Table 7: coverage budgets with losses smoothed differently; differences are to the default."""
+    blocks = []
+    for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
+        parsed = [settings.allocation(word) for word in cells["allocation"]]
+        chosen = cells[[allocation == "coverage" and set(found) <= SMOOTHING for allocation, found in parsed]]
+        if chosen["allocation"].nunique() > 1:
+            words = chosen["allocation"].map(_smoothing)
+            base = _only(chosen[words == DEFAULT_SMOOTHING])
+            blocks.append(Block(comparison, names.ratio(key["ratio"]), _words(words), base))
+    return block_table(
+        study,
+        blocks,
+        columns=(*names.ABLATION, MEAN),
+        name=name,
+        title="Channel budgets: smoothing",
+        caption="How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: Mean minus "
+        f"that of {DEFAULT_SMOOTHING}, the default, paired.",
+    )
+
+
+def channel_score_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table13") -> Table:
+    """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the default score."""
+    blocks = []
+    for comparison in comparisons:
+        cells = plain(comparison)
+        cells = cells[(cells["granularity"] == "channel") & (cells["allocation"] == "coverage")]
+        for ratio in sorted(cells["ratio"].unique()):
+            chosen = cells[cells["ratio"] == ratio]
+            if chosen["criterion"].nunique() > 1:
+                base = _only(chosen[chosen["criterion"] == "channel_activation"])
+                labels = _in_order(chosen["criterion"].map(names.criterion))
+                blocks.append(Block(comparison, names.ratio(ratio), labels, base))
+    return block_table(
+        study,
+        blocks,
+        columns=(*names.ABLATION, MEAN),
+        name=name,
+        title="Channel scores under coverage budgets",
+        caption="Activations, weights and gradients are those of the down projection, unless a row names another. "
+        "Difference: Mean minus that of Activation, the default, paired.",
+    )
+
+
+def plain(comparison: Comparison) -> pd.DataFrame:
+    """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables."""
+    cells = comparison.cells
+    found = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
+    place = found["criterion"].map(names.in_order(found["criterion"], names.CRITERIA).index).astype(int)
+    return found.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+
+
+def _groups(cells: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, float], pd.DataFrame]]:
+    return groups(cells, columns) if len(cells) else iter(())
+
+
+def _channel_groups(
+    comparisons: Sequence[Comparison], columns: Sequence[str]
+) -> Iterator[tuple[Comparison, dict[str, float], pd.DataFrame]]:
+    for comparison in comparisons:
+        cells = plain(comparison)
+        for key, found in _groups(cells[cells["granularity"] == "channel"], columns):
+            yield comparison, key, found
+
+
+def _smoothing(allocation: str) -> str:
+    """How an allocation smooths layer losses."""
+    return next(iter(settings.allocation(allocation)[1].values()), DEFAULT_SMOOTHING)
+
+
+def _only(cells: pd.DataFrame) -> int | None:
+    """The cell, when there is exactly one."""
+    return int(cells.index[0]) if len(cells) == 1 else None
+
+
+def _in_order(labels: pd.Series) -> dict[int, str]:
+    return {int(str(cell)): str(label) for cell, label in labels.items()}
+
+
+def _words(values: pd.Series) -> dict[int, str]:
+    """Cell -> the word that tells it from the others, capitalised."""
+    return {int(str(cell)): str(word)[:1].upper() + str(word)[1:] for cell, word in values.items()}
+
+
+ALIGNED = re.compile(r"coverage aligned \d+( scores)?")
+"""Allocations that round channel budgets to blocks, and go by remainders or by scores."""
+SMALLEST = re.compile(r"coverage (aligned 128|min \d+)")
+"""Allocations that differ in the smallest expert they leave; the first one is USUAL."""
+USUAL = "coverage aligned 128"
+"""The published one, which others are measured against."""
+
+
+def block_size_table(
+    study: Study,
+    comparisons: Sequence[Comparison],
+    *,
+    name: str,
+    columns: Sequence[str],
+    title: str,
+    words: re.Pattern[str],
+) -> Table:
+    """Channel budgets in blocks: the allocations that are called by `words`, where several were run."""
+    blocks = []
+    for comparison in comparisons:
+        cells = comparison.cells
+        found = cells[cells["allocation"].map(lambda word: bool(words.fullmatch(str(word))))]
+        for key, part in groups(found, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
+            if len(part) > 1:
+                usual = part.index[part["allocation"] == USUAL]
+                labels = {
+                    int(str(cell)): str(word)[:1].upper() + str(word)[1:] for cell, word in part["allocation"].items()
+                }
+                base = int(usual[0]) if len(usual) == 1 else None
+                blocks.append(Block(comparison, names.ratio(key["ratio"]), labels, base))
+    return block_table(
+        study,
+        blocks,
+        columns=columns,
+        name=name,
+        title=title,
+        caption="Aligned: kept channels of an expert are a multiple of so many; min: experts below so many lose all; "
+        f"scores: blocks left over go by score. Difference: {columns[-1]} minus that of {USUAL}, paired.",
+    )
+
+
+FEWEST = 3
+"""Ratios a method needs to be drawn as a line over ratios."""
+
+
+def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Label -> cells of one method, by ratio: the methods that were run at at least three ratios."""
+    chosen = [found for _, found in groups(cells, settings.METHOD) if found["ratio"].nunique() >= FEWEST]
+    if not chosen:
+        return {}
+    labels = settings.method_labels(pd.concat(chosen))
+    return {str(labels[found.index[0]]): found.sort_values("ratio") for found in chosen}
+
+
+def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share removed.
+
+    None below three ratios, or without any of its benchmarks.
+    """
+    lines = ratio_lines(plain(comparison))
+    cells = [int(str(cell)) for found in lines.values() for cell in found.index]
+    target = mean_target(comparison, cells, names.HEAPR)
+    if not target:
+        return None
+    saved = 1 - study.costs.set_index("cell")["flops_ratio"].astype(float)
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.7)
+        left, right = drawing.subplots(1, 2)
+        _unpruned(left, comparison, target)
+        score, (low, high) = comparison.score(target), comparison.interval(target)
+        handles = []
+        for at, (label, found) in enumerate(lines.items()):
+            look: Any = {"color": style.colour(found["criterion"].iloc[0]), "marker": style.MARKERS[at % 11]}
+            x = found["ratio"].to_numpy(float) * 100 + 0.6 * (at - (len(lines) - 1) / 2)
+            y, rows = score[found.index].to_numpy(float), found.index
+            left.vlines(x, low[rows], high[rows], color=look["color"], linewidth=1.4, alpha=0.6)
+            left.plot(x, y, markersize=4, linewidth=1.2, **look)
+            right.plot(found["ratio"] * 100, saved.reindex(rows) * 100, markersize=4, linewidth=1.2, **look)
+            handles.append(Line2D([], [], label=label, markersize=4, **look))
+        left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
+        right.set(ylabel="FLOPs saved per token (%)", ylim=(0, None))
+        for axes in (left, right):
+            axes.set(xlabel="routed parameters removed (%)")
+            axes.grid(axis="y")
+        dashes = Line2D([], [], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9, label="Unpruned")
+        drawing.legend(handles=[*handles, dashes], loc="outside lower center", ncols=min(5, len(handles) + 1))
+    caption = (
+        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals (items resampled), points of one ratio set side "
+        "by side; dashed: the unpruned model. Right: FLOPs of a token saved, with the routing that the pruned model "
+        "has; whole experts save only rows of routers, since as many experts as before answer each token."
+    )
+    return Figure(name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing)
+
+
+def _unpruned(axes: Axes, comparison: Comparison, target: tuple[str, ...]) -> None:
+    full = comparison.unpruned
+    if full is None:
+        return
+    low, high = comparison.interval(target)
+    axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
+    axes.axhline(comparison.score(target)[full], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9)

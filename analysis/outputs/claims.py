@@ -1,0 +1,305 @@
+"""What the papers claim, asked of a study: a paired difference, its interval, and a verdict.
+
+Searched allocations beat uniform ones (EvoESAP); channels beat experts at equal routed parameters (HEAPr); scores that
+do not count tokens depend less on the calibration set (Unified Expert Pruning). A claim is asked only of a study whose
+cells can answer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from analysis import names
+from analysis.frames import groups, records
+from analysis.load.study import Study
+from analysis.outputs.captions import setting
+from analysis.render.table import SCORE, Table
+from analysis.stats import overlap, uncertainty
+from analysis.stats.cell_scores import group_targets, pooled_difference
+from analysis.stats.comparison import Comparison
+
+SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
+"""The three claims, by what is claimed to be better."""
+BY_CHANCE = "channels by chance"
+"""The second claim without any criterion: random channels against random experts."""
+CHANCE = ("random", "channel_random")
+ALL = "all"
+"""In place of a ratio: the mean over all ratios."""
+CLAIMED_AT = 0.5
+"""The ratio at which EvoESAP's claim is strongest, and for which it is asked here."""
+EQUAL = 0.035
+"""Shares of routed parameters kept that differ by less are equal: whole experts cannot match channels closer."""
+PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
+"""In what a searched cell and its uniform partner agree, besides the ratio."""
+
+COLUMNS = (
+    "claim",
+    "model",
+    "ratio",
+    "pairs",
+    "difference",
+    "low",
+    "high",
+    "p",
+    "p_holm",
+    "verdict",
+    "headline",
+    "parts",
+)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of cells (better by the claim, other) at one ratio."""
+
+    ratio: float
+    cells: tuple[tuple[int, int], ...]
+
+
+def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
+    """One row per claim, model and ratio, and one over all ratios; columns COLUMNS. Empty when nothing can be asked.
+
+    costs: cell, routed_kept; family: scores of the S family, as in a study. `difference` is of Avg, for the third claim
+    of the share of experts that all calibration sets agree on; p is corrected by Holm's method over all rows;
+    `headline` marks the row that answers the claim; `parts` has the difference of each group average by its name.
+    verdict: holds, does not hold, undecided (the interval contains 0).
+    """
+    rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
+    found = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
+    found["p_holm"] = uncertainty.holm(found["p"].to_numpy(float)) if len(found) else np.nan
+    found["verdict"] = [verdict(row["low"], row["high"]) for row in records(found)]
+    return found
+
+
+def verdict(low: float, high: float) -> str:
+    """What an interval says of the claim that a difference is above 0."""
+    if np.isnan(low) or np.isnan(high):
+        return "not tested"
+    return "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+
+
+def _searched(comparison: Comparison) -> list[dict[str, object]]:
+    """Searched against uniform, the same criterion on the same calibration set."""
+    cells = comparison.cells
+    searched = cells[cells["allocation"].str.startswith("evolutionary")]
+    uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
+    both = searched.reset_index().merge(uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform"))
+    pairs = [
+        Pairs(key["ratio"], tuple(zip(found["cell"], found["cell_uniform"], strict=True)))
+        for key, found in groups(both.sort_values("ratio", kind="stable"), ["ratio"])
+    ]
+    answering = min((abs(pair.ratio - CLAIMED_AT), -pair.ratio, pair.ratio) for pair in pairs)[2] if pairs else None
+    return [
+        {**_row(comparison, SEARCHED, [pair]), "ratio": pair.ratio, "headline": pair.ratio == answering}
+        for pair in pairs
+    ]
+
+
+def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
+    """Channels against whole experts: by criteria, then by chance, which shows what the granularity does alone."""
+    kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
+    cells = comparison.cells.assign(kept=kept)
+    cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)].sort_values("ratio", kind="stable")
+    chance = cells["criterion"].isin(CHANCE)
+    return [
+        *_granularities(comparison, CHANNELS, cells[~chance]),
+        *_granularities(comparison, BY_CHANCE, cells[chance]),
+    ]
+
+
+def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
+    """Every channel method against every method of whole experts that keeps as many routed parameters."""
+    pairs = []
+    for key, found in groups(cells, ["ratio"]) if len(cells) else ():
+        channels, experts = (found.loc[found["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
+        equal = tuple(
+            (int(str(one)), int(str(other)))
+            for one, mine in channels.items()
+            for other, theirs in experts.items()
+            if abs(mine - theirs) < EQUAL
+        )
+        if equal:
+            pairs.append(Pairs(key["ratio"], equal))
+    rows = [{**_row(comparison, claim, [pair]), "ratio": pair.ratio, "headline": False} for pair in pairs]
+    return [*rows, {**_row(comparison, claim, pairs), "ratio": ALL, "headline": True}] if pairs else []
+
+
+def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[str, object]:
+    cells = sorted({cell for pairs in ratios for pair in pairs.cells for cell in pair})
+    targets = group_targets(comparison, cells)
+    found = {
+        name: pooled_difference(comparison, target, [pairs.cells for pairs in ratios])
+        for name, target in targets.items()
+    }
+    whole = found.pop("Avg", None) or pooled_difference(comparison, (), [])
+    return {
+        "claim": claim,
+        "model": comparison.model,
+        **whole,
+        "parts": {name: part["difference"] for name, part in found.items()},
+    }
+
+
+def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
+    """Overlap over calibration sets of S(1, alpha, beta) minus S(0, alpha, beta), layer by layer."""
+    rows: list[dict[str, object]] = []
+    for key, scores in groups(family, ["model"]) if len(family) else ():
+        if scores["calibration"].nunique() < 2:
+            continue
+        by_ratio = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}
+        mean = np.mean(list(by_ratio.values()), axis=0)
+        for ratio, found in (*by_ratio.items(), (ALL, mean)):
+            low, high = layer_interval(found)
+            rows.append(
+                {
+                    "claim": INVARIANT,
+                    **key,
+                    "ratio": ratio,
+                    "pairs": len(_PARTNERS),
+                    "headline": ratio == ALL,
+                    "difference": float(found.mean()),
+                    "low": low,
+                    "high": high,
+                    "p": _t_test(found),
+                    "parts": {},
+                }
+            )
+    return rows
+
+
+_PARTNERS = [(alpha, beta) for alpha in (0, 1, 2) for beta in (0, 1, 2) if (1, alpha, beta) != overlap.DEGENERATE]
+
+
+def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
+    """(layers,): share of the lowest experts that all calibration sets have in common, b = 1 minus b = 0, the mean over
+    (alpha, beta)."""
+    found = []
+    for _, layer in groups(family.sort_values(["layer", "expert"], kind="stable"), ["layer"]):
+        shares = {}
+        for variant, scores in groups(layer, overlap.VARIANT):
+            wide = scores.pivot(index="calibration", columns="expert", values="score").to_numpy(float)
+            shares[tuple(variant.values())] = overlap.agreement(overlap.bottom(wide, ratio)[:, None, :])["triple"]
+        pairs = [
+            shares[(1, *rest)] - shares[(0, *rest)] for rest in _PARTNERS if {(1, *rest), (0, *rest)} <= set(shares)
+        ]
+        found.append(np.mean(pairs) if pairs else np.nan)
+    return np.asarray(found, float)
+
+
+def layer_interval(differences: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean over layers: percentiles of resampled layers at the level of `expanded`."""
+    count = len(differences)
+    if count < 2 or np.isnan(differences).any():
+        return np.nan, np.nan
+    draws = np.random.default_rng(0).choice(differences, (uncertainty.REPLICATES, count)).mean(axis=1)
+    low, high = uncertainty.percentiles(draws, confidence=expanded(count))
+    return float(low), float(high)
+
+
+def expanded(count: int) -> float:
+    """The level at which a percentile bootstrap of `count` values covers 95 % (Hesterberg 2015, expanded percentiles).
+
+    Resampling few values spreads too little; the level is that of the normal distribution at Student's t times
+    sqrt(n / (n - 1)). With four layers the interval is from the least to the most of the layers.
+    """
+    reach = stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
+    return float(2 * stats.norm.cdf(reach) - 1)
+
+
+def _t_test(differences: np.ndarray) -> float:
+    """p-value of a t-test over layers; NaN for a single layer or where all differ by exactly as much."""
+    if len(differences) < 2 or np.isnan(differences).any() or np.ptp(differences) == 0:
+        return np.nan
+    return float(stats.ttest_1samp(differences, 0).pvalue)
+
+
+STATEMENTS = {
+    SEARCHED: "Searched allocations beat uniform ones",
+    CHANNELS: "Removing channels beats removing whole experts at equal routed parameters",
+    BY_CHANCE: "Removing channels beats removing whole experts even at random",
+    INVARIANT: "Scores divided by the token count depend less on the calibration set than sums",
+}
+PAPERS = {SEARCHED: "claimed by EvoESAP", CHANNELS: "claimed by HEAPr", INVARIANT: "claimed by Unified Expert Pruning"}
+PAPERS[BY_CHANCE] = "a control"
+
+
+def sentences(found: pd.DataFrame) -> list[str]:
+    """A sentence per claim and model: what is claimed, whether it holds here, and the interval that says so."""
+    return [_sentence(row) for row in records(found[found["headline"].astype(bool)])] if len(found) else []
+
+
+def _sentence(row: Mapping[str, Any]) -> str:
+    verdict = {
+        "holds": "holds here",
+        "does not hold": "does not hold here: it is the other way round",
+        "undecided": "is undecided here: the interval contains 0",
+        "not tested": "could not be tested: results are missing",
+    }[row["verdict"]]
+    said = f"“{STATEMENTS[row['claim']]}” ({PAPERS[row['claim']]}) {verdict}."
+    if row["verdict"] == "not tested":
+        return said
+    interval = (
+        f"{names.signed(row['difference'])} (95 % interval {names.signed(row['low'])} to {names.signed(row['high'])})"
+    )
+    parts = sorted(row["parts"].items(), key=lambda part: -part[1])
+    by_part = f"; by part: {names.listing(f'{name} {names.signed(value)}' for name, value in parts)}" if parts else ""
+    return f"{said} {_measured(row)} is {interval}{by_part}."
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    """What the difference is of."""
+    pairs = f"{row['pairs']} pairs" if row["pairs"] != 1 else "one pair"
+    where = "over all ratios" if row["ratio"] == ALL else f"with {names.ratio(row['ratio'])} pruned"
+    if row["claim"] == INVARIANT:
+        return (
+            f"The share of the experts to remove from {row['model']} that all calibration sets agree on, b = 1 minus "
+            f"b = 0, {where},"
+        )
+    sides = "searched minus uniform" if row["claim"] == SEARCHED else "channels minus experts"
+    return f"The average of {row['model']}, {sides}, {where}, mean of {pairs} of plans,"
+
+
+def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> Table:
+    """The claims with their paired differences, per ratio and over all."""
+    parts = pd.DataFrame(list(found["parts"]), index=found.index, dtype=float)
+    text = pd.DataFrame(
+        {
+            "Model": found["model"],
+            "Claim": found["claim"].map(STATEMENTS),
+            "Pruned": [ratio if ratio == ALL else names.ratio(ratio) for ratio in found["ratio"]],
+            "Pairs": found["pairs"],
+            "Difference": found["difference"],
+            "p": found["p"],
+            "p (Holm)": found["p_holm"],
+            "Verdict": found["verdict"],
+        }
+    )
+    frame = pd.concat([text, parts], axis=1)
+    return Table(
+        name=name,
+        title="What the papers claim",
+        caption="Difference: of Avg (without columns where less is better) for the first two claims, mean over the "
+        "pairs of plans, items resampled with the "
+        "same draw for every plan; channels and whole experts are paired when the shares of routed parameters kept "
+        f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
+        "sets, layers resampled, the interval widened for few layers. Undecided: the 95 % interval contains 0. Holm: "
+        "corrected for all rows. The last columns are differences of group averages. Criteria, texts and seeds are "
+        f"those of this study. {setting(study)}",
+        frame=frame,
+        formats={
+            "Pairs": "{:.0f}",
+            "Difference": SCORE,
+            "p": "{:.4f}",
+            "p (Holm)": "{:.4f}",
+            **dict.fromkeys(map(str, parts), SCORE),
+        },
+        optional=tuple(map(str, parts)),
+        low=found[["low"]].set_axis(["Difference"], axis=1),
+        high=found[["high"]].set_axis(["Difference"], axis=1),
+    )

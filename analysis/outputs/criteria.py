@@ -1,0 +1,274 @@
+"""What follows from configurations and from the registry: architectures, formulas, and what scores are made of."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+from analysis.frames import records
+from analysis.load import steps
+from analysis.load.study import Study
+from analysis.outputs.captions import reading
+from analysis.outputs.models import BYTES
+from analysis.render.table import Table
+from moe_lab.criteria.layer import Array
+
+SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
+MARKS = {True: "yes", False: "no"}
+EXPERTS, CHANNELS, HIDDEN = 5, 3, 2
+"""A layer on which it is tried out what scores depend on."""
+_PARAMETERS = re.compile(r"(?P<name>\w+)(\((?P<inside>.*)\))?")
+
+
+def formula_table(study: Study, *, name: str) -> Table:
+    """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and whose it is."""
+    from moe_lab import criteria
+
+    rows = []
+    for word in _criteria(study):
+        found = criteria.get(_parsed(word)[0])
+        text = (inspect.getdoc(found.function) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append((names.criterion(word), found.granularity, text, found.reference))
+    return Table(
+        name=name,
+        title="Formulas of the criteria",
+        caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: the expert's output "
+        "before the gate, phi: the input of down_proj, w: weights. What scores lowest goes first.",
+        frame=pd.DataFrame(rows, columns=["Criterion", "Scores", "Formula", "From"]),
+        formats={},
+    )
+
+
+def signal_table(study: Study, *, name: str) -> Table:
+    """AIMER's Table 1: what each criterion of the study reads."""
+    words = _criteria(study)
+    rows = [(names.criterion(word), *(MARKS[found] for found in signals(word).values())) for word in words]
+    return Table(
+        name=name,
+        title="What criteria read",
+        caption="Text: a calibration set. The others were found by changing each kind of input of the registered "
+        "criterion and looking whether scores change. Activations: outputs or channels of experts; routing: how many "
+        "tokens an expert got, and their gates. Sums over the tokens that an expert got count as routing only where "
+        "counts or gates stand in the formula.",
+        frame=pd.DataFrame(rows, columns=["Criterion", *SIGNALS]),
+        formats={},
+    )
+
+
+def signals(word: str) -> dict[str, bool]:
+    """Signal -> whether the scores of a criterion, by the word of a study's record, depend on it."""
+    from moe_lab.criteria import reads_text
+
+    name, parameters = _parsed(word)
+    usual = _score(name, parameters, _inputs())
+    found = {
+        signal: bool((_score(name, parameters, _inputs(signal)) != usual).any())
+        for signal in SIGNALS
+        if signal != "Text"
+    }
+    return {"Text": reads_text(name), **found}
+
+
+def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
+    from moe_lab.criteria import get
+    from moe_lab.criteria.layer import Layer
+
+    layer = Layer(name, 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
+    return get(name).function(layer, **parameters)
+
+
+def _inputs(changed: str | None = None) -> dict[str, Array]:
+    """Sums of a layer as statistics/sums.py names them; those that carry the signal `changed` are others."""
+    from moe_lab.config import GATES
+
+    act, route, grad, weight = (_draws(at + 10 * (signal == changed)) for at, signal in enumerate(SIGNALS) if at)
+    channels = (EXPERTS, CHANNELS)
+    tokens = 5 * route(EXPERTS)
+    sums = act(EXPERTS, 3, 3) * np.concatenate([np.ones((EXPERTS, 1, 3)), route(EXPERTS, 2, 3)], axis=1)
+    sums[:, :, 0] = route(EXPERTS, 3)
+    sums[:, 0, 0] = tokens
+    phi = act(*channels)
+    gated = phi * route(*channels)
+    return {
+        "tokens": tokens,
+        **{f"sums_{gate}": sums for gate in GATES},
+        "output_sum": act(EXPERTS, HIDDEN) * 0.1,
+        **{sums_of: act(EXPERTS) * route(EXPERTS) for sums_of in ("damage", "ala_first", "ala_second")},
+        "layer_loss": act().reshape(()),
+        "channel_square": phi,
+        "channel_max": phi,
+        "gate_channel_square": gated,
+        "gate_channel_max": gated,
+        "renormalized_channel_square": gated,
+        "renormalized_channel_max": gated,
+        "channel_gradient_square": grad(*channels),
+        "channel_product": phi * grad(*channels),
+        "channel_product_abs": phi * grad(*channels),
+        **{f"snip_{part}": weight(*channels) * grad(*channels) for part in ("down", "gate", "up")},
+        "abs_sum": weight(EXPERTS),
+        "square_sum": weight(EXPERTS),
+        "count": np.asarray(9.0),
+        **{f"channel_{part}": weight(*channels) for part in ("down_square", "down_abs", "gate_square", "up_square")},
+    }
+
+
+def _draws(seed: int) -> Callable[..., Array]:
+    """Shape -> numbers between 1 and 2, others at every call."""
+    random = np.random.default_rng(seed)
+    return lambda *shape: np.asarray(random.uniform(1, 2, shape))
+
+
+def _criteria(study: Study) -> list[str]:
+    """Registered criteria of the study, in the order of tables."""
+    from moe_lab.criteria import CRITERIA
+
+    words = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
+    return [word for word in words if _parsed(word)[0] in CRITERIA]
+
+
+def _parsed(word: str) -> tuple[str, dict[str, Any]]:
+    """`s_family(alpha=0,b=1)` as its name and its parameters."""
+    found = _PARAMETERS.fullmatch(word)
+    if found is None:
+        return word, {}
+    pairs = (part.partition("=") for part in (found["inside"] or "").split(",") if part)
+    return found["name"], {key: _value(text) for key, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # a word
+        return text
+
+
+MIB = 2**20
+PASSES = {
+    "statistics": "Forward pass (s)",
+    "gradients": "Backward pass (s)",
+    "weight_gradients": "Weight gradients (s)",
+    "ablation": "Ablation (s)",
+    "scaling": "Layer scaling (s)",
+    "damage": "Exact damage (s)",
+    "weights": "Weights (s)",
+    "channel_weights": "Channel weights (s)",
+    "scores": "Scores (s)",
+    "search": "Search (s)",
+    "reconstruction": "Search (s)",
+    "sequential": "Search (s)",
+    "plan": "Plan (s)",
+}
+"""Kind of step -> the column its seconds are in."""
+TIME = "{:,.3f}"
+GPU_PEAK = "Peak GPU memory (MiB)"
+_MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
+
+
+def scoring_table(study: Study, *, name: str) -> Table:
+    """AIMER's Table 4: the time to score a model, the passes before included, and the memory it takes."""
+    cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
+    rows, machines = [], []
+    for cell in _in_order(cells):
+        names_of = [each for each in steps.behind(cell["scores_folder"], study.reader) if _counts(each)]
+        found = steps.taken(names_of, study.reader)
+        if set(found["folder"]) != set(names_of) or not names_of:
+            continue
+        machines += list(found["machine"])
+        facts = study.models.get(cell["model"], {})
+        rows.append(
+            {
+                "Model": cell["model"],
+                "Calibration": names.calibration(cell["calibration"]),
+                "Criterion": names.criterion(cell["criterion"]),
+                "Reads": names.listing(sorted(each.replace("_", " ") for each in set(found["kind"]) - {"scores"})),
+                "Scoring time (s)": found["seconds"].sum(),
+                "Of these, the scores (s)": found.loc[found["kind"] == "scores", "seconds"].sum(),
+                "Peak memory (MiB)": found["peak"].max() / MIB,
+                GPU_PEAK: found["gpu_peak"].max() / MIB,
+                "Loading memory (MiB)": facts.get("parameters", float("nan")) * BYTES / MIB,
+            }
+        )
+    numbers = {"Scoring time (s)": TIME, "Of these, the scores (s)": TIME, "Peak memory (MiB)": "{:,.0f}"}
+    on_gpu = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
+    formats = {**numbers, **on_gpu, "Loading memory (MiB)": "{:,.2f}"}
+    return Table(
+        name=name,
+        title="What scoring takes",
+        caption="Scoring time: of the passes over text or weights that the criterion reads, and of the scores. "
+        "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: main memory of the "
+        "process at most, which may have done other steps before, and beside it that on GPUs, where some were used; "
+        "loading memory: the model in bfloat16. "
+        f"{_MEASURED}{_machine(machines)}{reading(study)}",
+        frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Reads", *formats]),
+        formats=formats,
+        best=dict.fromkeys(list(numbers)[:1], "min"),
+        blocks=("Model",),
+        optional=tuple(on_gpu),
+    )
+
+
+def allocation_table(study: Study, *, name: str) -> Table:
+    """MoE-Slimming's Tables 1 and 12: seconds of every step that a plan of channels rests on.
+
+    A row per allocation, as its first ratio has it: attributions of the forward pass beside ablation, where both ran.
+    """
+    cells = study.cells[(study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()]
+    same = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
+    rows, machines = [], []
+    for cell in _in_order(cells.drop_duplicates(same)):
+        names_of = [each for each in steps.behind(cell["plan_folder"], study.reader) if _counts(each)]
+        found = steps.taken(names_of, study.reader)
+        if set(found["folder"]) != set(names_of) or not names_of:
+            continue
+        machines += list(found["machine"])
+        rows.append({**_cell_words(cell), **_by_pass(found), "Total (s)": found["seconds"].sum()})
+    columns = [column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)]
+    formats = dict.fromkeys([*columns, "Total (s)"], TIME)
+    return Table(
+        name=name,
+        title="What sharing out a budget of channels takes",
+        caption="Seconds of each step behind a plan; – where a plan reads no such step. The forward pass has the "
+        "attributions of all experts at once, ablation runs the layers above again for every expert. "
+        f"{_MEASURED}{_machine(machines)}{reading(study)}",
+        frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Allocation", *formats]),
+        formats=formats,
+        blocks=("Model", "Calibration"),
+        optional=tuple(columns),
+    )
+
+
+def _in_order(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    order = names.in_order(cells["criterion"], names.CRITERIA)
+    place = cells["criterion"].map(order.index).astype(int)
+    return records(cells.assign(place=place).sort_values(["model", "place"], kind="stable"))
+
+
+def _counts(name: str) -> bool:
+    return steps.kind(name) not in steps.TIMELESS
+
+
+def _cell_words(cell: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "Model": str(cell["model"]),
+        "Calibration": names.calibration(str(cell["calibration"])),
+        "Criterion": names.criterion(str(cell["criterion"])),
+        "Allocation": names.allocated(str(cell["allocation"])),
+    }
+
+
+def _by_pass(found: pd.DataFrame) -> dict[str, float]:
+    """Column -> seconds; steps of a kind that has no column are in the total only."""
+    sums = found.groupby(found["kind"].map(PASSES))["seconds"].sum()
+    return {str(column): float(seconds) for column, seconds in sums.items()}
+
+
+def _machine(machines: Iterable[str]) -> str:
+    known = [machine for machine in dict.fromkeys(machines) if machine]
+    return f"Measured on {names.listing(known)}. " if known else ""

@@ -1,0 +1,248 @@
+"""What accuracy costs: every cell's Avg against parameters, FLOPs and bytes, and the cells nothing else beats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from analysis import names
+from analysis.frames import groups, records
+from analysis.load import settings
+from analysis.load.study import Study
+from analysis.outputs.captions import setting
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import SCORE, Table
+from analysis.stats.cell_scores import not_averaged
+from analysis.stats.comparison import Comparison
+
+AXES = {
+    "parameters_kept": "Parameters",
+    "flops_ratio": "FLOPs per token",
+    "storage_share": "Storage",
+}
+"""What a cell costs, each a share of what the unpruned model costs -> its name."""
+
+FAMILIES = {"expert": "whole experts", "channel": "channels", "none": "nothing removed"}
+"""Granularity -> what is removed."""
+
+
+def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """One row per cell of the model whose cost was counted, the unpruned model included.
+
+    Columns: cell, method, granularity, calibration, ratio, pruned (in words), bits, avg, low, high (95 %),
+    parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and
+    `front_<axis>` for each of AXES: no other pruned cell has at least its Avg at a lower cost, or a higher Avg at its
+    cost. Avg is over all displayed columns in which more is better; a cell that lacks one has NaN and is on no front.
+    """
+    target = comparison.averaged(comparison.parts)
+    low, high = comparison.interval(target)
+    scores = pd.DataFrame({"avg": comparison.score(target), "low": low, "high": high})
+    axes = comparison.cells[["criterion", "method", "granularity", "calibration", "ratio"]]
+    axes = axes.assign(pruned=settings.pruned(comparison.cells))
+    costs = study.costs.set_index("cell")[["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]]
+    found = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
+    full = study.costs.set_index("cell")["parameters_unpruned"].reindex(found["cell"]).to_numpy(float) * _BYTES
+    found["storage_share"] = found["storage_bytes"] / full
+    pruned = found["criterion"] != "none"
+    for axis in AXES:
+        found[f"front_{axis}"] = False
+        found.loc[pruned, f"front_{axis}"] = front(found.loc[pruned, axis], found.loc[pruned, "avg"])
+    return found.drop(columns="criterion")
+
+
+_BYTES = 2
+"""Of a parameter in bf16."""
+
+
+def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Series) -> np.ndarray:
+    """Booleans: entries that no other beats. One beats another with a lower cost and at least its score, or with a
+    higher score at its cost or less. NaN is never on the front."""
+    cost, score = np.asarray(costs, float), np.asarray(scores, float)
+    cheaper, better = cost[None, :] <= cost[:, None], score[None, :] >= score[:, None]
+    strictly = (cost[None, :] < cost[:, None]) | (score[None, :] > score[:, None])
+    return np.asarray(~(cheaper & better & strictly).any(axis=1) & ~np.isnan(cost + score))
+
+
+def pareto_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "pareto") -> Table:
+    """All methods in one table: Avg with its interval beside what is kept, FLOPs and bytes, dearest first."""
+    frames = [against_cost(study, comparison).assign(model=comparison.model) for comparison in comparisons]
+    columns = ["Model", "Criterion", "Calibration", "Pruned", "Removes"]
+    numbers = {
+        "Avg": ("avg", SCORE),
+        "Parameters kept": ("parameters_kept", "{:.1%}"),
+        "Routed kept": ("routed_kept", "{:.1%}"),
+        "FLOPs": ("flops_ratio", "{:.1%}"),
+        "Storage (MiB)": ("storage_bytes", "{:,.2f}"),
+    }
+    shown = [*columns, *numbers, "Front"]
+    frame = pd.DataFrame(columns=shown)
+    ends = pd.DataFrame(columns=["low", "high"], dtype=float)
+    if frames:
+        found = pd.concat(frames, ignore_index=True)
+        order = ["model", "parameters_kept", "avg"]
+        found = found.sort_values(order, ascending=[True, False, False], kind="stable", ignore_index=True)
+        ends = found[["low", "high"]]
+        found["storage_bytes"] /= 2**20
+        frame = found[[column for column, _ in numbers.values()]].set_axis(list(numbers), axis=1)
+        frame = frame.assign(
+            Model=found["model"],
+            Criterion=found["method"].map(names.method),
+            Calibration=found["calibration"].map(names.calibration),
+            Pruned=found["pruned"],
+            Removes=found["granularity"].map(lambda kind: FAMILIES.get(kind, kind)),
+            Front=_fronts(found),
+        )[shown]
+    return Table(
+        name=name,
+        title="All methods: accuracy against what is kept",
+        caption="Avg is the mean of all displayed columns. Parameters kept: share of all parameters; routed kept: of "
+        "those of routed experts; FLOPs: per token, with the routing of the pruned model, of the unpruned model's. "
+        f"Front: no pruned model here has at least this Avg at a lower cost of that kind. {setting(study)}",
+        frame=frame,
+        formats={shown_name: form for shown_name, (_, form) in numbers.items()},
+        blocks=("Model",),
+        low=ends[["low"]].set_axis(["Avg"], axis=1),
+        high=ends[["high"]].set_axis(["Avg"], axis=1),
+        footnotes=not_averaged(comparisons),
+    )
+
+
+def _fronts(found: pd.DataFrame) -> list[str]:
+    """For each row the costs at which nothing beats it, in words."""
+    marks = found[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
+    words = [word.split(" ")[0] for word in AXES.values()]
+    return ["all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on) for row in marks]
+
+
+TELLABLE = 10
+"""Methods that get a mark of their own; more are told apart by what they remove."""
+
+NARROWEST = 0.1
+"""Share of the unpruned model's cost that an axis spans at least."""
+
+_FRONT: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
+_UNPRUNED: Any = {"color": style.INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
+
+FAMILY_MARKS = {"expert": ("o", "#b35806"), "channel": ("^", "#2277bb"), "none": ("s", style.INK)}
+
+
+def pareto_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
+    """Three panels from `against_cost` of one model, which share the axis of Avg."""
+    pruned = found[(found["method"] != "none") & found["avg"].notna()]
+    marks = _marks(pruned)
+    with style.look():
+        drawing = style.drawing(style.PAGE, 3.0 + 0.16 * -(-len(marks) // 3))
+        grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
+        for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
+            _unpruned(axes, found)
+            _cells(axes, pruned, axis, marks)
+            _front(axes, pruned, axis)
+            axes.set_title(title, fontsize=8)
+            axes.xaxis.set_major_formatter(FuncFormatter(_share))
+            axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+            axes.margins(x=0.08)
+            _widen(axes)
+            axes.grid(axis="both")
+        grid[0].set_ylabel("Avg")
+        grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
+        handles = [*marks.values(), _front_line(), _unpruned_line()]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7, handlelength=2.2)
+    caption = (
+        "Each mark is a pruned model: hollow where whole experts were removed, full where channels were, half-full "
+        "where weights are stored in 4 bits; a thin line joins the ratios of one method, bars are 95 % intervals. The "
+        "steps join the models that no other beats at their cost or less; dashed: the unpruned model."
+    )
+    return Figure(name, f"Accuracy against cost: {model}", caption, drawing)
+
+
+def _marks(pruned: pd.DataFrame) -> dict[str, Line2D]:
+    """Legend entries by label: one per method, or per family where there are too many to tell apart."""
+    by_label: dict[str, Line2D] = {}
+    for row in records(pruned):
+        by_label.setdefault(_label(row, pruned), _mark(row, pruned))
+    methods = [names.method(key) for key in names.methods_in_order(pruned["method"])]
+    order = {label: place for place, label in enumerate(methods)}
+    return dict(sorted(by_label.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _few(pruned: pd.DataFrame) -> bool:
+    return bool(pruned["method"].nunique() <= TELLABLE)
+
+
+def _label(row: Mapping[str, object], pruned: pd.DataFrame) -> str:
+    if _few(pruned):
+        return names.method(str(row["method"]))
+    family = FAMILIES.get(str(row["granularity"]), str(row["granularity"]))
+    return f"{family}, 4 bits" if row["bits"] == 4 else family
+
+
+def _mark(row: Mapping[str, object], pruned: pd.DataFrame) -> Line2D:
+    """Colour and shape by method or family; hollow for whole experts, half-full for four bits."""
+    shape, shade = FAMILY_MARKS.get(str(row["granularity"]), ("D", style.OTHER))
+    if _few(pruned):
+        place = names.methods_in_order(pruned["method"]).index(str(row["method"]))
+        shape, shade = style.MARKERS[place % len(style.MARKERS)], style.colour(str(row["method"]))
+    fill = "left" if row["bits"] == 4 else "full"
+    return Line2D(
+        [],
+        [],
+        linestyle="none",
+        marker=shape,
+        markersize=4.6,
+        color=shade,
+        fillstyle=fill,  # type: ignore[arg-type]
+        markerfacecolor=style.SURFACE if row["granularity"] == "expert" and fill == "full" else shade,
+        markerfacecoloralt=style.SURFACE,
+        markeredgewidth=1.0,
+        label=_label(row, pruned),
+    )
+
+
+def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, marks: Mapping[str, Line2D]) -> None:
+    ordered = pruned.sort_values(axis, kind="stable")
+    shades = [str(marks[_label(row, pruned)].get_color()) for row in records(ordered)]
+    bars = ordered[axis], ordered["low"], ordered["high"]
+    axes.vlines(*bars, color=shades, linewidth=0.9, alpha=0.5, zorder=2)
+    for _, cells in groups(ordered, ["method", "calibration"]):
+        mark = marks[_label(records(cells)[0], pruned)]
+        axes.plot(cells[axis], cells["avg"], color=mark.get_color(), linewidth=0.6, alpha=0.45, zorder=2)
+        drawn = Line2D(cells[axis].to_numpy(), cells["avg"].to_numpy(), zorder=3)
+        drawn.update_from(mark)
+        axes.add_line(drawn)
+
+
+def _front(axes: Axes, pruned: pd.DataFrame, axis: str) -> None:
+    on = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
+    axes.step(on[axis], on["avg"], where="post", zorder=1, **_FRONT)
+
+
+def _unpruned(axes: Axes, found: pd.DataFrame) -> None:
+    for row in records(found[found["method"] == "none"]):
+        axes.axhspan(row["low"], row["high"], color=style.RULE, alpha=0.5, linewidth=0)
+        axes.axhline(row["avg"], **_UNPRUNED)
+
+
+def _front_line() -> Line2D:
+    return Line2D([], [], label="front", **_FRONT)
+
+
+def _unpruned_line() -> Line2D:
+    return Line2D([], [], label=names.method("none"), **_UNPRUNED)
+
+
+def _widen(axes: Axes) -> None:
+    """At least NARROWEST from end to end, so that differences that hardly matter do not look like much."""
+    low, high = axes.get_xlim()
+    lack = max(0.0, NARROWEST - (high - low)) / 2
+    axes.set_xlim(low - lack, high + lack)
+
+
+def _share(value: float, _: int) -> str:
+    return f"{value * 100:.4g} %"

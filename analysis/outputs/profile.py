@@ -1,0 +1,142 @@
+"""What pruning does inside the model: token variance of hidden states (AIMER, Fig. 6) and entropy of the routers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from analysis import names
+from analysis.load.settings import pruned
+from analysis.load.study import Study
+from analysis.outputs.averages import method_lines
+from analysis.outputs.captions import reading
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.comparison import Comparison, Panel
+
+VARIANCE, ENTROPY = "variance", "router_entropy"
+_TITLES = {VARIANCE: "How much hidden states differ between tokens", ENTROPY: "How undecided routers are"}
+_AXES = {VARIANCE: "token variance", ENTROPY: "router entropy (nats)"}
+_CAPTIONS = {
+    VARIANCE: "Variance of the residual stream after each layer over the tokens of a text, the mean over its "
+    "coordinates; dashed: the unpruned model.",
+    ENTROPY: "Entropy of the router's softmax over the experts it chooses from, the mean over the tokens of a text; "
+    "dashed: the unpruned model. With fewer experts to choose from the highest possible entropy is lower.",
+}
+
+
+def profile_figure(study: Study, comparison: Comparison, measure: str, *, name: str) -> Figure | None:
+    """`measure` of every layer: a panel per ratio and calibration set, a line per method. None without profiles."""
+    values = _by_layer(study, measure)
+    panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(values)]
+    if not panels:
+        return None
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    settings = list(dict.fromkeys(panel.settings for panel in panels))
+    lines = method_lines(comparison)
+    with style.look():
+        drawing = style.drawing(style.PAGE, 1.9 * len(settings) + 0.9)
+        grid = drawing.subplots(len(settings), len(sets), squeeze=False, sharex=True, sharey="row")
+        for axes in grid.flat:
+            axes.set_visible(False)
+        for panel in panels:
+            axes = grid[settings.index(panel.settings)][sets.index(panel.calibration)]
+            axes.set_visible(True)
+            _draw(axes, panel, values, comparison, lines, narrow=len(sets) > style.WIDE)
+        for row in grid:
+            row[0].set_ylabel(_AXES[measure])
+        for axes in grid[-1]:
+            axes.set_xlabel("decoder layer")
+        drawn = {key for panel in panels for key, cell in panel.cells.items() if cell in values}
+        handles = [lines[key] for key in ("none", *names.methods_in_order(drawn))]
+        longest = max(len(str(line.get_label())) for line in handles)
+        ncols = max(1, min(6, len(handles), 100 // (longest + 8)))
+        drawing.legend(handles=handles, loc="outside lower center", ncols=ncols, fontsize=7)
+    return Figure(name, f"{_TITLES[measure]}: {comparison.model}", _CAPTIONS[measure], drawing)
+
+
+def _by_layer(study: Study, measure: str) -> dict[int, pd.Series]:
+    """Cell -> layer -> the measure, where the layer has it."""
+    found = study.profiles.dropna(subset=[measure])
+    return {int(str(cell)): part.set_index("layer")[measure].sort_index() for cell, part in found.groupby("cell")}
+
+
+def _draw(
+    axes: Axes,
+    panel: Panel,
+    values: dict[int, pd.Series],
+    comparison: Comparison,
+    lines: dict[str, Line2D],
+    *,
+    narrow: bool,
+) -> None:
+    cells = {"none": comparison.unpruned, **panel.cells}
+    for key, cell in cells.items():
+        if cell is None or cell not in values:
+            continue
+        line = copy(lines[key])
+        line.set_data(values[cell].index, values[cell])
+        axes.add_line(line)
+    axes.autoscale_view()
+    words = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
+    axes.set_title(("\n" if narrow else ", ").join(words), fontsize=7.5)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.grid(axis="y")
+
+
+def profile_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+    """Every layer of every pruned model that was looked into, beside the unpruned one."""
+    frames = [_rows(study, comparison) for comparison in comparisons]
+    text = ["Model", "Pruned", "Calibration", "Criterion", "Layer"]
+    numbers = {
+        "Token variance": "{:.3f}",
+        "Of the unpruned": "{:.0%}",
+        "Router entropy": "{:.3f}",
+        "Gate entropy": "{:.3f}",
+        "Load entropy": "{:.3f}",
+        "Experts": "{:.0f}",
+    }
+    kept = [frame for frame in frames if len(frame)]
+    frame = pd.concat(kept, ignore_index=True) if kept else pd.DataFrame()
+    return Table(
+        name=name,
+        title="Layer by layer: hidden states and routing",
+        caption="Token variance: of the residual stream after the layer over the tokens of a text, the mean over its "
+        "coordinates. Entropies in nats, means over tokens: of the router's softmax over the experts it chooses from, "
+        "and of the gates of the chosen ones; load: of the shares of tokens that experts are given. A layer without "
+        f"experts has none. Made with {reading(study)}",
+        frame=frame.reindex(columns=[*text, *numbers]),
+        formats=numbers,
+        blocks=text[:4],
+        optional=tuple(numbers),
+    )
+
+
+def _rows(study: Study, comparison: Comparison) -> pd.DataFrame:
+    found = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
+    if found.empty:
+        return pd.DataFrame()
+    cells = comparison.cells.loc[found["cell"]].reset_index(drop=True)
+    found = found.reset_index(drop=True)
+    whole = found[found["cell"] == comparison.unpruned].set_index("layer")["variance"]
+    return pd.DataFrame(
+        {
+            "Model": comparison.model,
+            "Pruned": pruned(comparison.cells)[found["cell"]].to_numpy(),
+            "Calibration": cells["calibration"].map(names.calibration),
+            "Criterion": cells["method"].map(names.method),
+            "Layer": found["layer"].astype(str),
+            "Token variance": found["variance"],
+            "Of the unpruned": found["variance"] / found["layer"].map(whole),
+            "Router entropy": found["router_entropy"],
+            "Gate entropy": found["gate_entropy"],
+            "Load entropy": found["load_entropy"],
+            "Experts": found["experts"].where(found["experts"] > 0),
+        }
+    )

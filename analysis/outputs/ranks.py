@@ -1,0 +1,267 @@
+"""The papers' tables of scores: averages and ranks (T1), calibrated on the task (T2), every benchmark (T5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from analysis import names
+from analysis.load.study import Study
+from analysis.outputs.captions import setting
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import PERCENT, RANK, SCORE, Table
+from analysis.stats import ranks, uncertainty
+from analysis.stats.cell_scores import not_averaged
+from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
+
+
+def rank_table(
+    study: Study,
+    comparisons: Iterable[Comparison],
+    *,
+    name: str = "ranks",
+    criteria: Sequence[str] | None = None,
+) -> Table:
+    """T1: displayed columns, Avg and Avg Rank (with 95 % intervals) of the unpruned model and every criterion.
+
+    One block per model, ratio and calibration set. `First` is the share of bootstrap replicates in which a
+    criterion has the best Avg, split when several have it. Average ranks are among the criteria shown, the unpruned
+    model excluded.
+    """
+    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
+    columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
+    order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
+    frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
+    scores = [column for column in order if column not in (*_PANEL, "Avg Rank", "First")]
+    lower = {column for comparison in comparisons for column in comparison.lower_is_better}
+    return Table(
+        name=name,
+        title="Scores, average and average rank",
+        caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties "
+        "share the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best "
+        f"Avg when items are resampled, shared when several have it. {setting(study)}",
+        frame=frame[order].rename(columns=names.benchmark),
+        formats={**{names.benchmark(column): SCORE for column in scores}, "Avg Rank": RANK, "First": PERCENT},
+        best={**{names.benchmark(c): "min" if c in lower else "max" for c in scores}, "Avg Rank": "min"},
+        blocks=_PANEL[:3],
+        low=low.rename(columns=names.benchmark),
+        high=high.rename(columns=names.benchmark),
+        footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
+    )
+
+
+_PANEL = ["Model", "Pruned", "Calibration", "Criterion"]
+
+
+def rank_block(
+    comparison: Comparison, panel: Panel, criteria: Sequence[str] | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """One block of T1, a row per cell: numbers, lower and upper ends."""
+    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
+    target = panel.columns(comparison)
+    shown = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
+    frame = comparison.columns.loc[list(shown.values()), list(target)]
+    low, high = frame.copy(), frame.copy()
+    for column in target:
+        ends = comparison.interval((column,))
+        low[column], high[column] = (end.loc[frame.index] for end in ends)
+    averaged = panel.averaged(comparison)
+    frame = frame.assign(Avg=comparison.score(averaged))
+    ends = comparison.interval(averaged)
+    low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
+    ranked = frame.loc[list(cells.values())]
+    frame["Avg Rank"] = ranks.average_rank(ranked[list(target)], lower_is_better=comparison.lower_is_better)
+    rank_low, rank_high = _rank_ends(comparison, {column: list(cells.values()) for column in target})
+    low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
+    frame["First"] = first_places(comparison.draws(averaged), ranked["Avg"], comparison.rows(list(cells.values())))
+    labels = [
+        (comparison.model, panel.pruned, names.calibration(panel.calibration), names.method(name)) for name in shown
+    ]
+    text = pd.DataFrame(labels, columns=_PANEL, index=frame.index)
+    return pd.concat([text, frame], axis=1), low, high
+
+
+def _rank_ends(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Interval ends of Avg Rank for each row; NaN where a score that is ranked has no replicates.
+
+    sources: column -> the cells its scores come from, a row each.
+    """
+    rows = len(next(iter(sources.values()), []))
+    missing = np.full(rows, np.nan)
+    draws = {column: comparison.draws((column,)) for column in sources}
+    known = [found[:, comparison.rows(sources[column])] for column, found in draws.items() if found is not None]
+    if len(known) < len(sources) or not rows:
+        return missing, missing
+    stacked = np.stack(known, axis=2)
+    scored = np.stack([comparison.score((column,))[cells].notna() for column, cells in sources.items()], axis=1)
+    if (scored & np.isnan(stacked).any(axis=0)).any():
+        return missing, missing
+    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
+    return uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
+
+
+_SAME = 1e-6
+"""Replicates closer than this are equal: single precision adds the same outcomes up to that."""
+
+
+def first_places(draws: np.ndarray | None, scores: pd.Series, rows: np.ndarray) -> pd.Series:
+    """For each of `scores`, whose places in the replicates (replicates, cells) are `rows`, the share of replicates in
+    which it is the best; those that share the best score of a replicate share it alike. NaN where a score is a gap,
+    and for all where one has no replicates: it might be the best."""
+    scored = scores.notna().to_numpy()
+    first = pd.Series(np.nan, scores.index)
+    if draws is None or not scored.any() or np.isnan(draws[:, rows[scored]]).any():
+        return first
+    competing = draws[:, rows[scored]]
+    leads = competing >= competing.max(axis=1, keepdims=True) - _SAME
+    first[scored] = (leads / leads.sum(axis=1, keepdims=True)).mean(axis=0)
+    return first
+
+
+def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
+    """A sentence for every column that lacks benchmarks, for each model where models differ."""
+    told: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for comparison in comparisons:
+        for column in comparison.parts:
+            run = comparison.parts[column] if column in ranks.partial(comparison.parts) else ()
+            told.setdefault(column, {}).setdefault(run, []).append(comparison.model)
+    return [
+        f"{column} is the mean of {len(run)} of its {len(names.COLUMNS[column])} benchmarks"
+        f"{f' for {names.listing(models)} ({names.listing(map(names.benchmark, run))})' if len(found) > 1 else ''}, "
+        "the others were not run."
+        for column, found in told.items()
+        for run, models in found.items()
+        if run
+    ]
+
+
+_ROW = 0.165
+"""Inches between the names of two methods."""
+_SHORT = 15
+"""Letters of a name up to which two diagrams stand side by side."""
+
+
+def rank_figure(comparison: Comparison, over: str, *, name: str) -> Figure | None:
+    """A critical-difference diagram per panel. None where no panel has enough methods and blocks."""
+    tests = rank_tests(comparison, over)
+    if not tests:
+        return None
+    longest = max(len(names.method(str(key))) for test in tests for key in test.ranks.index)
+    across = 2 if longest <= _SHORT and len(tests) > 1 else 1
+    down = -(-len(tests) // across)
+    rows = max(-(-len(test.ranks) // 2) + len(test.cliques()) for test in tests)
+    with style.look():
+        drawing = style.drawing(style.PAGE, down * (rows * _ROW + 0.75))
+        for at, test in enumerate(tests):
+            _diagram(drawing.add_subplot(down, across, at + 1), test, margin=(0.42 if across == 2 else 0.3))
+    blocks = "displayed columns" if over == COLUMNS else "benchmarks"
+    caption = (
+        f"Average ranks over the {blocks}, 1 is best. Methods joined by a bar are not told from each other: they are "
+        f"closer than the critical difference (CD, Nemenyi, {LEVEL:.0%}), or Friedman's test finds no difference at "
+        "all, and the bar then joins everything. Methods with a gap have no average rank and are left out."
+    )
+    return Figure(name, f"Which ranks differ, over {blocks}: {comparison.model}", caption, drawing)
+
+
+def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
+    count, cliques = len(test.ranks), test.cliques()
+    half = -(-count // 2)
+    depth = len(cliques) + 0.6
+    axes.set(xlim=(1 - margin * (count - 1), count + margin * (count - 1)), ylim=(depth + half + 0.2, -2.4))
+    axes.hlines(0, 1, count, color=style.MUTED, linewidth=0.9)
+    step = max(1, round(count / 7))
+    for tick in range(1, count + 1, step):
+        axes.vlines(tick, -0.25, 0, color=style.MUTED, linewidth=0.8)
+        axes.text(tick, -0.35, str(tick), ha="center", va="bottom", fontsize=6.5)
+    _measure(axes, test)
+    for level, (first, last) in enumerate(cliques):
+        left, right = test.ranks.iloc[first] - 0.06 * step, test.ranks.iloc[last] + 0.06 * step
+        axes.add_patch(Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0))
+    reach = 0.04 * (count - 1)
+    for place, (key, rank) in enumerate(test.ranks.items()):
+        left = place < half
+        y = depth + (place if left else count - 1 - place) + 0.5
+        x = 1 - reach if left else count + reach
+        shade = style.colour(str(key))
+        axes.plot([rank, rank, x], [0, y, y], color=shade, linewidth=1.0, solid_joinstyle="miter")
+        axes.plot(rank, 0, marker="o", markersize=3.2, color=shade)
+        words = (names.method(str(key)), f"{rank:.2f}")
+        text = "  ".join(words if left else words[::-1])
+        axes.text(x + (-reach if left else reach) / 2, y, text, ha="right" if left else "left", va="center", fontsize=7)
+    axes.set_title(_title(test), fontsize=7.5)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    style.bare(axes)
+
+
+def _measure(axes: Axes, test: RankTest) -> None:
+    """The length of the critical difference, above the axis; cut where it is longer than the axis."""
+    length = min(test.difference, len(test.ranks) - 1)
+    axes.plot([1, 1 + length], [-1.55, -1.55], color=style.INK, linewidth=1.6, solid_capstyle="butt")
+    beyond = " (longer than the axis)" if test.difference > length else ""
+    axes.text(1, -1.7, f"CD = {test.difference:.2f}{beyond}", va="bottom", fontsize=6.5)
+
+
+def _title(test: RankTest) -> str:
+    panel = test.panel
+    p = "all tie" if pd.isna(test.p) else f"Friedman p {'< 0.001' if test.p < 0.001 else f'= {test.p:.3f}'}"
+    return f"{names.calibration(panel.calibration)}, {panel.pruned} pruned: {p}"
+
+
+def rank_test_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+    """The same as numbers, over columns and over benchmarks: a row per method."""
+    rows = [
+        _row(comparison.model, test, str(key), rank, p)
+        for comparison in comparisons
+        for over in (COLUMNS, BENCHMARKS)
+        for test in rank_tests(comparison, over)
+        for (key, rank), p in zip(test.ranks.items(), test.p_to_best(), strict=True)
+    ]
+    text = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Told from the best"]
+    numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK, "Friedman χ²": RANK, "Friedman p": "{:.4f}"}
+    return Table(
+        name=name,
+        title="Which average ranks differ",
+        caption="Friedman's test over columns or benchmarks (those that grade the same answers twice count once), then "
+        f"Nemenyi's: average ranks further apart than CD differ at the {LEVEL:.0%} level. p to the best: Nemenyi's, "
+        f"which corrects for looking at all pairs of one block. {setting(study)}",
+        frame=pd.DataFrame(rows, columns=[*text, *numbers]),
+        formats=numbers,
+        best={"Avg Rank": "min"},
+        blocks=("Model", "Pruned", "Calibration", "Over"),
+        optional=("p to the best", "Friedman χ²", "Friedman p"),
+        footnotes=_left_out(comparisons),
+    )
+
+
+def _row(model: str, test: RankTest, key: str, rank: float, p: float) -> dict[str, object]:
+    best = pd.isna(p)
+    return {
+        "Model": model,
+        "Pruned": test.panel.pruned,
+        "Calibration": names.calibration(test.panel.calibration),
+        "Over": f"{test.blocks} {test.over}",
+        "Criterion": names.method(key),
+        "Told from the best": "best" if best else "yes" if test.told and p < LEVEL else "no",
+        "Avg Rank": rank,
+        "p to the best": p,
+        "CD": test.difference,
+        "Friedman χ²": test.statistic,
+        "Friedman p": test.p,
+    }
+
+
+def _left_out(comparisons: Sequence[Comparison]) -> list[str]:
+    found = [
+        f"{names.method(key)} ({names.calibration(test.panel.calibration)}, {test.panel.pruned})"
+        for comparison in comparisons
+        for test in rank_tests(comparison, BENCHMARKS)
+        for key in test.incomplete
+    ]
+    return [f"Left out for a gap: {names.listing(dict.fromkeys(found))}."] if found else []

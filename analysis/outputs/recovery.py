@@ -1,0 +1,229 @@
+"""Pruning and fewer bits together (MoE-Slimming, Table 11 and Fig. 8): ratio x recovery, scores and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+from analysis import names
+from analysis.frames import groups, records
+from analysis.load import settings
+from analysis.load.study import Study
+from analysis.outputs.score_rows import KEPT, Block, Cost, block_table
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.cell_scores import MEAN, averaged, cost, group_targets, mean_target, pooled_difference
+from analysis.stats.comparison import Comparison
+
+MEBIBYTE = 2**20
+STORAGE = "Storage (MiB)"
+PLAIN = "16 bits"
+"""What a model that was neither quantised nor fine-tuned is called here."""
+SWEPT = ["criterion", "allocation", "calibration", "gate", "seed"]
+"""Cells that agree in these are one sweep over ratios and recoveries."""
+
+
+def recovery(name: str) -> str:
+    """A recovery in a word, `16 bits` for none."""
+    return names.RECOVERIES.get(name, name) or PLAIN
+
+
+def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
+    """Cells of every method that was run with several recoveries, ratio 0 included, by ratio and recovery."""
+    cells = comparison.cells[comparison.cells["criterion"] != "none"]
+    order = list(names.RECOVERIES)
+    place = cells["recovery"].map(lambda name: order.index(name) if name in order else len(order))
+    cells = cells.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+    found = [cells for _, cells in groups(cells, SWEPT)] if len(cells) else []
+    return [cells for cells in found if cells["recovery"].nunique() > 1]
+
+
+def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table11") -> Table:
+    """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the same ratio."""
+    blocks = []
+    for comparison in comparisons:
+        found = sweeps(comparison)
+        for cells in found:
+            prefix = f"{names.criterion(cells['criterion'].iloc[0])}, " if len(found) > 1 else ""
+            for key, rows in groups(cells, ["ratio"]):
+                base = rows.index[rows["recovery"] == "none"]
+                labels = {int(str(cell)): prefix + recovery(str(word)) for cell, word in rows["recovery"].items()}
+                blocks.append(Block(comparison, names.ratio(key["ratio"]), labels, int(base[0]) if len(base) else None))
+    return block_table(
+        study,
+        blocks,
+        columns=(*names.ABLATION, MEAN),
+        name=name,
+        title="Pruning and recovery together",
+        caption="Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits at the "
+        "same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
+        costs={**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)},
+    )
+
+
+def storage_points(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """One row per cell of the sweeps: label (of its line), recovery, ratio, storage (MiB), score (mean of
+    `names.ABLATION`), low, high."""
+    found = sweeps(comparison)
+    cells = [int(str(cell)) for sweep in found for cell in sweep.index]
+    target = mean_target(comparison, cells, names.ABLATION)
+    if not target:
+        return pd.DataFrame(columns=["label", "recovery", "ratio", "storage", "score", "low", "high"])
+    both = pd.concat(found)
+    words = both["recovery"].map(recovery)
+    low, high = comparison.interval(target)
+    return pd.DataFrame(
+        {
+            "label": both["criterion"].map(names.criterion) + ", " + words if len(found) > 1 else words,
+            "recovery": both["recovery"],
+            "ratio": both["ratio"],
+            "storage": cost(study, cells, "storage_bytes") / MEBIBYTE,
+            "score": comparison.score(target)[cells],
+            "low": low[cells],
+            "high": high[cells],
+        }
+    )
+
+
+def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -> Figure:
+    """Fig. 8 from `storage_points`: scores with intervals against bytes on a logarithmic axis, each with its ratio."""
+    target = mean_target(comparison, points.index.tolist(), names.ABLATION)
+    with style.look():
+        drawing = style.drawing(style.PAGE * 0.75, 3.0)
+        axes = drawing.add_subplot()
+        named: set[tuple[float, float]] = set()
+        for at, (key, line) in enumerate(groups(points, ["label"])):
+            shade = _SHADES[at % len(_SHADES)]
+            axes.vlines(line["storage"], line["low"], line["high"], color=shade, linewidth=1.4, alpha=0.6)
+            marker = style.MARKERS[at % len(style.MARKERS)]
+            axes.plot(line["storage"], line["score"], marker, linestyle="-", markersize=4.5, linewidth=1.2, color=shade)
+            axes.plot([], [], marker, linestyle="-", markersize=4.5, color=shade, label=key["label"])
+            for point in records(line.dropna(subset=["storage", "score"])):
+                place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
+                if place in named:  # a point of this ratio with as many bytes has the words already
+                    continue
+                named.add(place)
+                axes.annotate(
+                    names.ratio(point["ratio"]),
+                    (point["storage"], point["score"]),
+                    xytext=(5, -9),
+                    textcoords="offset points",
+                    fontsize=6.5,
+                    color=style.MUTED,
+                )
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(which="minor", length=0)
+        axes.set(xlabel="storage (MiB)", ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
+        axes.grid()
+        axes.legend(loc="upper left")
+    caption = (
+        f"{averaged(target, names.ABLATION)}, with 95 % intervals (items resampled), against what the weights take on "
+        "disk, on a logarithmic axis; each point is named by the share of channels or experts removed."
+    )
+    return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
+
+
+_SHADES = ("#15181e", "#ee7733", "#2277bb", "#117733", "#aa4499", "#b39a25")
+
+
+def recovery_findings(study: Study, comparison: Comparison) -> list[str]:
+    """What each recovery changes against 16 bits at the same ratios, in Avg and in bytes: a sentence each."""
+    return [
+        sentence
+        for cells in sweeps(comparison)
+        for name in dict.fromkeys(cells["recovery"])
+        if name != "none" and (sentence := _against_plain(study, comparison, cells, name))
+    ]
+
+
+def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, name: str) -> str | None:
+    by_ratio = {
+        word: cells[cells["recovery"] == word].reset_index().set_index("ratio")["cell"] for word in (name, "none")
+    }
+    shared = [ratio for ratio in by_ratio["none"].index if ratio in by_ratio[name].index]
+    changed, plain = (by_ratio[word][shared].astype(int).tolist() for word in (name, "none"))
+    target = group_targets(comparison, [*changed, *plain]).get("Avg", ())
+    found = pooled_difference(comparison, target, [[pair] for pair in zip(changed, plain, strict=True)])
+    if np.isnan(found["low"]):
+        return None
+    sizes = [cost(study, chosen, "storage_bytes").to_numpy() for chosen in (changed, plain)]
+    share = float(np.mean(sizes[0] / sizes[1]))
+    where = "at one ratio" if found["pairs"] == 1 else f"mean over {found['pairs']} ratios"
+    noise = "within" if found["low"] <= 0 <= found["high"] else "beyond"
+    size = "" if np.isnan(share) else f", and takes {names.share(share)} of the bytes" if share < 0.995 else ""
+    return (
+        f"{recovery(name)} changes the average of {comparison.model} by {names.signed(found['difference'])} against "
+        f"{PLAIN} without fine-tuning (95 % interval {names.signed(found['low'])} to {names.signed(found['high'])}, "
+        f"{where}), which is {noise} noise{size}."
+    )
+
+
+STORED = {**KEPT, "Storage (MiB)": Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
+
+
+def recovered_table(
+    study: Study, comparisons: Sequence[Comparison], *, name: str, columns: Sequence[str], title: str
+) -> Table:
+    """MoE-Slimming's Tables 3 to 5: fine-tuned and quantised models beside those that were pruned alone, at the ratios
+    that have both."""
+    blocks = []
+    for comparison in comparisons:
+        cells = comparison.cells[comparison.cells["criterion"] != "none"]
+        for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]) if len(cells) else ():
+            if set(found["recovery"]) == {"none"}:
+                continue
+            place = found["method"].map(names.methods_in_order(found["method"]).index).sort_values(kind="stable")
+            labels = settings.method_labels(found)[place.index]
+            blocks.append(
+                Block(comparison, names.ratio(key["ratio"]), dict(zip(labels.index.astype(int), labels, strict=True)))
+            )
+    return block_table(
+        study,
+        blocks,
+        columns=columns,
+        name=name,
+        title=title,
+        caption="Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised ones.",
+        costs=STORED,
+    )
+
+
+def top_k_table(
+    study: Study, comparisons: Sequence[Comparison], *, name: str, columns: Sequence[str], title: str
+) -> Table:
+    """MoE-Slimming's Tables 9 and 19: a model as it was trained and with fewer experts a token, pruned and not."""
+    blocks = []
+    for family in _families(study, comparisons):
+        for comparison, top_k in family:
+            cells = comparison.cells[comparison.cells["criterion"] != "none"]
+            for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]) if len(cells) else ():
+                words = settings.method_labels(found)
+                labels = {int(str(cell)): f"{word}, top-{top_k}" for cell, word in words.items()}
+                blocks.append(Block(comparison, names.ratio(key["ratio"]), labels))
+    return block_table(
+        study,
+        blocks,
+        columns=columns,
+        name=name,
+        title=title,
+        caption="top-k: experts a token is given to, while the model is calibrated and while it is evaluated; a model "
+        "named without it routes as it was trained. Mean: of the benchmarks before it.",
+    )
+
+
+def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tuple[Comparison, int]]]:
+    """Models that differ in the number of experts a token alone, each family with that number, the largest first."""
+    found: dict[str, list[tuple[Comparison, int]]] = {}
+    for comparison in comparisons:
+        trained, top_k = names.routed(comparison.model)
+        layers = study.models.get(comparison.model, {}).get("layers", {}).values()
+        own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
+        found.setdefault(trained, []).append((comparison, own))
+    return [sorted(family, key=lambda pair: -pair[1]) for family in found.values() if len(family) > 1]

@@ -1,0 +1,149 @@
+"""The papers' tables of scores: averages and ranks (T1), calibrated on the task (T2), every benchmark (T5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+from analysis.frames import records
+from analysis.load.settings import pruned
+from analysis.load.study import Study
+from analysis.outputs.captions import setting
+from analysis.outputs.ranks import _PANEL, _rank_ends
+from analysis.render.table import RANK, SCORE, Table
+from analysis.stats import ranks
+from analysis.stats.comparison import Comparison, Panel
+
+
+def task_specific_table(
+    study: Study,
+    comparisons: Iterable[Comparison],
+    *,
+    name: str = "task_specific",
+    criteria: Sequence[str] | None = None,
+) -> Table:
+    """T2: coding columns of the model pruned with code calibration beside mathematics columns of the one pruned with
+    mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run."""
+    rows, low, high = [], [], []
+    for comparison in comparisons:
+        for domains in by_domain(comparison).values():
+            if {"code", "math"} <= set(domains):
+                block = task_block(comparison, domains, criteria)
+                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                rows.append(block[0].assign(**labels))
+                low.append(block[1])
+                high.append(block[2])
+    columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
+    empty = pd.DataFrame(columns=["Model", "Pruned", "Criterion", *columns, "Avg Rank"])
+    frame = pd.concat(rows, ignore_index=True)[list(empty.columns)] if rows else empty
+    return Table(
+        name=name,
+        title="Calibrated on the task",
+        caption="Coding columns come from the model pruned with code calibration, mathematics columns from the one "
+        f"pruned with mathematics calibration; Avg Rank is over these four columns. {setting(study)}",
+        frame=frame,
+        formats={**dict.fromkeys(columns, SCORE), "Avg Rank": RANK},
+        best={**dict.fromkeys(columns, "max"), "Avg Rank": "min"},
+        blocks=("Model", "Pruned"),
+        low=pd.concat(low, ignore_index=True) if low else None,
+        high=pd.concat(high, ignore_index=True) if high else None,
+    )
+
+
+def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
+    """What panels share -> domain -> the panel calibrated on it."""
+    found: dict[tuple[float, str, int], dict[str, Panel]] = {}
+    for panel in comparison.panels:
+        domain = names.domain(panel.calibration)
+        if domain:
+            found.setdefault(panel.settings, {}).setdefault(domain, panel)
+    return found
+
+
+def task_block(
+    comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """One block of T2, the unpruned model first and then a row per method: numbers, lower and upper ends."""
+    code, math = domains["code"].cells, domains["math"].cells
+    shown = [name for name in code if name in math and (criteria is None or name in criteria)]
+    full = comparison.unpruned
+    sources = {
+        column: ([] if full is None else [full]) + [cells[name] for name in shown]
+        for columns, cells in ((names.CODE_COLUMNS, code), (names.MATH_COLUMNS, math))
+        for column in columns
+    }
+
+    def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                column: values(column).loc[cells].to_numpy()
+                if column in comparison.parts
+                else np.full(len(cells), np.nan)
+                for column, cells in sources.items()
+            }
+        )
+
+    frame = gather(lambda column: comparison.columns[column])
+    low = gather(lambda column: comparison.interval((column,))[0])
+    high = gather(lambda column: comparison.interval((column,))[1])
+    frame["Criterion"] = [names.method(name) for name in ([] if full is None else ["none"]) + shown]
+    ranked = frame.iloc[len(frame) - len(shown) :]
+    frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
+    competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
+    rank_low, rank_high = _rank_ends(comparison, competing if set(competing) <= set(comparison.parts) else {})
+    if len(rank_low):
+        low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
+    return frame, low, high
+
+
+def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "benchmarks") -> Table:
+    """T5: every benchmark for every cell, with 95 % intervals."""
+    frames, lows, highs = [], [], []
+    for comparison in comparisons:
+        cells = _sorted(comparison.cells)
+        text = pd.DataFrame(
+            {
+                "Model": comparison.model,
+                "Pruned": pruned(comparison.cells)[cells.index],
+                "Calibration": cells["calibration"].map(names.calibration),
+                "Criterion": cells["method"].map(names.method),
+            }
+        )
+        frames.append(pd.concat([text, comparison.benchmarks.loc[cells.index]], axis=1))
+        ends = {str(column): comparison.interval((str(column),)) for column in comparison.benchmarks}
+        lows.append(pd.DataFrame({column: low for column, (low, _) in ends.items()}).loc[cells.index])
+        highs.append(pd.DataFrame({column: high for column, (_, high) in ends.items()}).loc[cells.index])
+    columns = names.in_order((str(c) for frame in lows for c in frame), names.BENCHMARKS)
+    lower = {column for comparison in comparisons for column in comparison.lower_is_better}
+    frame, low, high = (
+        pd.concat(parts, ignore_index=True).rename(columns=names.benchmark) for parts in (frames, lows, highs)
+    )
+    return Table(
+        name=name,
+        title="Every benchmark",
+        caption=f"{_metrics(study)} {setting(study)}",
+        frame=frame[[*_PANEL, *map(names.benchmark, columns)]],
+        formats={names.benchmark(column): SCORE for column in columns},
+        best={names.benchmark(column): "min" if column in lower else "max" for column in columns},
+        blocks=_PANEL[:3],
+        low=low,
+        high=high,
+    )
+
+
+def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
+    """Cells by ratio, gate, seed, calibration set and method, the last two in their usual order."""
+    sets = names.calibrations_in_order(cells["calibration"])
+    methods = names.methods_in_order(cells["method"])
+    places = cells.assign(calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index))
+    return cells.loc[places.sort_values(["ratio", "gate", "seed", "calibration", "method"], kind="stable").index]
+
+
+def _metrics(study: Study) -> str:
+    by_metric: dict[str, list[str]] = {}
+    for row in records(study.results.drop_duplicates("benchmark")):
+        by_metric.setdefault(str(row["metric"]), []).append(names.benchmark(row["benchmark"]))
+    return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))

@@ -1,0 +1,216 @@
+"""How fast models read and write, and what memory they take (MoE-Slimming, Table 2): medians over requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from analysis import names
+from analysis.frames import groups, records
+from analysis.load import plans, settings
+from analysis.load.study import Study
+from analysis.made import Made, of_model, unless_empty
+from analysis.outputs.captions import reading
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.comparison import Comparison
+
+MEBIBYTE = 2**20
+PREFILL, DECODE, FIRST, EACH = "Prefill (tokens/s)", "Decode (tokens/s)", "First token (ms)", "Per token (ms)"
+WEIGHTS, PEAK = "Weights (MiB)", "Peak memory (MiB)"
+SPEEDS: Mapping[str, str] = {PREFILL: "{:,.1f}", DECODE: "{:,.1f}", FIRST: "{:,.2f}", EACH: "{:,.2f}"}
+REQUEST = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
+QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
+_TEXT = ["Model", "Pruned", "Criterion", "Device", "Prompts", "Tokens each"]
+
+
+def requests(study: Study) -> pd.DataFrame:
+    """A row per cell and sort of request: REQUEST, SPEEDS at their medians and, with ` low` and ` high` behind, their
+    quartiles, WEIGHTS, PEAK."""
+    rows = []
+    for key, found in groups(study.timings, REQUEST) if len(study.timings) else ():
+        speeds = _speeds(found)
+        measured = {f"{name}{end}": speeds[name].quantile(at) for name in SPEEDS for end, at in QUARTILES.items()}
+        weights = float(found["weight_bytes"].iloc[0])
+        peak = weights + float(found["working_bytes"].iloc[0])
+        rows.append({**key, **measured, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
+    columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _speeds(found: pd.DataFrame) -> pd.DataFrame:
+    """SPEEDS of each request."""
+    read, written = found["batch_size"] * found["prompt_length"], found["batch_size"] * found["new_tokens"]
+    return pd.DataFrame(
+        {
+            PREFILL: read / found["prefill_seconds"],
+            DECODE: written / found["decode_seconds"],
+            FIRST: 1000 * found["prefill_seconds"],
+            EACH: 1000 * found["decode_seconds"] / found["new_tokens"],
+        }
+    )
+
+
+def labels(comparison: Comparison) -> dict[int, str]:
+    """Cell -> what it is called among the cells of its model."""
+    return {int(str(cell)): str(word) for cell, word in settings.method_labels(comparison.cells).items()}
+
+
+def speed_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+    """MoE-Slimming's Table 2: throughput, latency and memory of every model that was timed."""
+    found = requests(study)
+    rows, low, high = [], [], []
+    for comparison in comparisons:
+        words = labels(comparison)
+        for row in records(found[found["cell"].isin(words)]) if len(found) else []:
+            ratio = float(comparison.cells.loc[row["cell"], "ratio"])
+            places = [comparison.model, names.ratio(ratio), words[row["cell"]], row["device"]]
+            texts = [*places, str(row["batch_size"]), str(row["prompt_length"])]
+            rows.append(
+                {**dict(zip(_TEXT, texts, strict=True)), **{word: row[word] for word in (*SPEEDS, WEIGHTS, PEAK)}}
+            )
+            low.append({word: row[f"{word} low"] for word in SPEEDS})
+            high.append({word: row[f"{word} high"] for word in SPEEDS})
+    sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
+    return Table(
+        name=name,
+        title="How fast models read and write, and what memory they take",
+        caption=f"Medians, with the quartiles as ends. {conditions(study)} {reading(study)}",
+        frame=pd.DataFrame(rows, columns=[*_TEXT, *SPEEDS, *sizes]),
+        formats={**SPEEDS, **sizes},
+        best={PREFILL: "max", DECODE: "max", FIRST: "min", EACH: "min"},
+        blocks=("Model", "Device", "Prompts", "Tokens each"),
+        low=pd.DataFrame(low) if rows else None,
+        high=pd.DataFrame(high) if rows else None,
+        optional=(PEAK,),
+    )
+
+
+def conditions(study: Study) -> str:
+    """What a caption says of how requests were timed."""
+    found = study.timings
+    if found.empty:
+        return ""
+    several = {name: " / ".join(str(value) for value in found[name].dropna().unique()) for name in ("device", "dtype")}
+    threads = " / ".join(f"{count:g}" for count in found["threads"].dropna().unique())
+    repeats, written = found["repeat"].max() + 1, " / ".join(map(str, found["new_tokens"].unique()))
+    return (
+        f"{repeats} requests each, {written} tokens written after the first one, {several['dtype']} on "
+        f"{several['device']}, {threads} threads, load of the machine up to {found['load'].max():.1f}; by "
+        "transformers, the pruned model alone, prompts from a text. Peak memory: the weights, and what a request takes "
+        "beyond them."
+    )
+
+
+DARK = 0.55
+"""Where a shade becomes too dark for black letters."""
+
+
+def memory_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """Weights and working memory of every model that was timed, at its largest request."""
+    found = _largest(study, comparison)
+    if found.empty:
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE, 0.24 * len(found) + 1.1)
+        axes = drawing.add_subplot()
+        places = range(len(found))
+        axes.barh(places, found[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
+        working = (found[PEAK] - found[WEIGHTS]).fillna(0)
+        axes.barh(places, working, left=found[WEIGHTS], color=style.CRITERIA["man"], label="a request beyond them")
+        axes.set_yticks(list(places), found["label"], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("MiB")
+        axes.grid(axis="x")
+        drawing.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7)
+    size, length = int(found["batch_size"].iloc[0]), int(found["prompt_length"].iloc[0])
+    caption = f"Memory at {size} prompts of {length} tokens. {conditions(study)}"
+    return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
+
+
+def blocks_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """Tokens a second by the block that channels are rounded to and the smallest expert, a panel per ratio and
+    recovery."""
+    timed, rounded = _largest(study, comparison), plans.blocks(comparison.cells, study.reader)
+    if timed.empty or rounded.empty:
+        return None
+    found = timed.merge(rounded, on="cell")
+    if len(found) < 2:
+        return None
+    cells = comparison.cells.loc[found["cell"], ["ratio", "recovery"]].reset_index(drop=True)
+    panels = list(groups(pd.concat([found, cells], axis=1), ["ratio", "recovery", "device"]))
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.4)
+        grid = drawing.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (key, part) in zip(grid, panels, strict=True):
+            _heat(axes, part)
+            recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
+            axes.set_title(
+                ", ".join(word for word in (f"{names.ratio(key['ratio'])} pruned", recovery) if word), pad=18
+            )
+    caption = (
+        "Tokens written a second (median) by the block a that kept channels of an expert are a multiple of and by the "
+        f"fewest channels m that an expert keeps. {conditions(study)}"
+    )
+    return Figure(name, f"Throughput by blocks of channels: {comparison.model}", caption, drawing)
+
+
+def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """Of each cell the request of most tokens, with the cell's label; on one device, the first."""
+    found = requests(study)
+    if found.empty:
+        return found
+    words = labels(comparison)
+    found = found[found["cell"].isin(words)]
+    found = found[found["device"] == found["device"].iloc[0]] if len(found) else found
+    tokens = found["batch_size"] * found["prompt_length"]
+    found = found.loc[tokens.groupby(found["cell"]).idxmax()]
+    ratios = comparison.cells["ratio"][found["cell"]]
+    spelled = [
+        words[cell] if ratio == 0 else f"{words[cell]}, {names.ratio(ratio)}"
+        for cell, ratio in zip(found["cell"], ratios, strict=True)
+    ]
+    return found.assign(label=spelled).reset_index(drop=True)
+
+
+def _heat(axes: Axes, found: pd.DataFrame) -> None:
+    blocks, smallest = (sorted(found[column].unique()) for column in ("block", "smallest"))
+    shades = colormaps[style.SEQUENTIAL]
+    most = float(found[DECODE].max())
+    for row in records(found):
+        x, y = blocks.index(row["block"]), smallest.index(row["smallest"])
+        share = row[DECODE] / most
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shades(share), linewidth=0))
+        ink = "#000000" if share < DARK else "#ffffff"
+        axes.text(x + 0.5, y + 0.5, f"{row[DECODE]:,.0f}", ha="center", va="center", color=ink, fontweight="bold")
+    axes.set(xlim=(0, len(blocks)), ylim=(len(smallest), 0))
+    axes.set_xticks(np.arange(len(blocks)) + 0.5, [f"a={block}" for block in blocks])
+    axes.set_yticks(np.arange(len(smallest)) + 0.5, [f"m={least}" for least in smallest])
+    axes.xaxis.tick_top()
+    style.bare(axes)
+
+
+def _speed_outputs(study: Study, comparisons: Sequence[Comparison]) -> Made:
+    return unless_empty(speed_table(study, comparisons, name="coverage.table2"))
+
+
+def _drawn(draw: Callable[..., Figure | None], name: str) -> Callable[[Study, Sequence[Comparison]], Made]:
+    def made(study: Study, comparisons: Sequence[Comparison]) -> Made:
+        figures = (draw(study, one, name=of_model(comparisons, name, one)) for one in comparisons)
+        return [figure for figure in figures if figure]
+
+    return made
+
+
+OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
+    "coverage.table2": _speed_outputs,
+    "coverage.fig6": _drawn(memory_figure, "coverage.fig6"),
+    "coverage.fig10": _drawn(blocks_figure, "coverage.fig10"),
+}
+"""Name -> what makes its tables and figures; an empty list when nothing was timed."""

@@ -1,0 +1,196 @@
+"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
+from analysis import findings, names
+from analysis.catalogue import Material
+from analysis.frames import groups, records
+from analysis.load.study import Study
+from analysis.outputs.averages import _LETTER, _SMALL_LETTER
+from analysis.outputs.captions import setting
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import SCORE, Table
+from analysis.stats.winners import LEVEL, SETTINGS, label
+
+
+def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") -> Table:
+    """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
+    text = {
+        "Model": found["model"],
+        "Pruned": found["pruned"],
+        "Calibration": found["calibration"].map(names.calibration),
+        "Column": found["column"].map(names.benchmark),
+        "Winner": [_winner(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
+        "Runner-up": found["runner_up"].map(names.method),
+        "Verdict": [verdict(row) for row in records(found)],
+    }
+    numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
+    frame = pd.DataFrame({**text, **{shown: found[column] for shown, column in numbers.items()}})
+    return Table(
+        name=name,
+        title="Winners",
+        caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a "
+        "benchmark of right-or-wrong items, sign flips for averages and graded stories); Holm: corrected for all "
+        f"columns of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
+        frame=frame,
+        formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
+        blocks=("Model", "Pruned", "Calibration"),
+        optional=("Lead", "p", "p (Holm)"),
+        low=found[["lead_low"]].set_axis(["Lead"], axis=1),
+        high=found[["lead_high"]].set_axis(["Lead"], axis=1),
+    )
+
+
+def _winner(winners: Sequence[str], score: float) -> str:
+    """The winner, or those who share the place, of many the first three."""
+    if len(winners) <= 4 or score == 0:
+        return label(winners, score)
+    return f"{label(winners[:3], score)} and {len(winners) - 3} others"
+
+
+def verdict(win: Mapping[str, Any]) -> str:
+    """A cell of the winner map in words."""
+    winners = win["winners"]
+    if not winners:
+        return "gap"
+    if len(winners) > 1:
+        return "tie"
+    if pd.isna(win["p"]):
+        return "not tested"
+    return "beyond noise" if win["beyond_noise"] else "within noise"
+
+
+def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
+    """A map per model and ratio from `winner_map`: columns x calibration sets, hatched where a win is within noise."""
+    with style.look():
+        maps = list(groups(found, SETTINGS))
+        across = min(2, len(maps))
+        down = -(-len(maps) // across)
+        rows = max(len(group["column"].unique()) for _, group in maps)
+        width = style.PAGE if across > 1 else style.PAGE * 0.6
+        drawing = style.drawing(width, down * (max(0.36 * rows, 1.1) + 0.75))
+        for at, (key, group) in enumerate(maps):
+            axes = drawing.add_subplot(down, across, at + 1)
+            _winner_axes(axes, group, width / across - _LABELS)
+            axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned", pad=20)
+        handles = [
+            Patch(facecolor=style.RULE, label="beyond noise"),
+            Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
+            Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
+        ]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
+    caption = (
+        "Each cell names the criterion with the best score in a column under a calibration set. Hatched wins are "
+        "within noise (paired test against every other criterion, Holm-corrected over the map, 5 %); ties name all."
+    )
+    return Figure(name, title, caption, drawing)
+
+
+_LABELS = 0.8
+"""Inches that the names of the rows take."""
+
+
+def _winner_axes(axes: Axes, found: pd.DataFrame, inches: float) -> None:
+    columns = list(dict.fromkeys(found["column"]))
+    sets = names.calibrations_in_order(found["calibration"])
+    for win in records(found):
+        x, y = sets.index(win["calibration"]), columns.index(win["column"])
+        winners: tuple[str, ...] = win["winners"]
+        if len(winners) == 1:
+            noise = not win["beyond_noise"]
+            square = Rectangle((x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0)
+            square.set(alpha=0.3, hatch=style.HATCH if noise else None)
+            axes.add_patch(square)
+        text, size = _fitted(winners, win["score"], inches / len(sets))
+        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
+    for edge in range(len(sets) + 1):
+        axes.axvline(edge, color=style.SURFACE, linewidth=2)
+    for edge in range(len(columns) + 1):
+        axes.axhline(edge, color=style.SURFACE, linewidth=2)
+    axes.set(xlim=(0, len(sets)), ylim=(len(columns), 0))
+    axes.set_xticks(np.arange(len(sets)) + 0.5, [names.calibration(s) for s in sets])
+    axes.set_yticks(np.arange(len(columns)) + 0.5, [names.benchmark(c) for c in columns])
+    axes.xaxis.tick_top()
+    style.bare(axes)
+
+
+def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
+    """The text of a cell that wide and the size at which it fits: at most three names, the rest counted."""
+    small = int(inches / _SMALL_LETTER)
+    if len(winners) > 1 and score != 0:
+        shown = [names.method(name) for name in winners[:3]]
+        more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
+        text = (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (f" =\n{shown[2]}{more}" if shown[2:] else "")
+        fits = max(map(len, text.splitlines())) <= small
+        return (text, 5.6) if fits else (f"{len(winners)} tied", 6.5)
+    text = label(winners, score)
+    if len(text) > inches / _LETTER:
+        return textwrap.fill(text, small), 5.6
+    return text, 7.5 if len(winners) == 1 else 6.5
+
+
+def winner_views(material: Material) -> list[dict[str, Any]]:
+    """The winner maps: all criteria by score and by loss, and the papers' five baselines where that is another map."""
+    same = set(material.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
+    views = [
+        ("all", "All criteria", material.winners),
+        ("losses", "All criteria, by loss on right answers (lower is better)", material.by_answer_loss.winners),
+        *(() if same else [("baselines", "The papers’ five baselines", material.baseline_winners)]),
+    ]
+    return [
+        {"key": key, "label": text, "maps": [_map(group) for _, group in groups(found, SETTINGS)]}
+        for key, text, found in views
+        if len(found)
+    ]
+
+
+def _map(found: pd.DataFrame) -> dict[str, Any]:
+    sets = names.calibrations_in_order(found["calibration"])
+    wins = {(win["column"], win["calibration"]): _win(win) for win in records(found)}
+    blank = {"kind": "gap", "colour": "none", "label": "not run", "score": "", "lead": "", "detail": ""}
+    first = records(found)[0]
+    return {
+        "title": f"{first['model']}, {first['pruned']} pruned",
+        "sentence": findings.who_won(found)[0].split(", ", 1)[1],
+        "calibrations": [names.calibration(name) for name in sets],
+        "rows": [
+            {"column": names.benchmark(column), "cells": [wins.get((column, name), blank) for name in sets]}
+            for column in dict.fromkeys(found["column"])
+        ],
+    }
+
+
+def _win(win: Mapping[str, Any]) -> dict[str, str]:
+    winners = win["winners"]
+    alone = len(winners) == 1
+    kind = ("sure" if win["beyond_noise"] else "unsure") if alone else "tie" if winners else "gap"
+    detail = f"{names.listing(names.method(name) for name in winners)}: {win['score']:.3f}" if winners else "no result"
+    if alone and win["runner_up"]:
+        detail += f", {names.signed(win['lead'])} against {names.method(win['runner_up'])}{_certainty(win)}"
+    many = len(winners) > 3
+    return {
+        "kind": kind,
+        "colour": style.colour(winners[0]) if alone else "none",
+        "label": f"{len(winners)} tied" if many and win["score"] else label(winners, win["score"]),
+        "score": f"{win['score']:.3f}" if winners else "",
+        "lead": names.signed(win["lead"]) if alone and win["runner_up"] else "",
+        "detail": detail,
+    }
+
+
+def _certainty(win: Mapping[str, Any]) -> str:
+    """The interval of a lead and its p-value, where it could be tested."""
+    if pd.isna(win["p"]):
+        return ", not tested"
+    low, high = names.signed(win["lead_low"]), names.signed(win["lead_high"])
+    return f" (95 % interval {low} to {high}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"

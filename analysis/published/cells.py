@@ -1,0 +1,159 @@
+"""Which numbers of a study have a printed counterpart: exact in model, ratio, method, calibration set and benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from analysis import names
+from analysis.frames import records
+from analysis.load.study import Study
+from analysis.outputs import models, ranks, scores
+from analysis.published.facts import Facts
+from analysis.published.numbers import AFTER, BEFORE, RANK, Key, Printed, counterparts, stands_for, target
+from analysis.published.verdicts import Measured
+from analysis.stats.comparison import Comparison
+
+Found = tuple[Printed, Measured]
+Number = tuple[float, float, float]
+"""A value and the ends of its interval."""
+MEMORY_TOLERANCE = 0.01
+"""GiB by which a size computed from a configuration may differ from a printed one."""
+MATCHED = "matched"
+"""Calibration set of a printed row whose columns come from models calibrated on different sets."""
+_TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
+_GIB = 2**30
+
+
+def found(study: Study, comparisons: Sequence[Comparison], of: str) -> list[Found]:
+    """Numbers of the study with their counterparts in the papers' tables that the table `of` corresponds to."""
+    facts = Facts(study)
+    return [*_scores(facts, comparisons, of), *_ranks(facts, comparisons, of), *_memory(study, of)]
+
+
+def key_of(cell: Mapping[str, Any]) -> Key:
+    """The row of the papers' tables that a cell corresponds to, if they have it."""
+    trained, top_k = names.routed(str(cell["model"]))
+    model, calibration = stands_for("model", trained), stands_for("calibration", str(cell["calibration"]))
+    ratio, allocation = round(float(cell["ratio"]), 6), str(cell["allocation"])
+    if top_k is not None:
+        allocation = f"{'' if allocation == 'none' else allocation} top-k {top_k}".strip()
+    return model, ratio, str(cell["criterion"]), allocation, str(cell["recovery"]), calibration
+
+
+def _scores(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
+    """Benchmarks, displayed columns and their averages."""
+    printed = counterparts(of)
+    for comparison in comparisons:
+        for cell, axes in zip(comparison.cells.index.astype(int), records(comparison.cells), strict=True):
+            row = printed.get(key_of(axes), ())
+            for number in row:
+                wanted = target(number, row)
+                here = _run(comparison, wanted)
+                if here:
+                    ends = [float(end[cell]) for end in comparison.interval(here)]
+                    value = (float(comparison.score(here)[cell]), ends[0], ends[1])
+                    sources = dict.fromkeys(comparison.weights(here), cell)
+                    yield number, _measured(facts, value, sources, _lacking(comparison, wanted))
+
+
+def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in wanted if name in comparison.parts or name in comparison.benchmarks)
+
+
+def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
+    """What a printed average has and the measured one has not."""
+    here = _run(comparison, wanted)
+    parts = {column: names.COLUMNS.get(column, ()) for column in here if column in comparison.parts}
+    benchmarks = [name for column, every in parts.items() for name in every if name not in comparison.parts[column]]
+    missing = [*(name for name in wanted if name not in here), *benchmarks]
+    return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
+
+
+def _ranks(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
+    """Average ranks, which the tables of scores compute for all methods of a block at once."""
+    printed = {key: number for key, row in counterparts(of).items() for number in row if number.benchmark == RANK}
+    if not printed:
+        return
+    for comparison in comparisons:
+        blocks = _task_ranks(comparison) if of == "unified.table2" else _panel_ranks(comparison)
+        for block, columns in blocks:
+            for cells, value in block:
+                key = key_of(facts.axes(cells[columns[0]]))
+                number = printed.get(key) or printed.get((*key[:5], MATCHED))
+                if number is None:
+                    continue
+                sources = {name: cells[column] for column in columns for name in comparison.weights((column,))}
+                every = sum(1 for other in printed if (other[:2], other[5]) == (number.key[:2], number.key[5]))
+                among = [f"ranked among {len(block)}, published among {every}"] if len(block) != every else []
+                lacking = [*among, *_other_columns(columns, of), *_lacking(comparison, columns)]
+                yield number, _measured(facts, value, sources, lacking)
+
+
+Ranked = tuple[list[tuple[dict[str, int], Number]], tuple[str, ...]]
+"""Rows of a block (column -> the cell its score comes from, and the average rank), and the columns."""
+
+
+def _panel_ranks(comparison: Comparison) -> Iterator[Ranked]:
+    for panel in comparison.panels:
+        columns = panel.columns(comparison)
+        ranked = [cell for name, cell in panel.cells.items() if name in names.RANKED]
+        if ranked:
+            parts = ranks.rank_block(comparison, panel, names.RANKED)
+            yield [(dict.fromkeys(columns, cell), _rank(parts, cell)) for cell in ranked], columns
+
+
+def _task_ranks(comparison: Comparison) -> Iterator[Ranked]:
+    for domains in scores.by_domain(comparison).values():
+        if {"code", "math"} <= set(domains):
+            sides = {column: domains["code"].cells for column in names.CODE_COLUMNS}
+            sides |= {column: domains["math"].cells for column in names.MATH_COLUMNS}
+            parts = scores.task_block(comparison, domains, names.TASK_SPECIFIC)
+            rows = {names.method(name): name for name in names.TASK_SPECIFIC}
+            methods = [(place, rows[word]) for place, word in parts[0]["Criterion"].items() if word in rows]
+            yield (
+                [({c: side[name] for c, side in sides.items()}, _rank(parts, place)) for place, name in methods],
+                _TASK_COLUMNS,
+            )
+
+
+def _rank(parts: Sequence[Any], row: Any) -> Number:
+    value, low, high = (float(part[RANK].get(row)) if RANK in part else float("nan") for part in parts)
+    return value, low, high
+
+
+def _other_columns(columns: Sequence[str], of: str) -> list[str]:
+    """That ranks were taken over other columns than the printed ones."""
+    every = _TASK_COLUMNS if of == "unified.table2" else tuple(names.COLUMNS)
+    if set(columns) == set(every):
+        return []
+    return [f"ranked over {len(columns)} columns, published over {len(every)}"]
+
+
+def _measured(facts: Facts, value: Number, sources: Mapping[str, int], lacking: Sequence[str]) -> Measured:
+    """A number that rests on benchmarks, each evaluated for a cell."""
+    cell = next(iter(sources.values()))
+    axes = facts.axes(cell)
+    evaluations = [facts.evaluation(each, name) for name, each in sources.items()]
+    return Measured(
+        *value,
+        cell=axes,
+        tokens=facts.tokens(axes),
+        search=facts.search(cell),
+        evaluations=[evaluation for evaluation in evaluations if evaluation],
+        lacking=lacking,
+    )
+
+
+def _memory(study: Study, of: str) -> Iterator[Found]:
+    """Loading memory, exact from configurations and plans."""
+    printed = [number for row in counterparts(of).values() for number in row if number.benchmark in (BEFORE, AFTER)]
+    if not printed:
+        return
+    for row in records(models.loading_memory(study)):
+        for number in printed:
+            model, ratio, _, allocation, *_ = number.key
+            if (stands_for("model", row["model"]), row["ratio"], row["allocation"]) == (model, ratio, allocation):
+                value = row["bytes" if number.benchmark == BEFORE else "bytes_after"] / _GIB
+                cell = {**row, "criterion": "none", "calibration": "none", "method": "any"}
+                yield number, Measured(value, value - MEMORY_TOLERANCE, value + MEMORY_TOLERANCE, cell, None)

@@ -1,0 +1,96 @@
+"""Printed numbers beside the measured ones, with a verdict for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from analysis import names
+from analysis.frames import records
+from analysis.load.study import Study
+from analysis.outputs.captions import setting
+from analysis.published import cells
+from analysis.published.numbers import AFTER, BEFORE, PAPERS, TABLES, Printed, counterparts
+from analysis.published.verdicts import AGREES, BECAUSE, DIFFERS, MISSING, Measured, verdict
+from analysis.render.table import SCORE, Table
+from analysis.stats.comparison import Comparison
+
+SPELLED = {BEFORE: "Memory before, GiB", AFTER: "Memory after, GiB", "Code": "Code Avg", "Math": "Math Avg"}
+_VARYING = {"recovery": "Recovery", "gate": "Gate", "seed": "Seed"}
+"""Axes that are shown only where the pruned cells of a study differ in them."""
+
+
+def published_tables(study: Study, comparisons: Sequence[Comparison], wanted: Sequence[str]) -> dict[str, Table]:
+    """The tables of `wanted` that have printed counterparts, each beside them: name -> table, without rows where no
+    cell of the study has one."""
+    return {name: published_table(study, comparisons, of=name) for name in wanted if name in TABLES}
+
+
+def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str) -> Table:
+    """Every number of the study that has a counterpart in the papers' tables that the table `of` corresponds to.
+
+    Rows are exact in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Models and
+    calibration sets that ship here find the rows of what they stand for, and the verdict says that they are not it.
+    """
+    found = cells.found(study, comparisons, of)
+    rows = [_row(number, measured) for number, measured in found]
+    return Table(
+        name=f"{of}.published",
+        title=f"Measured beside published: {of}",
+        caption="Agrees: the printed number, as far as its rounding leaves it open, lies in the 95 % interval of the "
+        "measured one. Intervals cover which items were asked, not seeds; sizes in GiB may differ by "
+        f"{cells.MEMORY_TOLERANCE}. Deviation: measured minus printed, where the two are comparable. "
+        f"{setting(study)}",
+        frame=pd.DataFrame(rows, columns=_columns(study)),
+        formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
+        blocks=("Model", "Pruned", "Calibration"),
+        low=pd.DataFrame({"Measured": [measured.low for _, measured in found]}, dtype=float),
+        high=pd.DataFrame({"Measured": [measured.high for _, measured in found]}, dtype=float),
+        footnotes=(_summary([row["Verdict"] for row in rows]), *_without_counterpart(study, of)),
+    )
+
+
+def _columns(study: Study) -> list[str]:
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    varying = [word for axis, word in _VARYING.items() if pruned[axis].nunique() > 1]
+    text = ("Model", "Pruned", "Calibration", "Criterion", *varying, "Benchmark", "Source")
+    return [*text, "Measured", "Published", "Deviation", "Verdict"]
+
+
+def _row(number: Printed, measured: Measured) -> dict[str, Any]:
+    cell, found = measured.cell, verdict(number, measured)
+    return {
+        "Model": cell["model"],
+        "Pruned": names.ratio(float(cell["ratio"])),
+        "Calibration": names.calibration(str(cell["calibration"])),
+        "Criterion": names.method(str(cell["method"])),
+        **{word: str(cell.get(axis, "any")) for axis, word in _VARYING.items()},
+        "Benchmark": SPELLED.get(number.benchmark, names.benchmark(number.benchmark)),
+        "Source": f"{PAPERS[number.paper]}, {number.table}",
+        "Measured": measured.value,
+        "Published": number.value,
+        "Deviation": math.nan if found.startswith(BECAUSE) else measured.value - number.value,
+        "Verdict": found,
+    }
+
+
+def _summary(verdicts: Sequence[str]) -> str:
+    agree, differ, missing = (sum(word.startswith(kind) for word in verdicts) for kind in (AGREES, DIFFERS, MISSING))
+    rest = len(verdicts) - agree - differ - missing
+    return f"{agree} agree, {differ} differ, {rest} are not comparable, {missing} are missing."
+
+
+def _without_counterpart(study: Study, of: str) -> Iterator[str]:
+    """A note on the pruned cells that no printed row matches; none for tables that are not about methods."""
+    known = counterparts(of)
+    pruned = records(study.cells[study.cells["criterion"] != "none"])
+    lacking = [cell for cell in pruned if cells.key_of(cell) not in known]
+    if lacking and any(criterion in names.CRITERIA for _, _, criterion, *_ in known):
+        methods = names.methods_in_order(str(cell["method"]) for cell in lacking)
+        yield (
+            f"{len(lacking)} of {len(pruned)} pruned cells have no printed row here "
+            f"({'; '.join(map(names.method, methods))})."
+        )

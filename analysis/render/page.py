@@ -1,0 +1,149 @@
+"""One self-contained page: chapters of sentences, figures and tables, shown from a file without a network."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from analysis.made import Output
+from analysis.render import style
+from analysis.render import table as tables
+from analysis.render.style import Figure
+from analysis.render.table import Table
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chapter of the page."""
+
+    anchor: str
+    short: str
+    title: str
+    text: Sequence[str] = ()
+    outputs: Sequence[Output] = ()
+    views: Sequence[Mapping[str, Any]] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    details: Sequence[tuple[str, str]] = ()
+    filters: Mapping[str, str] = field(default_factory=dict)
+    """Table name -> columns to filter by, the first block shown at first when it starts with a star."""
+    folded: bool = False
+    """Whether its tables open at a click."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.outputs or self.views or self.facts)
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page says, from its head to its foot; empty chapters are left out."""
+
+    title: str
+    kicker: str
+    lead: str
+    findings: Sequence[tuple[str, str]]
+    """A word on what a sentence is about, and the sentence."""
+    tiles: Sequence[tuple[int, str]]
+    """A number, and of what."""
+    chapters: Sequence[Section]
+    footer: str
+
+
+def html(page: Page) -> str:
+    """The page as HTML text that needs nothing beside it; figures link to figures/NAME.png and .pdf."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html.j2").render(
+        title=page.title,
+        kicker=page.kicker,
+        lead=_bound(page.lead),
+        findings=[(about, _bound(said)) for about, said in page.findings],
+        tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
+        sections=[_context(section) for section in page.chapters if not section.empty],
+        css=_raw("page.css"),
+        script=_raw("page.js"),
+        footer=page.footer,
+    )
+
+
+def _bound(sentence: str) -> str:
+    """The sentence with per cent signs that stay on the line of their number."""
+    return sentence.replace(" %", "\u00a0%")
+
+
+def _raw(file: str) -> Markup:
+    return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
+
+
+def _context(section: Section) -> dict[str, Any]:
+    """What the template needs of a chapter."""
+    return {
+        "anchor": section.anchor,
+        "short": section.short,
+        "title": section.title,
+        "text": [_bound(sentence) for sentence in section.text],
+        "views": section.views,
+        "collapsed": section.folded,
+        "facts": section.facts,
+        "details": section.details,
+        "figures": [_figure(output) for output in section.outputs if isinstance(output, Figure)],
+        "tables": [
+            _table(output, section.filters.get(output.name, ""))
+            for output in section.outputs
+            if isinstance(output, Table)
+        ],
+    }
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    return {
+        "name": figure.name,
+        "title": figure.title,
+        "caption": figure.caption,
+        "svg": Markup(style.svg(figure)),
+    }
+
+
+def _table(table: Table, filters: str) -> dict[str, Any]:
+    files = [
+        {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(tables.SUFFIXES[suffix](table), media)}
+        for suffix, kind, media in (
+            ("csv", "CSV", "text/csv"),
+            ("md", "Markdown", "text/markdown"),
+            ("tex", "LaTeX", "text/x-tex"),
+        )
+    ]
+    return {
+        "name": f"table-{table.name}",
+        "rows": len(table.frame),
+        "title": table.title,
+        "caption": table.caption,
+        "footnotes": tables.footnotes(table),
+        "html": Markup(tables.html(_without_constant_model(table))),
+        "intervals": table.low is not None,
+        "open_intervals": len(table.frame.columns) < 15,
+        "files": files,
+        "filter": filters.lstrip("*"),
+        "first": filters.startswith("*"),
+    }
+
+
+def _without_constant_model(table: Table) -> Table:
+    """The table without its model column when all rows are about one model, as the page's head says already."""
+    if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
+        return table
+    blocks = [column for column in table.blocks if column != "Model"]
+    return replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks)
+
+
+def _data(text: str, media: str) -> str:
+    return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"

@@ -1,0 +1,253 @@
+"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.frames import records
+
+SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Numbers, and how to show them. NaN is a gap."""
+
+    name: str
+    """File stem, such as unified.table1."""
+    title: str
+    caption: str
+    frame: pd.DataFrame
+    """Text columns first, spelled for people; then numbers."""
+    formats: Mapping[str, str]
+    """Number column -> format; columns not named here are text."""
+    best: Mapping[str, str] = field(default_factory=dict)
+    """Number column -> "max" or "min": the best of a block is set in bold."""
+    blocks: Sequence[str] = ()
+    """Text columns that together name a block of rows which compete."""
+    low: pd.DataFrame | None = None
+    """Lower ends of 95 % intervals, for the columns that have them."""
+    high: pd.DataFrame | None = None
+    footnotes: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    """Number columns in which a dash is no gap: there is nothing to be had in some rows."""
+
+
+GAP = "–"
+"""What a missing number looks like; a footnote explains it."""
+GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
+UNPRUNED = "Unpruned"
+KEY = "Criterion"
+"""The column that stays in sight while a table is scrolled sideways."""
+LONG = 60
+"""Characters from which a text may be broken into lines."""
+
+
+def minus(number: str) -> str:
+    """A number with a minus sign in place of the hyphen."""
+    return number.replace("-", "−")
+
+
+def shown(value: object, form: str) -> str:
+    """A number in its format; a gap is a dash."""
+    return (
+        GAP
+        if value is None or (isinstance(value, float) and math.isnan(value))
+        else form.format(value).replace("%", " %")
+    )
+
+
+def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
+    """Whether a dash is no gap: the unpruned model has no rank among criteria, a tie has no p-value."""
+    unranked = row.get(KEY) == UNPRUNED and column in ("Avg Rank", "First")
+    return unranked or column in table.optional
+
+
+def footnotes(table: Table) -> list[str]:
+    """The table's own footnotes, and the one on gaps if it has any."""
+    rows = records(table.frame)
+    missing = any(
+        shown(row[column], "{}") == GAP and not expected_gap(table, row, column)
+        for row in rows
+        for column in table.formats
+    )
+    return [*table.footnotes, *([GAP_NOTE] if missing else [])]
+
+
+@lru_cache(maxsize=128)
+def best(table: Table) -> pd.DataFrame:
+    """Booleans like the frame: the best of each block, the unpruned model left out, as printed (ties are all best)."""
+    marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
+    if not table.best or table.frame.empty:
+        return marks
+    competing = table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
+    blocks: list[Any] = [np.arange(len(table.frame))]
+    if table.blocks:
+        blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
+    for column, direction in table.best.items():
+        decimals = 2 if table.formats[column] == "{:.2f}" else 3
+        values = np.where(competing, table.frame[column].astype(float).round(decimals), np.nan)
+        found = np.zeros(len(values), bool)
+        for rows in blocks:
+            if np.count_nonzero(~np.isnan(values[rows])) > 1:
+                top = np.nanmin(values[rows]) if direction == "min" else np.nanmax(values[rows])
+                found[rows] = values[rows] == top
+        marks[column] = found
+    return marks
+
+
+@lru_cache(maxsize=128)
+def text(table: Table) -> pd.DataFrame:
+    """The frame with every number as it is printed."""
+    columns = {
+        str(column): [
+            shown(value, table.formats[str(column)]) if column in table.formats else value for value in values
+        ]
+        for column, values in table.frame.items()
+    }
+    return pd.DataFrame(columns, index=table.frame.index)
+
+
+@lru_cache(maxsize=128)
+def csv(table: Table) -> str:
+    """Full precision, with the ends of intervals as columns of their own; a gap is an empty field."""
+    frame = table.frame.copy()
+    for end, values in (("low", table.low), ("high", table.high)):
+        if values is not None:
+            for column in values.columns:
+                frame[f"{column} {end}"] = values[column].to_numpy()
+    return str(frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+
+
+@lru_cache(maxsize=128)
+def markdown(table: Table) -> str:
+    """A pipe table with title, caption and footnotes; the best of each block in bold."""
+    align = [("---:" if column in table.formats else ":---") for column in table.frame]
+    lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
+    body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    notes = "".join(f"\n{note}\n" for note in footnotes(table))
+    return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
+
+
+@lru_cache(maxsize=128)
+def latex(table: Table) -> str:
+    """A booktabs table; the best of each block in bold."""
+    layout = "".join("r" if column in table.formats else "l" for column in table.frame)
+    caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
+    head = " & ".join(_tex(column) for column in table.frame)
+    lines = [f"{' & '.join(line)} \\\\" for line in _lines(table, r"\textbf{{{}}}", _tex)]
+    made = [
+        "% needs \\usepackage{booktabs}",
+        r"\begin{table}[t]",
+        f"\\caption{{{caption}}}",
+        f"\\label{{tab:{table.name}}}",
+        f"\\begin{{tabular}}{{{layout}}}",
+        r"\toprule",
+        f"{head} \\\\",
+        r"\midrule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(made) + "\n"
+
+
+def _lines(table: Table, strong: str, spelled: Callable[[object], str]) -> list[list[str]]:
+    """Rows of printed and `spelled` cells, the best of each block in the form `strong`."""
+    marks = best(table).to_numpy().tolist()
+    return [
+        [strong.format(spelled(cell)) if mark else spelled(cell) for cell, mark in zip(row, marked, strict=True)]
+        for row, marked in zip(text(table).to_numpy().tolist(), marks, strict=True)
+    ]
+
+
+_TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {c: f"\\{c}" for c in "&%$#_{}"}
+
+
+def _tex(value: object) -> str:
+    return "".join(_TEX.get(character, character) for character in str(value))
+
+
+def html(table: Table) -> str:
+    """A table element with sort keys, intervals under the numbers and the best marked; the page styles it."""
+    head = "".join(_head(table, str(column)) for column in table.frame)
+    marks, cells = best(table).to_numpy(), text(table).to_numpy()
+    fresh, ends = _block_starts(table), _ends(table)
+    rows = []
+    for number, record in enumerate(records(table.frame)):
+        classes = " ".join(
+            word
+            for word, holds in (("first", fresh[number]), ("unpruned", record.get("Criterion") == UNPRUNED))
+            if holds
+        )
+        body = "".join(
+            _cell(table, str(column), record[str(column)], str(cells[number, at]), bool(marks[number, at]))
+            + (_interval(table, str(column), *ends[str(column)][number]) if str(column) in ends else "")
+            + "</td>"
+            for at, column in enumerate(table.frame)
+        )
+        rows.append(f'<tr class="{classes}">{body}</tr>' if classes else f"<tr>{body}</tr>")
+    return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _head(table: Table, column: str) -> str:
+    kind = "number" if column in table.formats else "text"
+    return f"<th scope=col class={kind} aria-sort=none><button type=button>{escape(column)}</button></th>"
+
+
+def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
+    """A cell of the table, still open."""
+    inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
+    if column not in table.formats:
+        kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
+        return f"<td{kind}>{inner}"
+    if printed == GAP:
+        return '<td class=number data-key="">' + GAP
+    number, form = float(str(value)), table.formats[column]
+    bar = f' style="--v:{number:.3f}"' if form == SCORE and column in table.best and 0 <= number <= 1 else ""
+    return f'<td class=number data-key="{number:.9g}"{bar}>{inner}'
+
+
+def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
+    """Column -> the ends of its intervals, row by row."""
+    if table.low is None or table.high is None:
+        return {}
+    columns = [column for column in table.low if column in table.frame]
+    low, high = (ends[columns].astype(float).to_numpy().T.tolist() for ends in (table.low, table.high))
+    return {str(column): list(zip(*pair, strict=True)) for column, *pair in zip(columns, low, high, strict=True)}
+
+
+def _interval(table: Table, column: str, low: float, high: float) -> str:
+    if math.isnan(low) or math.isnan(high):
+        return ""
+    short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
+    return f"<small>{minus(short.format(low))} to {minus(short.format(high))}</small>"
+
+
+def _block_starts(table: Table) -> list[bool]:
+    if not table.blocks or table.frame.empty:
+        return [False] * len(table.frame)
+    keys = table.frame[list(table.blocks)].astype(str).agg("\x1f".join, axis=1)
+    return list(keys != keys.shift())
+
+
+SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex": latex, "html": html}
+
+
+def write(table: Table, folder: Path) -> list[Path]:
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html into `folder`: all of them or, on an error, none."""
+    texts = {folder / f"{table.name}.{suffix}": function(table) for suffix, function in SUFFIXES.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in texts.items():
+        path.write_text(content, encoding="utf-8")
+    return list(texts)

@@ -1,0 +1,1 @@
+"""Statistics over the results of a study: intervals, tests, ranks, winners, overlap."""

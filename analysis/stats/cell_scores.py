@@ -1,0 +1,162 @@
+"""Numbers of chosen cells: scores with intervals, and paired differences to the cell each is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+from analysis.load.study import Study
+from analysis.stats import uncertainty
+from analysis.stats.comparison import Comparison, Target
+
+GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
+"""The averages of `group_targets`."""
+MEAN = "Mean"
+"""In a list of columns: the mean of the benchmarks that stand in it."""
+COMMON = "CSQA Avg"
+"""In a list of columns: the mean of `names.COMMON_SENSE`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers of cells, indexed by cell, with the ends of their 95 % intervals where they have any."""
+
+    frame: pd.DataFrame
+    low: pd.DataFrame
+    high: pd.DataFrame
+
+
+def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
+    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
+
+    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns in which more is
+    better.
+    """
+    displayed = comparison.averaged(_displayed(comparison, cells))
+    groups: dict[str, Target] = {
+        "MC Avg": ("MC Avg",),
+        "Code": names.CODE_COLUMNS,
+        "Math": names.MATH_COLUMNS,
+        "WildBench": ("WildBench",),
+    }
+    targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
+    return {**targets, "Avg": displayed} if displayed else targets
+
+
+def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
+    """A sentence about the displayed columns that Avg leaves out; none where it is the mean of all."""
+    left = {
+        names.benchmark(column)
+        for comparison in comparisons
+        for column in set(comparison.parts) - set(comparison.averaged(comparison.parts))
+    }
+    return [f"Avg is without {names.listing(sorted(left))}: there, less is better."] if left else []
+
+
+def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict[str, Target]:
+    """Those of `benchmarks` that were run, spelled for people."""
+    return {names.benchmark(name): (name,) for name in benchmarks if name in comparison.benchmarks}
+
+
+def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
+    """Those of `benchmarks` that any of these cells was evaluated on and in which more is better; empty for none."""
+    run = comparison.benchmarks.loc[list(cells)].notna().any()
+    return comparison.averaged(name for name in benchmarks if run.get(name, False))
+
+
+def averaged(target: Target, benchmarks: Sequence[str]) -> str:
+    """What a figure's average is of, in words: `Mean of ARC-C and PIQA (2 of 7 benchmarks)`."""
+    part = "" if len(target) == len(benchmarks) else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
+    return f"Mean of {names.listing(map(names.benchmark, target))}{part}"
+
+
+def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequence[str]) -> dict[str, Target]:
+    """Those of `columns` that these cells were evaluated on, spelled for people: benchmarks, displayed columns, GROUPS,
+    COMMON and MEAN."""
+    groups, run = group_targets(comparison, cells), comparison.benchmarks.loc[list(cells)].notna().any()
+    means = {COMMON: mean_target(comparison, cells, names.COMMON_SENSE), MEAN: mean_target(comparison, cells, columns)}
+    every = {
+        **{str(name): (str(name),) for name in run.index[run]},
+        **_displayed(comparison, cells),
+        **groups,
+        **{name: target for name, target in means.items() if target},
+    }
+    return {names.benchmark(name): every[name] for name in columns if name in every}
+
+
+def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
+    """The displayed columns that these cells were evaluated on."""
+    found = comparison.columns.loc[list(cells)].notna().any()
+    return {str(name): (str(name),) for name in found.index[found]}
+
+
+def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
+    """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks a benchmark."""
+    rows = list(cells)
+    ends = {name: comparison.interval(target) for name, target in targets.items()}
+    return Numbers(
+        pd.DataFrame({name: comparison.score(target)[rows] for name, target in targets.items()}, index=rows),
+        pd.DataFrame({name: low[rows] for name, (low, _) in ends.items()}, index=rows),
+        pd.DataFrame({name: high[rows] for name, (_, high) in ends.items()}, index=rows),
+    )
+
+
+def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
+    """Cell -> its score minus that of the cell it is measured against, paired over the items all cells share.
+
+    Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where outcomes lack.
+    """
+    p_values: dict[int, float] = {}
+    for other in dict.fromkeys(against.values()):  # all cells that are measured against it in one go
+        cells = [cell for cell, base in against.items() if base == other]
+        p_values |= zip(cells, comparison.p_values(target, other, cells), strict=True)
+    rows = []
+    for cell, other in against.items():
+        low, high = comparison.lead(target, cell, other)
+        rows.append((comparison.difference(target, cell, other), low, high, float(p_values[cell])))
+    return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
+
+
+def pooled_difference(
+    comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
+) -> dict[str, float]:
+    """The mean over pairs (cell, other) of their difference in score, groups weighing alike, paired over the items all
+    cells share.
+
+    Returns pairs (how many), difference, low, high (95 %, the same drawn items for all cells), p. A pair of which a
+    result is missing is left out and not counted; NaN where none is left, or outcomes lack.
+    """
+    empty = {"pairs": 0, **dict.fromkeys(("difference", "low", "high", "p"), np.nan)}
+    score = comparison.score(target)
+    complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
+    complete = [pairs for pairs in complete if pairs]
+    if not complete:
+        return empty
+    weights = np.zeros(len(score))
+    for pairs in complete:
+        for cell, other in pairs:
+            weights[comparison.rows([cell, other])] += np.array([1, -1]) / len(pairs) / len(complete)
+    used = np.flatnonzero(weights)
+    means = [np.mean([comparison.difference(target, *pair) for pair in pairs]) for pairs in complete]
+    found = {**empty, "pairs": sum(map(len, complete)), "difference": float(np.mean(means))}
+    draws = comparison.paired_draws(target)
+    if draws is None or np.isnan(draws[:, used]).any():
+        return found
+    spread = draws[:, used] @ weights[used]
+    low, high = uncertainty.percentiles(spread)
+    return {**found, "low": float(low), "high": float(high), "p": share_beyond(spread)}
+
+
+def share_beyond(draws: np.ndarray) -> float:
+    """Two-sided bootstrap p-value: twice the smaller share of replicates on either side of 0, never exactly 0."""
+    smaller = min((draws <= 0).sum(), (draws >= 0).sum())
+    return float(min(1.0, 2 * (smaller + 1) / (len(draws) + 1)))
+
+
+def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
+    """One number of cost.json for each of `cells`, NaN where the cost was not counted."""
+    return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))

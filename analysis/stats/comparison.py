@@ -1,0 +1,317 @@
+"""All cells of one model side by side: scores, intervals from what each was asked, paired tests on what all were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+from analysis.load import outcomes, settings
+from analysis.load.evaluations import labels
+from analysis.load.study import Study
+from analysis.stats import ranks, replicates, uncertainty
+
+Target = tuple[str, ...]
+"""What is scored: the mean of these displayed columns or benchmarks, often a single one."""
+
+_NORMAL = 1.96
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The methods that compete with each other: one model, ratio, gate, seed and calibration set.
+
+    Methods that read no data compete in every panel. `cells` maps a method's key -> cell, in their usual order.
+    """
+
+    model: str
+    ratio: float
+    gate: str
+    seed: int
+    calibration: str
+    cells: dict[str, int]
+    told: str = ""
+    """Gate and seed in words, where the model's cells have several."""
+
+    @property
+    def pruned(self) -> str:
+        """What panels of one calibration set are told apart by: `50 %`, or `50 %, seed 43`."""
+        return settings.joined(names.ratio(self.ratio), self.told)
+
+    @property
+    def settings(self) -> tuple[float, str, int]:
+        """What panels of different calibration sets may share."""
+        return self.ratio, self.gate, self.seed
+
+    def columns(self, comparison: Comparison) -> Target:
+        """Displayed columns that at least one of these cells was evaluated on; all of them where every cell failed."""
+        found = comparison.columns.loc[list(self.cells.values())].notna().any()
+        return tuple(str(name) for name in (found.index[found] if found.any() else found.index))
+
+    def averaged(self, comparison: Comparison) -> Target:
+        """Those of `columns` that Avg is the mean of."""
+        return comparison.averaged(self.columns(comparison))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cells of one model. Rows of all frames and matrices are `cells` in their order."""
+
+    model: str
+    cells: pd.DataFrame
+    benchmarks: pd.DataFrame
+    """(cells, benchmarks) scores; NaN is a gap."""
+    parts: dict[str, tuple[str, ...]]
+    """Displayed column -> its benchmarks."""
+    lower_is_better: tuple[str, ...]
+    """Columns and benchmarks where less is better."""
+    outcomes: dict[str, np.ndarray]
+    """Benchmark -> outcomes (cells, items) on the items all cells share; only where they add up to the score."""
+    standard_errors: pd.DataFrame
+    """(cells, benchmarks) as the harness reported them."""
+    own: dict[str, np.ndarray] = field(default_factory=dict)
+    """Benchmark -> outcomes on all items, NaN where a cell was not asked, of those not all cells were asked alike."""
+
+    @cached_property
+    def columns(self) -> pd.DataFrame:
+        """(cells, displayed columns) scores."""
+        return ranks.component_columns(self.benchmarks, self.parts)
+
+    @cached_property
+    def unpruned(self) -> int | None:
+        """The cell of the unpruned model."""
+        found = self.cells.index[self.cells["criterion"] == "none"]
+        return int(found[0]) if len(found) else None
+
+    def averaged(self, columns: Iterable[str]) -> Target:
+        """Those of `columns` that an average may have: where less is better, a mean with the others says nothing."""
+        return tuple(name for name in columns if not set(self.weights((name,))) & set(self.lower_is_better))
+
+    def score(self, target: Target) -> pd.Series:
+        """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
+        if target not in self._scores:
+            self._scores[target] = self._score(target)
+        return self._scores[target]
+
+    @cached_property
+    def _scores(self) -> dict[Target, pd.Series]:
+        """Scores that were asked for already: they are looked up cell by cell."""
+        return {}
+
+    def _score(self, target: Target) -> pd.Series:
+        if not target:
+            return pd.Series(np.nan, self.cells.index)
+        columns = [self.columns[name] if name in self.parts else self.benchmarks[name] for name in target]
+        return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
+
+    def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
+        """Ends of the 95 % interval of every cell's score, from the items it was asked.
+
+        Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks, the reported
+        standard error for cells that have no outcomes.
+        """
+        if target not in self._intervals:
+            self._intervals[target] = self._interval(target)
+        return self._intervals[target]
+
+    @cached_property
+    def _intervals(self) -> dict[Target, tuple[pd.Series, pd.Series]]:
+        """Intervals that were asked for already: several tables and figures show the same ones."""
+        return {}
+
+    def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
+        answers = self._right_or_wrong(target, self._asked)
+        shares = self.weights(target)
+        errors = self.standard_errors[list(shares)].to_numpy(float) * np.array(list(shares.values()))
+        centre, half = self.score(target), _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
+        if answers is not None:
+            items = np.isfinite(answers).sum(axis=1)
+            low, high = uncertainty.wilson(np.nansum(answers, axis=1), np.where(items > 0, items, np.nan))
+        elif (draws := self.draws(target)) is not None:
+            low, high = uncertainty.percentiles(draws)
+        else:
+            return centre - half, centre + half
+        return pd.Series(low, centre.index).fillna(centre - half), pd.Series(high, centre.index).fillna(centre + half)
+
+    def difference(self, target: Target, cell: int, other: int) -> float:
+        """Score of `cell` minus that of `other`, on the items that all cells share."""
+        for score in (self._shared_score(target), self.score(target)):
+            if not np.isnan(found := float(score[cell] - score[other])):
+                return found
+        return np.nan
+
+    def _shared_score(self, target: Target) -> pd.Series:
+        """Scores on the items that all cells share; NaN where there are no outcomes, or all were asked the same."""
+        shared = self._contributions(target) if set(self.weights(target)) & set(self.own) else {}
+        total = sum((found.sum(axis=1) for found in shared.values()), np.zeros(len(self.cells)))
+        return pd.Series(total if shared else np.nan, self.cells.index)
+
+    def shared_items(self, target: Target) -> int | None:
+        """How many items the paired tests of a target are on, where not all cells were asked the same; else None."""
+        items = [found.shape[1] for found in self._contributions(target).values()]
+        return sum(items) if set(self.weights(target)) & set(self.own) else None
+
+    def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
+        """Two-sided paired p-values of `cell` against each of `others`: McNemar for one benchmark of right-or-wrong
+        items, sign flips otherwise; NaN where outcomes are missing."""
+        first, rest = self.rows([cell]), self.rows(others)
+        answers = self._right_or_wrong(target, self.outcomes)
+        if answers is not None:
+            p_values = uncertainty.mcnemar(answers[first], answers[rest])
+            return np.where(np.isnan(answers[first] + answers[rest]).any(axis=1), np.nan, p_values)
+        contributions = self._contributions(target)
+        if not contributions:
+            return np.full(len(others), np.nan)
+        items = np.concatenate(list(contributions.values()), axis=1)
+        differences = items[first] - items[rest]
+        return np.where(np.isnan(differences).any(axis=1), np.nan, uncertainty.sign_flip(np.nan_to_num(differences)))
+
+    def pairwise(self, target: Target, cells: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Differences (cells, cells), row minus column, on the items all cells share, and their two-sided p-values.
+
+        McNemar for one benchmark of right-or-wrong items; paired t-tests otherwise, items within their benchmarks,
+        which resolve p-values as small as Holm's correction over many pairs needs. NaN where outcomes are missing.
+        """
+        rows = self.rows(cells)
+        strata = [found[rows] for found in self._contributions(target).values()]
+        if not strata:
+            return np.full((len(cells), len(cells)), np.nan), np.full((len(cells), len(cells)), np.nan)
+        differences, p_values = uncertainty.paired_t(strata)
+        answers = self._right_or_wrong(target, self.outcomes)
+        if answers is not None:
+            exact = [uncertainty.mcnemar(answers[[row]], answers[rows]) for row in rows]
+            p_values = np.where(np.isnan(p_values), np.nan, exact)
+        return differences, p_values
+
+    def lead(self, target: Target, cell: int, other: int) -> tuple[float, float]:
+        """95 % interval of the difference between two cells, from paired replicates."""
+        draws = self.paired_draws(target)
+        if draws is None:
+            return np.nan, np.nan
+        first, second = self.rows([cell, other])
+        low, high = uncertainty.percentiles(draws[:, first] - draws[:, second])
+        return float(low), float(high)
+
+    def draws(self, target: Target) -> np.ndarray | None:
+        """Bootstrap replicates (replicates, cells) of the target's score, from the items each cell was asked.
+
+        None when a benchmark has no outcomes.
+        """
+        if not set(self.weights(target)) & set(self.own):
+            return self.paired_draws(target)
+        if target not in self._own_target_draws:
+            self._own_target_draws[target] = replicates.mean(target, self._own_draws)
+        return self._own_target_draws[target]
+
+    def paired_draws(self, target: Target) -> np.ndarray | None:
+        """The same from the items that all cells share, which differences are of."""
+        if target not in self._target_draws:
+            self._target_draws[target] = replicates.mean(target, self._column_draws)
+        return self._target_draws[target]
+
+    @cached_property
+    def _target_draws(self) -> dict[Target, np.ndarray | None]:
+        """Replicates that were asked for already: a table measures many cells against the same one."""
+        return {}
+
+    @cached_property
+    def _own_target_draws(self) -> dict[Target, np.ndarray | None]:
+        """The same of `draws`."""
+        return {}
+
+    def rows(self, cells: Sequence[int]) -> np.ndarray:
+        """Positions of `cells` in matrices."""
+        return np.asarray(self.cells.index.get_indexer(pd.Index(cells)))
+
+    def weights(self, target: Target) -> dict[str, float]:
+        """Benchmark -> its share in the target; columns weigh alike, and so do the benchmarks in a column."""
+        parts = {name: self.parts.get(name, (name,)) for name in target}
+        return {
+            benchmark: 1 / len(benchmarks) / len(target) for benchmarks in parts.values() for benchmark in benchmarks
+        }
+
+    @cached_property
+    def _asked(self) -> dict[str, np.ndarray]:
+        """Benchmark -> outcomes on all items, NaN where a cell was not asked."""
+        return {**self.outcomes, **self.own}
+
+    def _right_or_wrong(self, target: Target, outcomes_of: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Of `outcomes_of` those of the target, if it is one benchmark whose items are right or wrong."""
+        benchmarks = list(self.weights(target))
+        found = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
+        return found if found is not None and outcomes.binary(found) else None
+
+    def _contributions(self, target: Target) -> dict[str, np.ndarray]:
+        return replicates.contributions(self.weights(target), self.outcomes)
+
+    @cached_property
+    def _columns(self) -> dict[str, dict[str, float]]:
+        """Every displayed column and benchmark -> the weights of its benchmarks."""
+        return {column: self.weights((column,)) for column in dict.fromkeys([*self.parts, *self.benchmarks])}
+
+    @cached_property
+    def _column_draws(self) -> dict[str, np.ndarray]:
+        return replicates.paired(self._columns, self.outcomes)
+
+    @cached_property
+    def _own_draws(self) -> dict[str, np.ndarray]:
+        return replicates.own(self._columns, self._asked)
+
+    @cached_property
+    def panels(self) -> list[Panel]:
+        """Panels in the order of ratio and calibration set."""
+        return list(_panels(self.model, self.cells[self.cells["criterion"] != "none"]))
+
+
+def compare(study: Study) -> list[Comparison]:
+    """One comparison per model, in the order of the study."""
+    return [_comparison(study, model) for model in dict.fromkeys(study.cells["model"])]
+
+
+def _comparison(study: Study, model: str) -> Comparison:
+    cells = study.cells[study.cells["model"] == model]
+    results = study.results[study.results["cell"].isin(cells.index)]
+    order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
+    scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
+    errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
+    found = outcomes.read(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    parts = ranks.displayed(order)
+    words = labels(cells)
+    for cell, benchmark in found.odd:
+        study.reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
+    return Comparison(
+        model=model,
+        cells=cells,
+        benchmarks=scores.astype(float),
+        parts=parts,
+        lower_is_better=_lower_is_better(results, parts),
+        outcomes=found.shared,
+        standard_errors=errors.astype(float),
+        own=found.own,
+    )
+
+
+def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Benchmarks by their metric, and the displayed columns that consist of such benchmarks alone."""
+    first = results.drop_duplicates("benchmark")
+    pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
+    found = [name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER)]
+    return tuple(dict.fromkeys([*found, *(column for column, of in parts.items() if set(of) <= set(found))]))
+
+
+def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
+    axes = ["ratio", "gate", "seed"]
+    told = settings.settings(pruned)
+    for _, cells in pruned.groupby(axes, sort=True):
+        ratio, gate, seed = cells[axes].iloc[0]
+        sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
+        for calibration in sets:
+            competing = cells[cells["calibration"].isin([calibration, "none"])]
+            by_key = dict(zip(competing["method"].astype(str), competing.index.astype(int), strict=True))
+            order = names.methods_in_order(by_key)
+            competitors = {key: by_key[key] for key in order}
+            yield Panel(model, ratio, gate, seed, calibration, competitors, told[cells.index[0]])

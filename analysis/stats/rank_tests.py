@@ -1,0 +1,128 @@
+"""Which average ranks differ: Friedman's test, then Nemenyi's critical difference (Demšar 2006, JMLR 7).
+
+Blocks are what methods are ranked in: displayed columns, or benchmarks. Two methods differ at the 5 % level when their
+average ranks are further apart than the critical difference; it says nothing where Friedman's test finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pandas as pd
+from scipy.stats import friedmanchisquare, studentized_range
+
+from analysis import names
+from analysis.stats import ranks
+from analysis.stats.comparison import Comparison, Panel
+
+LEVEL = 0.05
+COLUMNS, BENCHMARKS = "columns", "benchmarks"
+"""What methods are ranked in: columns give the papers' Avg Rank, benchmarks are more and tell more."""
+FEWEST = 3
+"""Methods, and blocks, below which there is nothing to test."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankTest:
+    """Average ranks of the methods of one panel, and how far apart they must be to differ."""
+
+    panel: Panel
+    over: str
+    """COLUMNS or BENCHMARKS."""
+    blocks: int
+    ranks: pd.Series
+    """Method's key -> average rank, the best first."""
+    incomplete: tuple[str, ...]
+    """Methods that lack a result in some block: they have no average rank."""
+    statistic: float
+    p: float
+    """Friedman's chi-squared and its p-value; NaN where all methods tie everywhere."""
+
+    @property
+    def difference(self) -> float:
+        """Nemenyi's critical difference at the 5 % level."""
+        return critical_difference(len(self.ranks), self.blocks)
+
+    @property
+    def told(self) -> bool:
+        """Whether Friedman's test finds any difference at the 5 % level."""
+        return bool(self.p < LEVEL)
+
+    def p_to_best(self) -> pd.Series:
+        """Nemenyi's p-value of each method against the first; NaN for the first itself."""
+        found = pd.Series(nemenyi(self.ranks.to_numpy() - self.ranks.iloc[0], len(self.ranks), self.blocks))
+        return found.set_axis(self.ranks.index).where(np.arange(len(self.ranks)) > 0)
+
+    def cliques(self) -> list[tuple[int, int]]:
+        """First and last place of the largest runs of methods that are not told from each other."""
+        values = self.ranks.to_numpy()
+        reach = self.difference if self.told else np.inf
+        ends = [int(np.flatnonzero(values < value + reach).max()) for value in values]
+        return [
+            (first, last) for first, last in enumerate(ends) if last > first and (first == 0 or ends[first - 1] < last)
+        ]
+
+
+@cache
+def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
+    """Average ranks further apart than q sqrt(k (k + 1) / 6 N) differ; q is the quantile of the studentized range of k
+    methods and infinite degrees of freedom, over the square root of 2."""
+    return float(studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2) * _spread(methods, blocks))
+
+
+def nemenyi(differences: np.ndarray, methods: int, blocks: int) -> np.ndarray:
+    """Nemenyi's p-values of differences between average ranks of `methods` ranked in `blocks`."""
+    scaled = np.abs(differences) / _spread(methods, blocks) * np.sqrt(2)
+    return np.asarray(studentized_range.sf(scaled, methods, np.inf))
+
+
+def _spread(methods: int, blocks: int) -> float:
+    return float(np.sqrt(methods * (methods + 1) / (6 * blocks)))
+
+
+def rank_test(
+    comparison: Comparison, panel: Panel, over: str = COLUMNS, criteria: Sequence[str] | None = None
+) -> RankTest | None:
+    """The test of one panel; None with fewer than three complete methods or three blocks.
+
+    Ranks are taken as for Avg Rank: on values rounded to three decimals, ties sharing the mean of their ranks.
+    """
+    cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
+    values = _blocks(comparison, panel, over).reindex(list(cells.values())).set_axis(list(cells), axis=0)
+    complete = values.notna().all(axis=1)
+    kept = values[complete].round(ranks.PRINTED_DECIMALS)
+    if min(kept.shape) < FEWEST:
+        return None
+    average = ranks.average_rank(kept, lower_is_better=comparison.lower_is_better)
+    same = bool((kept.nunique() == 1).all())
+    statistic, p = (np.nan, np.nan) if same else friedmanchisquare(*kept.to_numpy())
+    return RankTest(
+        panel=panel,
+        over=over,
+        blocks=kept.shape[1],
+        ranks=average.sort_values(kind="stable"),
+        incomplete=tuple(str(key) for key in values.index[~complete]),
+        statistic=float(statistic),
+        p=float(p),
+    )
+
+
+def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
+    """(cells, blocks) scores. Benchmarks that grade the same answers twice are one block, their mean."""
+    if over == COLUMNS:
+        return comparison.columns[list(panel.columns(comparison))]
+    benchmarks = comparison.benchmarks
+    run = benchmarks.reindex(list(panel.cells.values())).notna().any()
+    asked = [str(name) for name in run.index[run]]
+    stems = {name: names.SAME_ITEMS.get(name, name) for name in asked}
+    groups = {stem: [name for name in asked if stems[name] == stem] for stem in dict.fromkeys(stems.values())}
+    return pd.DataFrame({stem: benchmarks[found].mean(axis=1, skipna=False) for stem, found in groups.items()})
+
+
+def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:
+    """The tests of all panels that have enough methods and blocks."""
+    found = (rank_test(comparison, panel, over) for panel in comparison.panels)
+    return [test for test in found if test is not None]

@@ -1,0 +1,108 @@
+"""The winner map (000 Fig. 2): which method is best in each displayed column under each calibration set.
+
+A win is over all other methods: its p-value is the largest of the paired tests against them, and Holm's correction
+covers all columns of one model and ratio. Methods whose scores print alike (three decimals) share the place, and
+nobody wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+from analysis.frames import groups
+from analysis.stats import uncertainty
+from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.ranks import PRINTED_DECIMALS
+
+LEVEL = 0.05
+"""A win is beyond noise below this Holm-corrected p-value."""
+
+SETTINGS = ["model", "ratio", "gate", "seed"]
+"""What one map is about: columns and calibration sets are its two sides."""
+
+
+_BEST = ("winners", "cell", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
+
+
+def winner_map(
+    comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None, columns: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """One row per model, ratio, calibration set and column.
+
+    criteria: whose plain methods compete, by default all methods do; columns: displayed columns by default, benchmarks
+    are possible too. Returned columns: SETTINGS, pruned (how much, in words), calibration, column, winners (tuple of
+    methods' keys, several when tied), cell (of the first winner), score, runner_up, runner_up_score, lead, lead_low,
+    lead_high (95 % interval), p, p_holm, beyond_noise.
+    """
+    rows = [
+        {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
+        for comparison in comparisons
+        for panel in comparison.panels
+        for column in (columns or panel.columns(comparison))
+    ]
+    found = pd.DataFrame(rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_BEST])
+    if found.empty:
+        return found
+    found["p_holm"] = np.nan
+    for _, group in groups(found, SETTINGS):
+        found.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
+    found["beyond_noise"] = found["p_holm"] < LEVEL
+    return found
+
+
+def wins(found: pd.DataFrame) -> pd.DataFrame:
+    """Per method: wins, wins beyond noise and shared first places, most wins first."""
+    alone = found[found["winners"].map(len) == 1]
+    single = alone["winners"].map(lambda winners: winners[0])
+    shared = found.loc[found["winners"].map(len) > 1, "winners"].explode()
+    counts = pd.DataFrame(
+        {
+            "wins": single.value_counts(),
+            "beyond_noise": single[alone["beyond_noise"].astype(bool)].value_counts(),
+            "shared": shared.value_counts(),
+        }
+    )
+    counts = counts.fillna(0).astype(int)
+    counts.index.name = "criterion"
+    return counts.sort_values(["wins", "beyond_noise", "shared"], ascending=False, kind="stable")
+
+
+def _settings(panel: Panel) -> dict[str, object]:
+    return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
+
+
+def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None) -> dict[str, object]:
+    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
+    scores = comparison.score((column,))
+    values = {name: float(scores[cell]) for name, cell in cells.items() if not np.isnan(scores[cell])}
+    if not values:
+        return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
+    sign = -1 if column in comparison.lower_is_better else 1
+    printed = {name: sign * round(value, PRINTED_DECIMALS) for name, value in values.items()}
+    top = max(printed.values())
+    winners = tuple(name for name, value in printed.items() if value == top)
+    rest = {name: value for name, value in printed.items() if value != top}
+    best = {"winners": winners, "cell": cells[winners[0]], "score": values[winners[0]], "runner_up": "", "p": np.nan}
+    if not rest:
+        return best
+    second = max(rest, key=lambda name: rest[name])
+    best |= {"runner_up": second, "runner_up_score": values[second]}
+    best["lead"] = comparison.difference((column,), cells[winners[0]], cells[second])
+    best["lead_low"], best["lead_high"] = comparison.lead((column,), cells[winners[0]], cells[second])
+    if len(winners) == 1:
+        p_values = comparison.p_values((column,), cells[winners[0]], [cells[name] for name in rest])
+        best["p"] = np.nan if np.isnan(p_values).any() else float(p_values.max())
+    return best
+
+
+def label(winners: Sequence[str], score: float) -> str:
+    """What stands in a cell of the map: the winner, or all who share the place, or that nobody scored."""
+    if not winners:
+        return "gap"
+    if len(winners) > 1 and score == 0:
+        return "all 0"
+    return " = ".join(names.method(name) for name in winners)
