@@ -2,80 +2,93 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from analysis.catalogue import Material
-from analysis.render.table import Table
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened
 
-USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
-python -m analysis diff A B [store=store] [out=FOLDER]
+if TYPE_CHECKING:
+    from analysis.publish import Publisher
+    from analysis.render.table import Table
 
-NAME   report (the page with everything; the default), all (every table and figure), or any of
-       {names};
-       and, with the same numbers as what stands in brackets, {also}
-store  the folder a run wrote to
-study  which study in it, several with commas between, or all; by default the newest
-out    where to write; by default STORE/reports/STUDY
---compare (or compare=true)
-       beside each table NAME.published: the papers' numbers, deviations, and whether the two agree
-diff   what changed from A to B: two studies of the store, two stores (or STORE:STUDY), or two plan.json files
+USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
+       python -m analysis diff A B [store=store] [out=FOLDER]"""
+DIFF = """diff: what changed from A to B: two studies of the store, two stores (or STORE:STUDY), or two
+plan.json files
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
-
-COMPARE = "--compare"
 OPTIONS = ("store", "study", "out", "compare")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
-
-    names: list[str]
-    store: Path
-    study: str | None
-    out: Path | None
-    compare: bool = False
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
-def parse(words: Sequence[str]) -> Request:
-    """The command line as a request. UserError for an unknown option."""
-    options: dict[str, str] = {}
-    wanted: list[str] = []
-    for word in words:
-        key, equals, value = ("compare=true" if word == COMPARE else word).partition("=")
-        if not equals:
-            wanted.append(word)
-        elif key not in OPTIONS:
-            raise unknown("option", key, OPTIONS)
-        elif not value:
-            raise UserError(f"{key}= has no value: write {key}=VALUE")
-        else:
-            options[key] = value
-    if options.get("compare", "true") not in ("true", "false"):
-        raise UserError(f"compare={options['compare']}: expected true or false")
-    return Request(
-        names=wanted or ["report"],
-        store=Path(options.get("store", "store")),
-        study=options.get("study"),
-        out=Path(options["out"]) if "out" in options else None,
-        compare=options.get("compare") == "true",
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line as names, store, study, out and compare; options are written key=value, or --key=value.
+
+    UserError for an unknown option. Shows the help, and exits, where it is asked for.
+    """
+    help_wanted = {"-h", "--help", "help"} & set(words)
+    parser = _Parser(
+        prog="python -m analysis",
+        usage=USAGE,
+        description=_names() if help_wanted else None,
+        epilog=DIFF,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("names", nargs="*", help="see above; by default report", metavar="NAME")
+    parser.add_argument("--store", type=Path, default=Path("store"), help="the folder a run wrote to")
+    parser.add_argument("--study", help="which study in it, several with commas between, or all; by default the newest")
+    parser.add_argument("--out", type=Path, help="where to write; by default STORE/reports/STUDY")
+    parser.add_argument(
+        "--compare",
+        nargs="?",
+        const="true",
+        default="false",
+        help="beside each table NAME.published: the papers' numbers, deviations, and whether the two agree",
+    )
+    request = parser.parse_args(["--help"] if help_wanted else [_dashed(word) for word in words])
+    if request.compare not in ("true", "false"):
+        raise UserError(f"compare={request.compare}: expected true or false")
+    request.compare = request.compare == "true"
+    request.names = request.names or ["report"]
+    return request
+
+
+def _dashed(word: str) -> str:
+    """`store=x` as `--store=x`, which argparse reads."""
+    if word == "--compare":
+        return "--compare=true"  # or argparse would take the next word for its value
+    key, equals, value = word.removeprefix("--").partition("=")
+    if not equals:
+        return word
+    if key not in OPTIONS:
+        raise unknown("option", key, OPTIONS)
+    if not value:
+        raise UserError(f"{key}= has no value: write {key}=VALUE")
+    return f"--{key}={value}"
+
+
+def _names() -> str:
+    from analysis.registry import also, outputs
+
+    others = ", ".join(f"{name} ({of})" for name, of in also().items())
+    return (
+        "NAME: report (the page with everything; the default), all (every table and figure), or any of\n"
+        f"{', '.join(outputs())};\nand, with the same numbers as what stands in brackets, {others}"
     )
 
 
 def main(words: Sequence[str]) -> int:
     """Do what the command line asks; returns the exit code."""
-    if {"-h", "--help", "help"} & set(words):
-        from analysis.catalogue import CATALOGUE
-        from analysis.items import ALSO
-
-        print(USAGE.format(names=", ".join(CATALOGUE), also=", ".join(f"{name} ({of})" for name, of in ALSO.items())))
-        return 0
     try:
         return _run(parse(words))
     except UserError as error:
@@ -83,21 +96,21 @@ def main(words: Sequence[str]) -> int:
         return 2
 
 
-def _diff(request: Request) -> int:
+def _diff(request: argparse.Namespace) -> int:
     """A page, tables, figures and sentences about what changed; 1 when something stands on one side only."""
-    from analysis.diff import report as differences
+    from analysis.diff import report
 
     if request.compare:
         raise UserError("--compare sets a study beside the papers, diff two studies beside each other: ask for one")
-    found = differences.diff(request.names[1:], request.store)
-    out = request.out or found.folder
+    changes = report.diff(request.names[1:], request.store)
+    out = request.out or changes.folder
     try:
-        for path in differences.write(found, out):
+        for path in report.write(changes, out):
             print(path)
     except OSError as error:
         raise _unwritable(out, error) from None
-    print("\n".join(sentence for _, sentence in found.findings))
-    return 0 if found.complete else 1
+    print("\n".join(sentence for _, sentence in changes.findings))
+    return 0 if changes.complete else 1
 
 
 def _unwritable(out: Path, error: OSError) -> Exception:
@@ -107,18 +120,18 @@ def _unwritable(out: Path, error: OSError) -> Exception:
     return UserError(f"out={out} cannot be written ({error.strerror}): {way}")
 
 
-def _compare(request: Request, material: Material, out: Path) -> bool:
+def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
     """Published numbers beside measured ones; whether every table that was named has some."""
-    from analysis import catalogue
+    from analysis.publish import write
     from analysis.published.tables import published_tables
 
-    study = material.study
+    study, comparisons = publisher.results.study, publisher.results.comparisons
     made: dict[str, Table] = {}
-    for name in _comparable(request):
-        compare = partial(published_tables, study, material.comparisons, [name])
-        made |= material.attempt(f"{name}.published", compare) or {}
-    catalogue.log_failures(material, out)
-    for path in catalogue.write((table for table in made.values() if len(table.frame)), out):
+    for name in _comparable(request.names):
+        compare = partial(published_tables, study, comparisons, [name])
+        made |= publisher.attempt(f"{name}.published", compare) or {}
+    publisher.log_failures()
+    for path in write((table for table in made.values() if len(table.frame)), publisher.out):
         print(path)
     lacking = [name for name in request.names if name in made and made[name].frame.empty]
     for name in lacking:
@@ -126,39 +139,37 @@ def _compare(request: Request, material: Material, out: Path) -> bool:
     return not lacking
 
 
-def _comparable(request: Request) -> list[str]:
+def _comparable(wanted: Sequence[str]) -> list[str]:
     """The tables asked for that the papers print too. UserError when there is none."""
     from analysis.published.numbers import TABLES
 
-    wanted = TABLES if {"all", "report"} & set(request.names) else request.names
-    found = [name for name in wanted if name in TABLES]
+    found = [name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES]
     if not found:
-        raise UserError(f"--compare: {', '.join(request.names)}: no published numbers, expected {', '.join(TABLES)}")
+        raise UserError(f"--compare: {', '.join(wanted)}: no published numbers, expected {', '.join(TABLES)}")
     return found
 
 
-def _run(request: Request) -> int:
+def _run(request: argparse.Namespace) -> int:
     if request.names[0] == "diff":
         return _diff(request)
-    from analysis import catalogue
-    from analysis.items import ALSO
     from analysis.load.studies import studies
     from analysis.load.study import load
-    from analysis.needs import unknown_name
+    from analysis.publish import Publisher
+    from analysis.registry import find
+    from analysis.results import Results
 
-    for name in request.names:
-        if name not in (*catalogue.CATALOGUE, *ALSO, "all", "report"):
-            raise unknown_name(name, catalogue.CATALOGUE)
+    for name in set(request.names) - {"all", "report"}:
+        find(name)
     if request.compare:
-        _comparable(request)
+        _comparable(request.names)
     newest = studies(request.store)[0]
     study = load(request.store, request.study or newest)
-    material = catalogue.Material(study)
     out = request.out or request.store / "reports" / shortened(study.name)
+    publisher = Publisher(Results(study), out)
     try:
-        complete = _write(request, material, out)
+        complete = _write(request.names, publisher)
         if request.compare:
-            complete = _compare(request, material, out) and complete
+            complete = _compare(request, publisher) and complete
     except OSError as error:
         raise _unwritable(out, error) from None
     for note in study.notes:
@@ -170,29 +181,27 @@ def _run(request: Request) -> int:
     return 0 if complete and not study.gaps and not study.results.empty else 1
 
 
-def _write(request: Request, material: Material, out: Path) -> bool:
+def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
     """The report, or the tables and figures asked for; whether there are results for each."""
-    from analysis import catalogue, report
-    from analysis.items import ALSO
-    from analysis.needs import needs
+    from analysis.registry import find, outputs
+    from analysis.report import write_report
 
-    if "report" in request.names:
-        print(report.write_report(material.study, out))
+    study = publisher.results.study
+    if "report" in wanted:
+        print(write_report(study, publisher.out))
         return True
-    wanted = catalogue.CATALOGUE if "all" in request.names else request.names
-    made, written = catalogue.publish(wanted, material, out)
-    catalogue.log_failures(material, out)
+    made, written = publisher.publish(outputs() if "all" in wanted else wanted)
+    publisher.log_failures()
     for path in written:
         print(path)
-    made = {name: outputs for name, outputs in made.items() if name not in material.failed}
-    lacking = [name for name in request.names if made.get(ALSO.get(name, name)) == []]
+    without = [name for name, items in made.items() if not items and name not in publisher.failed]
+    lacking = [name for name in wanted if name != "all" and find(name).name in without]
     for name in lacking:
-        print(f"analysis: {name} needs {needs(name)}, which study={material.study.name} does not have", file=sys.stderr)
-    if "all" in request.names and (
-        without := [name for name, outputs in made.items() if not outputs and name != "gaps"]
-    ):
+        print(f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have", file=sys.stderr)
+    rest = [name for name in without if name != "gaps"]
+    if "all" in wanted and rest:
         words = "nothing to be made of (asked for by name, each says what it needs)"
-        print(f"analysis: {words}: {', '.join(without)}", file=sys.stderr)
+        print(f"analysis: {words}: {', '.join(rest)}", file=sys.stderr)
     return not lacking
 
 

@@ -1,9 +1,12 @@
-"""What a study found, in sentences: what was run, what won, what it costs, and how sure that is."""
+"""Plans by their loss on right answers, beside right-or-wrong items; and how many pairs of criteria each tells apart.
+
+An item's loss is in bits per byte of its right answer, so that lower is better. It grades every item, where right or
+wrong tells two plans apart only on items that one of them solves and the other does not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,26 +14,29 @@ import pandas as pd
 from analysis import names
 from analysis.frames import groups, records
 from analysis.load.study import Study
-from analysis.outputs import answer_losses
-from analysis.outputs import claims as claim_texts
-from analysis.outputs.claims import claims
+from analysis.names import capitalised, count
+from analysis.outputs.claims import claims, sentences
 from analysis.outputs.coverage import coverage_summary
 from analysis.outputs.recovery import recovery_findings
+from analysis.outputs.winners import competitor, where_pruned, who_won
+from analysis.results import Results
 from analysis.stats import overlap
+from analysis.stats.answer_losses import MEAN
 from analysis.stats.comparison import Comparison, Panel
-from analysis.stats.winners import LEVEL, SETTINGS, wins
-
-NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+from analysis.stats.winners import LEVEL
 
 
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """`one win`, `two wins`, `13 wins`."""
-    word = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
-    return f"{word} {noun if number == 1 else plural or noun + 's'}"
-
-
-def capitalised(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+def pair_finding(found: pd.DataFrame) -> list[str]:
+    """How many pairs of criteria are told apart by their mean, by score and by loss."""
+    means = found[found["column"] == MEAN]
+    if means.empty or means["loss"].isna().all():
+        return []
+    row = means.sum(numeric_only=True)
+    return [
+        f"Of {row['pairs']:.0f} pairs of criteria with one model and calibration set, {row['score']:.0f} are told "
+        f"apart by their average score and {row['loss']:.0f} by their mean loss on right answers; {row['both']:.0f} by "
+        f"both alike, {row['opposite']:.0f} by both with opposite signs."
+    ]
 
 
 def removed(cells: pd.DataFrame) -> str:
@@ -86,50 +92,6 @@ def _stored(pruned: pd.DataFrame) -> str:
     return "" if found == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
 
 
-def who_won(found: pd.DataFrame, what: str = "experts") -> list[str]:
-    """A sentence per model and ratio: wins of the leading methods, and how many of them are beyond noise.
-
-    what: what was removed, as `removed` says.
-    """
-    return [_who_won(key, group, what) for key, group in groups(found, SETTINGS)]
-
-
-def _where(pruned: str, what: str, model: str) -> str:
-    share, _, told = pruned.partition(", ")
-    settings = f" ({told.replace(', ', ' and ')})" if told else ""
-    return f"With {share} of the {what} of {model} removed{settings}"
-
-
-def _competitor(keys: Iterable[str]) -> str:
-    """What competes: criteria, or methods when allocations or recoveries differ too."""
-    return "method" if any(names.parts(key)[1:] != ("", "") for key in keys) else "criterion"
-
-
-def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
-    counts = wins(found)
-    where = _where(str(found["pruned"].iloc[0]), what, key["model"])
-    total = int((found["winners"].map(len) > 0).sum())
-    if counts.empty or not counts["wins"].iloc[0]:
-        return f"{where}, no {_competitor(found['winners'].explode().dropna())} won a column alone."
-    most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
-    leader = names.method(str(counts.index[0]))
-    if sure == most:
-        certainty = "all of these wins are beyond noise" if most > 1 else "the win is beyond noise"
-    elif sure == 0:
-        certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
-    else:
-        certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
-    others = [f"{names.method(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
-    ties = int((found["winners"].map(len) > 1).sum())
-    rest = [f"others: {', '.join(others)}"] if others else []
-    rest += [count(ties, "column is tied", "columns are tied")] if ties else []
-    squares = found.loc[[winners == (counts.index[0],) for winners in found["winners"]], ["cell", "column"]]
-    if squares.duplicated().any():
-        rest.append(f"{leader} reads no text: its one plan stands in every calibration set")
-    tail = f" ({'; '.join(rest)})" if rest else ""
-    return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."
-
-
 def best_plan(comparison: Comparison) -> list[str]:
     """A sentence per ratio: the plan with the best Avg, its distance to the unpruned model and to other methods."""
     groups: dict[tuple[float, str, int], list[Panel]] = {}
@@ -154,7 +116,7 @@ def _best_plan(comparison: Comparison, panels: Sequence[Panel]) -> str | None:
         else f", calibrated on {names.calibration(panel.calibration).lower()}"
     )
     sentence = (
-        f"{_where(panel.pruned, removed(comparison.cells), comparison.model)}, the best average is "
+        f"{where_pruned(panel.pruned, removed(comparison.cells), comparison.model)}, the best average is "
         f"{averages.iloc[0]:.3f}, by {names.method(name)}{data}"
     )
     full = comparison.unpruned
@@ -180,7 +142,7 @@ def _runner_up(
     if comparison.cells["calibration"][second] != "none":
         rival += f" with {names.calibration(panel.calibration).lower()} calibration"
     lead = comparison.difference(target, first, second)
-    other = f"the best other {_competitor(key for key, _ in by_cell.values())}, {rival},"
+    other = f"the best other {competitor(key for key, _ in by_cell.values())}, {rival},"
     if np.isnan(p):
         return f" {capitalised(other)} is {lead:.3f} behind."
     return f" Its lead of {lead:.3f} over {other} is {'beyond' if p < LEVEL else 'within'} noise (p = {p:.2g})."
@@ -245,17 +207,13 @@ def completeness(study: Study) -> str:
     )
 
 
-def headline(
-    study: Study, comparisons: Sequence[Comparison], found: pd.DataFrame, pairs: pd.DataFrame
-) -> list[tuple[str, str]]:
-    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks.
-
-    found: the winner map; pairs: of `answer_losses.decided_pairs`.
-    """
-    said = [("Claim", sentence) for sentence in claim_texts.sentences(claims(comparisons, study.costs, study.family))]
+def headline(results: Results) -> list[tuple[str, str]]:
+    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
+    study, comparisons, found = results.study, results.comparisons, results.winners
+    said = [("Claim", sentence) for sentence in sentences(claims(comparisons, study.costs, study.family))]
     pruned = found[found["ratio"] > 0] if len(found) else found
     said += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
-    said += [("Verdicts", sentence) for sentence in answer_losses.pair_finding(pairs)]
+    said += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
     for comparison in comparisons:
         said += [("Best average", sentence) for sentence in best_plan(comparison)]
         said += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]

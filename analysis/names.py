@@ -1,9 +1,22 @@
-"""How things are spelled for people, in which order they appear, and which benchmarks make up a displayed column."""
+"""What a study found, in sentences: what was run, what won, what it costs, and how sure that is."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+
+NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """`one win`, `two wins`, `13 wins`."""
+    word = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
+    return f"{word} {noun if number == 1 else plural or noun + 's'}"
+
+
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
 
 CRITERIA = {
     "none": "Unpruned",

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from analysis import catalogue, findings, names
-from analysis.catalogue import Material
+import pandas as pd
+
+from analysis import findings, names
+from analysis.load.settings import versions
 from analysis.load.study import Study, load
-from analysis.made import Output
-from analysis.published import chapter
+from analysis.outputs.convergence import finding as convergence_finding
+from analysis.outputs.recovery import recovery_findings
+from analysis.outputs.winners import winner_views
+from analysis.publish import Publisher
+from analysis.published.chapter import published_chapter
+from analysis.registry import Item, outputs
 from analysis.render.page import Page, Section, html
-from analysis.sections import gaps, sections
+from analysis.results import Results
 
 PAGE = "report.html"
 GAPS = "gaps"
 """The table of what is missing, made last."""
+Made = Mapping[str, Sequence[Item]]
+"""Output -> its tables and figures that were written."""
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
@@ -29,23 +41,20 @@ def write_report(study: Study, out: Path) -> Path:
 
     What cannot be made is a gap on the page; its traceback is in OUT/failed.
     """
-    material = Material(study)
-    made, _ = catalogue.publish([name for name in catalogue.CATALOGUE if name != GAPS], material, out)
+    publisher = Publisher(Results(study), out)
+    made, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = out / PAGE
-    page.write_text(html(_page(material, made, out)), encoding="utf-8")
-    catalogue.log_failures(material, out)
+    page.write_text(html(_page(publisher, made)), encoding="utf-8")
+    publisher.log_failures()
     return page
 
 
-def _page(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -> Page:
-    study = material.study
-    headline = material.attempt(
-        "text.headline",
-        lambda: findings.headline(study, material.comparisons, material.winners, material.decided_pairs),
-    )
-    chapters = _chapters(material, made, out)
+def _page(publisher: Publisher, made: Made) -> Page:
+    study = publisher.results.study
+    headline = publisher.attempt("text.headline", lambda: findings.headline(publisher.results))
+    chapters = _sections(publisher, made)
     return Page(
-        title=findings.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
+        title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=findings.what_was_run(study),
         findings=headline or [],
@@ -55,12 +64,15 @@ def _page(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -
     )
 
 
-def _chapters(material: Material, made: Mapping[str, Sequence[Output]], out: Path) -> list[Section]:
-    """All chapters of the page; the comparison with the papers and what is missing stand before how it came about."""
-    *own, provenance = sections(material, made)
-    published = material.attempt("text.published", lambda: [chapter.chapter(material)]) or []
-    missing, _ = catalogue.publish([GAPS], material, out)
-    return [*own, *published, gaps(material.study, missing[GAPS]), provenance]
+def _sections(publisher: Publisher, made: Made) -> list[Section]:
+    """All sections of the page; the comparison with the papers and what is missing stand before how it came about."""
+    study = publisher.results.study
+    sections = [_section(chapter, publisher, made) for chapter in CHAPTERS]
+    published = publisher.attempt("text.published", lambda: [published_chapter(publisher.results)]) or []
+    missing, _ = publisher.publish([GAPS])
+    text = [findings.completeness(study), *study.notes]
+    gaps = Section(GAPS, "Gaps", "What is missing", text, missing[GAPS])
+    return [*sections, *published, gaps, _provenance(study, made)]
 
 
 def _kicker(study: Study) -> str:
@@ -78,3 +90,139 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
         (len(study.samples), "graded answers"),
         (len(study.gaps), "gaps"),
     ]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A chapter of the page. It shows the outputs that are registered with its anchor."""
+
+    anchor: str
+    short: str
+    title: str
+    text: Callable[[Results, Made], Iterable[str]] = lambda results, made: ()
+    """Its sentences."""
+    views: Callable[[Results], Sequence[Mapping[str, Any]]] = lambda results: ()
+    """Its interactive maps."""
+
+
+def _section(chapter: Chapter, publisher: Publisher, made: Made) -> Section:
+    """The chapter with what it shows. Sentences that cannot be made are gaps, as outputs are."""
+    results, name = publisher.results, f"text.{chapter.anchor}"
+    text = publisher.attempt(name, lambda: list(chapter.text(results, made))) or []
+    views = publisher.attempt(f"{name}.views", lambda: chapter.views(results)) or ()
+    return _shown(chapter.anchor, results.study, made)(chapter.short, chapter.title, text, views=views)
+
+
+def _shown(anchor: str, study: Study, made: Made) -> Callable[..., Section]:
+    """The section `anchor` with the tables and figures that it shows; lacks its titles and sentences."""
+    items: list[Item] = []
+    filters: dict[str, str] = {}
+    for name, output in outputs().items():
+        if output.chapter == anchor:
+            shown = output.shown(study, made[name])
+            items += shown
+            filters |= {item.name: output.filters for item in shown}
+    return partial(Section, anchor, outputs=items, filters=filters)
+
+
+def _provenance(study: Study, made: Made) -> Section:
+    section = _shown("provenance", study, made)
+    title = "How this came about, and where it is"
+    return section("Provenance", title, facts=_facts(study), details=_details(study))
+
+
+def _map_text(results: Results, made: Made) -> list[str]:
+    return [MAP] if len(results.winners) else []
+
+
+def _claim_text(results: Results, made: Made) -> list[str]:
+    return [CLAIMS] if made["claims"] else []
+
+
+def _recovery_text(results: Results, made: Made) -> list[str]:
+    return [line for one in results.comparisons for line in recovery_findings(results.study, one)]
+
+
+def _task_text(results: Results, made: Made) -> list[str]:
+    return [line for one in results.comparisons for line in findings.calibration_effect(one)]
+
+
+def _coverage_text(results: Results, made: Made) -> list[str]:
+    return [*findings.coverage_finding(results.study), *convergence_finding(results.study)]
+
+
+MAP = (
+    "Rows are benchmarks or groups of them, columns are calibration sets. A filled cell names the criterion with the "
+    "best score. It is hatched when its lead over some other criterion could be chance: every pair of criteria "
+    "answered the same questions, so their answers are compared question by question, and the 5 % level is corrected "
+    "for looking at many cells. The same map by the loss on right answers, where lower is better, tells more criteria "
+    "apart with the same questions: right or wrong says only which side of a line an answer is on."
+)
+CLAIMS = (
+    "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "
+    "95 % interval is above 0, does not hold when it is below, and is undecided when it contains 0."
+)
+KEPT = (
+    "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
+    "pruned one overlap widely, pruning cost nothing that these benchmarks can show."
+)
+CHAPTERS = (
+    Chapter("winners", "Winners", "Which criterion won where", _map_text, winner_views),
+    Chapter("kept", "What is kept", "How much is kept, and how sure that is", lambda results, made: [KEPT]),
+    Chapter("cost", "Cost", "What accuracy costs: parameters, FLOPs, storage and time"),
+    Chapter("claims", "Claims", "What the papers claim, asked of this study", _claim_text),
+    Chapter("channels", "Channels", "Which channels, and how many of each expert"),
+    Chapter("recovery", "Recovery", "Fewer bits, fine-tuning, and what they change", _recovery_text),
+    Chapter("weights", "Weights", "What scores from weights alone achieve"),
+    Chapter("ranks", "Ranks", "Scores and ranks"),
+    Chapter("search", "Search", "Where to prune: searched against uniform"),
+    Chapter("task", "By task", "What calibration on the task changes", _task_text),
+    Chapter("benchmarks", "Benchmarks", "Every benchmark"),
+    Chapter(
+        "overlap",
+        "Overlap",
+        "Do calibration sets agree on which experts matter?",
+        lambda results, made: findings.overlap_finding(results.overlaps),
+    ),
+    Chapter("coverage", "Coverage", "Did calibration reach every expert?", _coverage_text),
+    Chapter("inside", "Inside", "What pruning does inside the model"),
+    Chapter("attribution", "Attribution", "What experts contribute, by depth and by channel"),
+    Chapter("criteria", "Criteria", "What criteria are, what they read and what they take"),
+    Chapter("memory", "Memory", "Architectures and loading memory"),
+)
+"""In the order of the page; the comparison with the papers, what is missing and how it came about follow."""
+
+
+def _facts(study: Study) -> list[tuple[str, str]]:
+    seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
+    facts = [
+        ("Study", study.name),
+        ("Store", str(study.store.resolve())),
+        ("moe_lab", _several(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
+        ("Commit", _several(study, "commit")),
+        ("Computed on", "; ".join(part for part in (_several(study, "host"), _several(study, "machine")) if part)),
+        ("Python", _several(study, "python")),
+        ("Libraries", ", ".join(f"{name} {' / '.join(found)}" for name, found in versions(study.origins).items())),
+        ("Time of all evaluations", f"{seconds / 60:,.1f} minutes of one process" if seconds else ""),
+        *(
+            (f"Calibration {key.replace('@', ' of ')}", _calibration(report))
+            for key, report in study.calibrations.items()
+        ),
+    ]
+    return [(key, value) for key, value in facts if value]
+
+
+def _several(study: Study, column: str) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in study.origins[column].dropna()))
+
+
+def _calibration(report: Mapping[str, Any]) -> str:
+    tokens = ", ".join(f"{count:,} tokens of {source}" for source, count in (report.get("valid_tokens") or {}).items())
+    rows = f"{report['rows']:,} rows of {report['length']:,}" if "rows" in report and "length" in report else ""
+    start = str(report.get("first_row", ""))[:160]
+    return "; ".join(part for part in (tokens, rows, f"begins “{start}…”" if start else "") if part)
+
+
+def _details(study: Study) -> list[tuple[str, str]]:
+    config = study.document.get("config")
+    return [("Configuration of the study", json.dumps(config, indent=2))] if config else []

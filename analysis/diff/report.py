@@ -9,14 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import catalogue
+from analysis import publish
 from analysis.diff import plans
 from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
 from analysis.diff.sides import Sides, beside, side
 from analysis.diff.tables import BETTER, CELL, WORSE, kept_table, named, plan_pairs, plan_table, score_table, unmatched
 from analysis.load.settings import versions
 from analysis.load.study import Study
-from analysis.made import Output, unless_empty
+from analysis.registry import with_content
 from analysis.render.page import Page, Section, html
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -42,7 +42,7 @@ class Changes:
     """Where it is written by default."""
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[Table | Figure]:
         """All figures and tables."""
         return [output for chapter in self.chapters for output in chapter.outputs]
 
@@ -57,7 +57,7 @@ PAGE = "diff.html"
 
 def write(changes: Changes, out: Path) -> list[Path]:
     """Write the page, its tables and its figures into `out`."""
-    written = catalogue.write(changes.outputs, out)
+    written = publish.write(changes.outputs, out)
     page = out / PAGE
     page.write_text(
         html(
@@ -98,21 +98,17 @@ def _of_plans(first: Path, second: Path) -> Changes:
     one, other = plans.read(first), plans.read(second)
     table = plan_table(one, other)
     pairs = [("", one, other)]
-    drawn = _drawn(expert_figure(pairs, name="diff.experts"), channel_figure(pairs, name="diff.channels"))
+    figures = [expert_figure(pairs, name="diff.experts"), channel_figure(pairs, name="diff.channels")]
     counts = [(int(table.frame[f"Only in {side}"].sum()), f"experts only in {side}") for side in "AB"]
     return Changes(
         title="Two plans",
         lead=f"A: {first}. B: {second}.",
         findings=[("Kept", sentence) for sentence in _plan_sentences(table)],
         tiles=[*counts, (int(table.frame["In both"].sum()), "experts in both")],
-        chapters=[Section("kept", "Kept", "Experts and channels in and out", outputs=[*drawn, table])],
+        chapters=[Section("kept", "Kept", "Experts and channels in and out", outputs=with_content([*figures, table]))],
         complete=True,
         folder=Path("diff"),
     )
-
-
-def _drawn(*figures: Figure | None) -> list[Figure]:
-    return [figure for figure in figures if figure is not None]
 
 
 def _plan_sentences(table: Table) -> list[str]:
@@ -147,35 +143,35 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
     """Scores, benchmarks, plans and settings; tables without a row are left out."""
     pairs = _named_pairs(sides)
     scores = score_figure(averages, name="diff.averages")
-    plans = _drawn(
+    plans = [
         exchange_figure(pairs, name="diff.exchange"),
         expert_figure(pairs, name="diff.experts"),
         channel_figure(pairs, name="diff.channels"),
-    )
+    ]
     block = "|".join(CELL)
     return [
         Section(
             "averages",
             "Averages",
             "Averages in A and in B",
-            outputs=[*_drawn(scores), *unless_empty(averages)],
+            outputs=with_content([scores, averages]),
             filters={averages.name: f"{block}|Of"},
         ),
         Section(
             "kept",
             "Kept",
             "Experts and channels in and out",
-            outputs=[*plans, *unless_empty(kept)],
+            outputs=with_content([*plans, kept]),
             filters={kept.name: block},
         ),
         Section(
             "benchmarks",
             "Benchmarks",
             "Every benchmark",
-            outputs=unless_empty(benchmarks),
+            outputs=with_content([benchmarks]),
             filters={benchmarks.name: f"{block}|Of"},
         ),
-        Section("settings", "Settings", "Settings and versions that differ", outputs=unless_empty(settings)),
+        Section("settings", "Settings", "Settings and versions that differ", outputs=with_content([settings])),
     ]
 
 

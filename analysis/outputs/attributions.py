@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -17,12 +18,14 @@ from scipy import stats
 
 from analysis import names
 from analysis.frames import groups
-from analysis.load.attributions import MEASURES
+from analysis.load.attributions import MAGNITUDES, MEASURES, layer_losses
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 
 AGAINST = ("gate", "first", "second")
 """What the published figure, and what attribution, would prune by: drawn against the ablation."""
@@ -216,3 +219,61 @@ def _line(axes: Axes, experts: pd.DataFrame, measure: str, place: int, label: st
 def _legend(panels: Iterable[Axes], drawing: Drawing) -> None:
     handles = {line.get_label(): line for axes in panels for line in axes.get_lines()}
     drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(6, len(handles)))
+
+
+SUMS = "the sums of a pass over a text in the store"
+
+
+def _per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Item]:
+    """The figure of every model with statistics, with what its numbers rest on in the caption."""
+    models = list(dict.fromkeys(study.experts["model"]))
+    figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
+    return [replace(one, caption=f"{one.caption} Made with {of_pass(study)}") for one in figures if one]
+
+
+@output(
+    "coverage.fig2",
+    chapter="attribution",
+    needs="cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation",
+)
+def ablations(results: Results, name: str) -> list[Item]:
+    """Attributions against the loss that ablating an expert causes."""
+    study = results.study
+    return _per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
+
+
+@output("coverage.table14", chapter="attribution", filters="Model|Calibration", needs=SUMS)
+def agreements(results: Results, name: str) -> Table:
+    """How well attributions agree with ablations."""
+    return agreement_table(results.study, results.study.experts, name=name)
+
+
+@output("coverage.fig3", chapter="attribution", needs=SUMS)
+def attributions_by_depth(results: Results, name: str) -> list[Item]:
+    """Statistics of experts by depth."""
+    study, title = results.study, "Which experts get what, and what they give"
+    caption = "Statistics of experts by depth, as gathered."
+    return _per_model(
+        study,
+        name,
+        lambda model, own: depth_figure(study.experts, MEASURES, model=model, name=own, title=title, caption=caption),
+    )
+
+
+@output("coverage.fig13", chapter="attribution", needs=SUMS)
+def activations_by_depth(results: Results, name: str) -> list[Item]:
+    """Sizes of activations by depth."""
+    study, title = results.study, "How large activations are"
+    caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
+    return _per_model(
+        study,
+        name,
+        lambda model, own: depth_figure(study.experts, MAGNITUDES, model=model, name=own, title=title, caption=caption),
+    )
+
+
+@output("coverage.fig12", chapter="attribution", needs=SUMS)
+def smoothings(results: Results, name: str) -> list[Item]:
+    """Layer losses as each smoothing leaves them."""
+    losses = layer_losses(results.study)
+    return _per_model(results.study, name, lambda model, own: smoothing_figure(losses, model=model, name=own))

@@ -13,8 +13,10 @@ from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
+from analysis.results import Results
 from analysis.stats.cell_scores import not_averaged
 from analysis.stats.comparison import Comparison, Panel
 
@@ -182,3 +184,15 @@ def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Ma
     axes.spines["polar"].set_color(style.RULE)
     axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5, pad=10, loc="center")
     return best
+
+
+@output("averages", chapter="kept")
+def averages(results: Results, name: str) -> list[Item]:
+    """How much of the unpruned model's averages is kept, with intervals."""
+    return [averages_figure(comparison, name=own) for comparison, own in results.per_model(name)]
+
+
+@output("aimer.fig3", chapter="task", needs="three columns", also=("aimer.fig4", "aimer.fig5"))
+def radar(results: Results, name: str) -> list[Item | None]:
+    """Displayed columns of each criterion around a circle (AIMER, Figs. 3 to 5)."""
+    return [radar_figure(comparison, name=own) for comparison, own in results.per_model(name)]

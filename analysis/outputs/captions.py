@@ -9,6 +9,13 @@ from analysis.load.settings import mixed_metrics, passes, protocols, versions
 from analysis.load.study import Study
 from analysis.stats import uncertainty
 
+HEAPR = "some of HEAPr's seven benchmarks"
+SLIMMING = "some of MoE-Slimming's benchmarks"
+SEARCHES = "cells with allocation=evolutionary"
+TIMED = "a run with timing=true"
+LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
+"""What several outputs need."""
+
 
 def setting(study: Study) -> str:
     """What captions of scores state: items, metrics, and what `reading` states, with the level of intervals."""

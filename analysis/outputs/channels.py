@@ -14,11 +14,14 @@ from analysis import names
 from analysis.frames import groups
 from analysis.load import settings
 from analysis.load.study import Study
+from analysis.outputs.captions import HEAPR, SLIMMING
 from analysis.outputs.score_rows import Block, block_table
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, averaged, mean_target
+from analysis.results import Results
+from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 
 SMOOTHING = {"smoothing", "layer_smoothing"}
@@ -28,8 +31,15 @@ COMPETING = ["ratio", "calibration", "gate", "seed"]
 """Cells that agree in these are compared with each other where allocations or channel scores vary."""
 
 
-def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table1") -> Table:
+@output(
+    "heapr.table1",
+    chapter="channels",
+    filters="*Model|Pruned",
+    needs=f"HEAPr or CAMERA with allocation=global or layerwise, and {HEAPR}",
+)
+def method_table(results: Results, name: str) -> Table:
     """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
+    study, comparisons = results.study, list(filter(_of_heapr, results.comparisons))
     blocks = [
         Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(cells)))
         for comparison in comparisons
@@ -46,9 +56,16 @@ def method_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
     )
 
 
-def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "heapr.table2") -> Table:
+@output(
+    "heapr.table2",
+    chapter="channels",
+    filters="Model|Pruned",
+    needs=f"CAMERA with allocation=sequential or layerwise, HEAPr with layerwise or global, and {HEAPR}",
+)
+def channel_choice_table(results: Results, name: str) -> Table:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G where CAMERA-P was run; differences are to CAMERA-P, to its
     one-shot form where only that was run."""
+    study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison in comparisons:
         cells = plain(comparison)
@@ -73,8 +90,14 @@ def channel_choice_table(study: Study, comparisons: Sequence[Comparison], *, nam
     )
 
 
-def allocator_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table6") -> Table:
+@output(
+    "coverage.table6",
+    chapter="channels",
+    needs=f"one channel criterion under allocation=coverage and others, and {SLIMMING}",
+)
+def allocator_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform widths."""
+    study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
         chosen = cells[[SMOOTHING.isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
@@ -93,8 +116,15 @@ def allocator_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     )
 
 
-def smoothing_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table7") -> Table:
+@output(
+    "coverage.table7",
+    chapter="channels",
+    needs=f"allocation=coverage and its coverage_smoothing_* variants, and {SLIMMING}",
+    also=("coverage.table15",),
+)
+def smoothing_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 7: coverage budgets with losses smoothed differently; differences are to the default."""
+    study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
         parsed = [settings.allocation(word) for word in cells["allocation"]]
@@ -114,8 +144,12 @@ def smoothing_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     )
 
 
-def channel_score_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table13") -> Table:
+@output(
+    "coverage.table13", chapter="channels", needs=f"several channel criteria under allocation=coverage, and {SLIMMING}"
+)
+def channel_score_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the default score."""
+    study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison in comparisons:
         cells = plain(comparison)
@@ -278,3 +312,43 @@ def _unpruned(axes: Axes, comparison: Comparison, target: tuple[str, ...]) -> No
     low, high = comparison.interval(target)
     axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
     axes.axhline(comparison.score(target)[full], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9)
+
+
+def _of_heapr(comparison: Comparison) -> bool:
+    """Whether a method of HEAPr's tables was run."""
+    pairs = zip(comparison.cells["criterion"], comparison.cells["allocation"], strict=True)
+    return any(pair in names.METHODS for pair in pairs)
+
+
+@output("heapr.fig2", chapter="channels", needs=f"HEAPr or CAMERA at three ratios, and {HEAPR}")
+def accuracy_by_ratio(results: Results, name: str) -> list[Item | None]:
+    """Accuracy and FLOPs against the ratio."""
+    return [
+        ratio_figure(results.study, comparison, name=own)
+        for comparison, own in results.per_model(name)
+        if _of_heapr(comparison)
+    ]
+
+
+@output(
+    "coverage.table8",
+    needs=f"several of coverage_aligned_* of sweeps (coverage_table8), and {SLIMMING}",
+    also=("coverage.table17",),
+)
+def aligned_blocks(results: Results, name: str) -> Table:
+    """Which experts get the channels that rounding to blocks leaves over."""
+    columns = (*names.COMMON_SENSE, COMMON, "gsm8k", "humaneval", MEAN)
+    title = "Channel budgets in blocks: who gets what rounding leaves over"
+    return block_size_table(results.study, results.comparisons, name=name, columns=columns, title=title, words=ALIGNED)
+
+
+@output(
+    "coverage.table16",
+    chapter="channels",
+    needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
+)
+def smallest_experts(results: Results, name: str) -> Table:
+    """With how few channels an expert loses all of them."""
+    columns = (*names.ABLATION, MEAN)
+    title = "Channel budgets in blocks: with how few channels an expert loses all"
+    return block_size_table(results.study, results.comparisons, name=name, columns=columns, title=title, words=SMALLEST)

@@ -19,7 +19,9 @@ from analysis import names
 from analysis.frames import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
+from analysis.registry import output
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import group_targets, pooled_difference
 from analysis.stats.comparison import Comparison
@@ -303,3 +305,10 @@ def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> T
         low=found[["low"]].set_axis(["Difference"], axis=1),
         high=found[["high"]].set_axis(["Difference"], axis=1),
     )
+
+
+@output("claims", chapter="claims")
+def asked_claims(results: Results, name: str) -> Table | None:
+    """The papers' claims, asked of a study."""
+    found = claims(results.comparisons, results.study.costs, results.study.family)
+    return claim_table(results.study, found, name=name) if len(found) else None

@@ -17,11 +17,12 @@ from matplotlib.lines import Line2D
 from analysis import names
 from analysis.frames import groups
 from analysis.load.study import Study
-from analysis.made import Made, unless_empty
 from analysis.outputs.captions import of_pass
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 from analysis.stats import overlap
 
 KEY = ["model", "calibration", "criterion"]
@@ -126,20 +127,26 @@ def _after(layers: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def outputs(study: Study) -> Made:
+@output(
+    "convergence",
+    chapter="coverage",
+    filters="*Model|Pruned|Calibration",
+    needs="a run with calibration.snapshots=8",
+)
+def convergence(results: Results, name: str) -> list[Item]:
     """Figures and tables about experts, then about channels."""
-    made: Made = []
-    for what, name, found in (
-        (EXPERTS, "convergence", of_experts(study)),
-        (CHANNELS, "convergence.channels", of_channels(study)),
+    study = results.study
+    items: list[Item] = []
+    for what, stem, found in (
+        (EXPERTS, name, of_experts(study)),
+        (CHANNELS, f"{name}.channels", of_channels(study)),
     ):
         models = list(dict.fromkeys(found["model"]))
-        made += [
-            settling_figure(found, what=what, model=model, name=f"{name}.{model}" if len(models) > 1 else name)
-            for model in models
-        ]
-        made += unless_empty(settling_table(study, found, what=what, name=name))
-    return made
+        for model in models:
+            own = f"{stem}.{model}" if len(models) > 1 else stem
+            items.append(settling_figure(found, what=what, model=model, name=own))
+        items.append(settling_table(study, found, what=what, name=stem))
+    return items
 
 
 def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
@@ -12,9 +14,11 @@ from analysis import names
 from analysis.frames import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.results import Results
 
 
 def coverage_table(study: Study, *, name: str = "coverage") -> Table:
@@ -122,3 +126,14 @@ def _coverage_axes(axes: Axes, frame: pd.DataFrame) -> None:
     axes.set_yticks([layers.index(layer) + 0.5 for layer in shown], [f"layer {layer}" for layer in shown], fontsize=6.5)
     axes.set_xticks([])
     style.bare(axes)
+
+
+@output("coverage", chapter="coverage")
+def tokens_per_expert(results: Results, name: str) -> list[Item]:
+    """How many tokens the calibration sets sent to the experts."""
+    study = results.study
+    if study.coverage.empty:
+        return []
+    figure = coverage_figure(study.coverage, name=name)
+    caption = f"{figure.caption} Made with {of_pass(study)}"
+    return [replace(figure, caption=caption), coverage_table(study, name=name)]

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -17,8 +17,12 @@ from analysis.load import steps
 from analysis.load.study import Study
 from analysis.outputs.captions import reading
 from analysis.outputs.models import BYTES
+from analysis.registry import output
 from analysis.render.table import Table
-from moe_lab.criteria.layer import Array
+from analysis.results import Results
+
+if TYPE_CHECKING:
+    from moe_lab.criteria.layer import Array
 
 SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
 MARKS = {True: "yes", False: "no"}
@@ -27,8 +31,10 @@ EXPERTS, CHANNELS, HIDDEN = 5, 3, 2
 _PARAMETERS = re.compile(r"(?P<name>\w+)(\((?P<inside>.*)\))?")
 
 
-def formula_table(study: Study, *, name: str) -> Table:
+@output("unified.table6", chapter="criteria", needs="registered criteria")
+def formula_table(results: Results, name: str) -> Table:
     """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and whose it is."""
+    study = results.study
     from moe_lab import criteria
 
     rows = []
@@ -46,8 +52,10 @@ def formula_table(study: Study, *, name: str) -> Table:
     )
 
 
-def signal_table(study: Study, *, name: str) -> Table:
+@output("aimer.table1", chapter="criteria", needs="registered criteria")
+def signal_table(results: Results, name: str) -> Table:
     """AIMER's Table 1: what each criterion of the study reads."""
+    study = results.study
     words = _criteria(study)
     rows = [(names.criterion(word), *(MARKS[found] for found in signals(word).values())) for word in words]
     return Table(
@@ -171,8 +179,15 @@ GPU_PEAK = "Peak GPU memory (MiB)"
 _MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
 
 
-def scoring_table(study: Study, *, name: str) -> Table:
+@output(
+    "aimer.table4",
+    chapter="criteria",
+    filters="Model|Calibration",
+    needs="the scores of its criteria in the store, with the steps they are from",
+)
+def scoring_table(results: Results, name: str) -> Table:
     """AIMER's Table 4: the time to score a model, the passes before included, and the memory it takes."""
+    study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     rows, machines = [], []
     for cell in _in_order(cells):
@@ -214,11 +229,19 @@ def scoring_table(study: Study, *, name: str) -> Table:
     )
 
 
-def allocation_table(study: Study, *, name: str) -> Table:
+@output(
+    "coverage.table1",
+    chapter="criteria",
+    filters="Model|Calibration",
+    needs="channel plans in the store, with the steps they are from",
+    also=("coverage.table12",),
+)
+def allocation_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step that a plan of channels rests on.
 
     A row per allocation, as its first ratio has it: attributions of the forward pass beside ablation, where both ran.
     """
+    study = results.study
     cells = study.cells[(study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()]
     same = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     rows, machines = [], []

@@ -9,7 +9,9 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.study import Study
+from analysis.registry import output
 from analysis.render.table import Table
+from analysis.results import Results
 
 BYTES = 2
 """Of one parameter in bfloat16."""
@@ -49,8 +51,10 @@ def loading_memory(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows).drop_duplicates(ignore_index=True) if rows else pd.DataFrame()
 
 
-def memory_table(study: Study, *, name: str = "memory") -> Table:
+@output("unified.table3", chapter="memory")
+def memory_table(results: Results, name: str) -> Table:
     """T3: bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
+    study = results.study
     found = loading_memory(study)
     columns = ["Model", "Pruned", "Before (MiB)", "After (MiB)", "Saved", "Before (bytes)", "After (bytes)"]
     frame = pd.DataFrame(columns=columns)
@@ -74,8 +78,10 @@ def memory_table(study: Study, *, name: str = "memory") -> Table:
     )
 
 
-def architecture_table(study: Study, *, name: str) -> Table:
+@output("unified.table4", chapter="memory", needs="the facts of its models in the store")
+def architecture_table(results: Results, name: str) -> Table:
     """Unified Expert Pruning's Table 4: layers, experts and parameters, from configurations alone."""
+    study = results.study
     rows = []
     for model, facts in study.models.items():
         layers = list(facts["layers"].values())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
@@ -13,9 +16,11 @@ from analysis import names
 from analysis.frames import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
+from analysis.registry import Item, figures, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 from analysis.stats import overlap
 from analysis.stats.overlap import variant_name
 
@@ -193,3 +198,42 @@ def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
     axes.set_yticks(np.arange(len(ROWS)) + 0.5, [f"b={b}, α={alpha}" for b, alpha in ROWS])
     axes.xaxis.tick_top()
     style.bare(axes)
+
+
+def _of_pass(results: Results, figure: Figure) -> Figure:
+    """The figure, whose caption says with which gate, seed and texts the passes behind it were made."""
+    return replace(figure, caption=f"{figure.caption} Made with {of_pass(results.study)}")
+
+
+def _several_models(study: Study, items: Sequence[Item]) -> Sequence[Item]:
+    """With one model, the figure per model is the pooled one."""
+    return items if study.family["model"].nunique() > 1 else ()
+
+
+@output("unified.fig4", chapter="overlap", shown=figures, needs="a run with overlap=true and two calibration sets")
+def pooled_overlap(results: Results, name: str) -> list[Item]:
+    """Overlap of the experts to prune over calibration sets, all models together."""
+    if results.overlaps.empty:
+        return []
+    figure = _of_pass(results, pooled_figure(results.overlaps, name=name))
+    return [figure, overlap_table(results.study, results.overlaps, name=name)]
+
+
+@output(
+    "unified.fig5",
+    chapter="overlap",
+    shown=_several_models,
+    needs="a run with overlap=true and two calibration sets",
+)
+def overlap_per_model(results: Results, name: str) -> list[Item]:
+    """The same for each model."""
+    return [] if results.overlaps.empty else [_of_pass(results, per_model_figure(results.overlaps, name=name))]
+
+
+@output("unified.fig3", chapter="overlap", shown=figures, needs="a run with overlap=true")
+def proxy_and_damage(results: Results, name: str) -> list[Item]:
+    """Overlap of the proxy S(0,1,1) and exact damage."""
+    if results.proxy.empty:
+        return []
+    figure = _of_pass(results, proxy_figure(results.proxy, name=name))
+    return [figure, proxy_table(results.study, results.proxy, name=name)]

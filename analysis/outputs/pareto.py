@@ -16,9 +16,11 @@ from analysis.frames import groups, records
 from analysis.load import settings
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 from analysis.stats.cell_scores import not_averaged
 from analysis.stats.comparison import Comparison
 
@@ -246,3 +248,16 @@ def _widen(axes: Axes) -> None:
 
 def _share(value: float, _: int) -> str:
     return f"{value * 100:.4g} %"
+
+
+@output("pareto", chapter="cost", filters="Model|Pruned|Removes", also=("coverage.table10", "coverage.fig9"))
+def accuracy_and_cost(results: Results, name: str) -> list[Item]:
+    """Accuracy against parameters, FLOPs and storage, and the plans that no other beats."""
+    if results.study.costs.empty or not results.comparisons:
+        return []
+    figures = []
+    for comparison, own in results.per_model(name):
+        cells = against_cost(results.study, comparison)
+        if cells.loc[cells["method"] != "none", "avg"].notna().any():
+            figures.append(pareto_figure(cells, model=comparison.model, name=own))
+    return [*figures, pareto_table(results.study, results.comparisons, name=name)]

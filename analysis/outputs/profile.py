@@ -15,9 +15,11 @@ from analysis.load.settings import pruned
 from analysis.load.study import Study
 from analysis.outputs.averages import method_lines
 from analysis.outputs.captions import reading
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.results import Results
 from analysis.stats.comparison import Comparison, Panel
 
 VARIANCE, ENTROPY = "variance", "router_entropy"
@@ -140,3 +142,22 @@ def _rows(study: Study, comparison: Comparison) -> pd.DataFrame:
             "Experts": found["experts"].where(found["experts"] > 0),
         }
     )
+
+
+PROFILED = "a run with profile=true"
+
+
+@output("aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED)
+def token_variance(results: Results, name: str) -> list[Item | None]:
+    """Token variance of hidden states by layer."""
+    return [*_figures(results, VARIANCE, name), profile_table(results.study, results.comparisons, name=name)]
+
+
+@output("coverage.fig11", chapter="inside", needs=PROFILED)
+def router_entropy(results: Results, name: str) -> list[Item | None]:
+    """Entropy of the router by layer."""
+    return _figures(results, ENTROPY, name)
+
+
+def _figures(results: Results, measure: str, name: str) -> list[Item | None]:
+    return [profile_figure(results.study, comparison, measure, name=own) for comparison, own in results.per_model(name)]

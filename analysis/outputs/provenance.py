@@ -6,12 +6,15 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.settings import pruned
-from analysis.load.study import Study
+from analysis.registry import output
 from analysis.render.table import Table
+from analysis.results import Results
 
 
-def artefact_table(study: Study, *, name: str = "artefacts") -> Table:
+@output("artefacts", chapter="provenance", filters="Model|Pruned|Calibration|Criterion")
+def artefact_table(results: Results, name: str) -> Table:
     """Which folders of the store a cell's numbers come from."""
+    study = results.study
     evaluations = study.results.groupby("cell")["folder"].unique()
     text = {
         "Model": study.cells["model"],
@@ -33,8 +36,10 @@ def artefact_table(study: Study, *, name: str = "artefacts") -> Table:
     )
 
 
-def gap_table(study: Study, *, name: str = "gaps") -> Table:
+@output("gaps", chapter="gaps")
+def gap_table(results: Results, name: str) -> Table:
     """What is missing: each reason once, with the places where it holds."""
+    study = results.study
     places: dict[str, list[str]] = {}
     for gap in study.gaps:
         places.setdefault(gap.what, []).append(gap.where)

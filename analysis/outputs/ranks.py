@@ -11,13 +11,16 @@ from matplotlib.patches import Rectangle
 
 from analysis import names
 from analysis.load.study import Study
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import LOSSES, setting
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, RANK, SCORE, Table
+from analysis.results import Results
 from analysis.stats import ranks, uncertainty
+from analysis.stats.answer_losses import CAPTION
 from analysis.stats.cell_scores import not_averaged
-from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
 
 
@@ -265,3 +268,75 @@ def _left_out(comparisons: Sequence[Comparison]) -> list[str]:
         for key in test.incomplete
     ]
     return [f"Left out for a gap: {names.listing(dict.fromkeys(found))}."] if found else []
+
+
+def loss_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "ranks.loss") -> Table:
+    """Losses in displayed columns, their mean and the average rank; a block per model, ratio and calibration set."""
+    blocks = [_loss_block(comparison, panel) for comparison in comparisons for panel in comparison.panels]
+    frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
+    numbers = [str(column) for column in frame if column not in (*PANEL, "Criterion")]
+    order = [*(column for column in numbers if column not in _SUMMARY), *_SUMMARY]
+    return Table(
+        name=name,
+        title="Loss on right answers, mean and average rank",
+        caption=f"{CAPTION} Mean is that of the displayed columns; the lowest loss has rank 1, the unpruned model is "
+        f"not ranked. {setting(study)}",
+        frame=frame[[*PANEL, "Criterion", *order]].rename(columns=names.benchmark),
+        formats={names.benchmark(column): RANK if column == "Avg Rank" else SCORE for column in order},
+        best={names.benchmark(column): "min" for column in order},
+        blocks=PANEL,
+        low=low.rename(columns=names.benchmark),
+        high=high.rename(columns=names.benchmark),
+    )
+
+
+PANEL = ["Model", "Pruned", "Calibration"]
+_SUMMARY = ["Mean loss", "Avg Rank"]
+
+
+def _loss_block(comparison: Comparison, panel: Panel) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """One block, a row per cell and the unpruned model first: numbers, lower and upper ends."""
+    full = comparison.unpruned
+    shown = panel.cells if full is None else {"none": full, **panel.cells}
+    cells, columns = list(shown.values()), panel.columns(comparison)
+    targets: dict[str, Target] = {**{column: (column,) for column in columns}, "Mean loss": columns}
+    ends = {column: comparison.interval(target) for column, target in targets.items()}
+    frame = pd.DataFrame({column: comparison.score(target)[cells] for column, target in targets.items()})
+    ranked = frame.loc[list(panel.cells.values()), list(columns)]
+    frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
+    frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
+    frame["Calibration"] = names.calibration(panel.calibration)
+    frame["Criterion"] = [names.method(key) for key in shown]
+    low, high = (pd.DataFrame({column: pair[side][cells] for column, pair in ends.items()}) for side in (0, 1))
+    return frame, low, high
+
+
+@output("ranks", chapter="ranks", filters="*Model|Pruned|Calibration")
+def all_ranks(results: Results, name: str) -> Table | None:
+    """Scores, averages and ranks of all criteria."""
+    return rank_table(results.study, results.comparisons, name=name) if results.comparisons else None
+
+
+@output("unified.table1")
+def published_ranks(results: Results, name: str) -> Table | None:
+    """The same of the criteria that Unified Expert Pruning ranks."""
+    if not results.comparisons or not set(results.study.cells["method"]) & set(names.RANKED):
+        return None
+    return rank_table(results.study, results.comparisons, name=name, criteria=names.RANKED)
+
+
+@output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
+def loss_ranks(results: Results, name: str) -> Table | None:
+    """Losses on right answers, their mean and ranks."""
+    by_loss = results.by_answer_loss
+    return loss_table(by_loss.study, by_loss.comparisons, name=name) if by_loss.comparisons else None
+
+
+@output("ranks.cd", chapter="ranks", filters="*Model|Pruned|Calibration|Over", needs="three criteria and three columns")
+def rank_differences(results: Results, name: str) -> list[Item | None]:
+    """Average ranks with their critical difference: diagrams over columns and over benchmarks, and a table."""
+    figures: list[Item | None] = []
+    for at, comparison in enumerate(results.comparisons):
+        for over, stem in ((COLUMNS, name), (BENCHMARKS, f"{name}.benchmarks")):
+            figures.append(rank_figure(comparison, over, name=results.per_model(stem)[at][1]))
+    return [*figures, rank_test_table(results.study, results.comparisons, name=name)]

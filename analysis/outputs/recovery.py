@@ -12,11 +12,21 @@ from analysis import names
 from analysis.frames import groups, records
 from analysis.load import settings
 from analysis.load.study import Study
+from analysis.outputs.captions import SLIMMING
 from analysis.outputs.score_rows import KEPT, Block, Cost, block_table
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, averaged, cost, group_targets, mean_target, pooled_difference
+from analysis.results import Results
+from analysis.stats.cell_scores import (
+    MEAN,
+    averaged,
+    cost,
+    group_targets,
+    mean_target,
+    pooled_difference,
+)
 from analysis.stats.comparison import Comparison
 
 MEBIBYTE = 2**20
@@ -42,8 +52,10 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
     return [cells for cells in found if cells["recovery"].nunique() > 1]
 
 
-def recovery_table(study: Study, comparisons: Sequence[Comparison], *, name: str = "coverage.table11") -> Table:
+@output("coverage.table11", chapter="recovery", needs=f"cells with a recovery, and {SLIMMING}")
+def recovery_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the same ratio."""
+    study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison in comparisons:
         found = sweeps(comparison)
@@ -227,3 +239,44 @@ def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tupl
         own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
         found.setdefault(trained, []).append((comparison, own))
     return [sorted(family, key=lambda pair: -pair[1]) for family in found.values() if len(family) > 1]
+
+
+@output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
+def accuracy_by_storage(results: Results, name: str) -> list[Item]:
+    """Accuracy against the bytes that a pruned and quantised model takes."""
+    figures: list[Item] = []
+    for comparison, own in results.per_model(name):
+        points = storage_points(results.study, comparison)
+        if points[["storage", "score"]].notna().all(axis=1).any():
+            figures.append(storage_figure(comparison, points, name=own))
+    return figures
+
+
+@output(
+    "coverage.table3",
+    needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
+    also=("coverage.table5",),
+)
+def recovered_general(results: Results, name: str) -> Table:
+    """Pruned and recovered models on general benchmarks."""
+    columns, title = (*names.GENERAL, MEAN), "Pruned and recovered: general benchmarks"
+    return recovered_table(results.study, results.comparisons, name=name, columns=columns, title=title)
+
+
+@output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
+def recovered_reasoning(results: Results, name: str) -> Table:
+    """Pruned and recovered models on reasoning benchmarks."""
+    columns, title = (*names.REASONING, MEAN), "Pruned and recovered: reasoning"
+    return recovered_table(results.study, results.comparisons, name=name, columns=columns, title=title)
+
+
+@output(
+    "coverage.table9",
+    chapter="cost",
+    needs="cells with grid.top_k=[null,2,1] (coverage_table9 of sweeps)",
+    also=("coverage.table19",),
+)
+def fewer_experts(results: Results, name: str) -> Table:
+    """Models that send a token to fewer experts."""
+    columns = (*names.ABLATION, MEAN)
+    return top_k_table(results.study, results.comparisons, name=name, columns=columns, title="Fewer experts a token")

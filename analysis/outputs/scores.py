@@ -13,7 +13,9 @@ from analysis.load.settings import pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
 from analysis.outputs.ranks import _PANEL, _rank_ends
+from analysis.registry import output
 from analysis.render.table import RANK, SCORE, Table
+from analysis.results import Results
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison, Panel
 
@@ -147,3 +149,24 @@ def _metrics(study: Study) -> str:
     for row in records(study.results.drop_duplicates("benchmark")):
         by_metric.setdefault(str(row["metric"]), []).append(names.benchmark(row["benchmark"]))
     return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))
+
+
+BOTH_TASKS = "a calibration set about code and one about mathematics"
+
+
+@output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
+def task_specific(results: Results, name: str) -> Table:
+    """Calibrated on the task, all criteria."""
+    return task_specific_table(results.study, results.comparisons, name=name)
+
+
+@output("unified.table2", needs=BOTH_TASKS)
+def published_task_specific(results: Results, name: str) -> Table:
+    """Calibrated on the task, the criteria of Unified Expert Pruning."""
+    return task_specific_table(results.study, results.comparisons, name=name, criteria=names.TASK_SPECIFIC)
+
+
+@output("unified.table5", chapter="benchmarks", filters="Model|Pruned|Calibration|Criterion", needs="results")
+def every_benchmark(results: Results, name: str) -> Table | None:
+    """Every benchmark of every model."""
+    return benchmark_table(results.study, results.measured, name=name) if results.measured else None

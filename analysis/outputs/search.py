@@ -16,12 +16,21 @@ from analysis import names
 from analysis.frames import groups, records
 from analysis.load.settings import pruned
 from analysis.load.study import Study
-from analysis.outputs.captions import reading, setting
+from analysis.outputs.captions import SEARCHES, reading, setting
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import column_targets, differences, scores
+from analysis.stats.cell_scores import (
+    CODING,
+    GROUPS,
+    WRITING_AND_MATH,
+    column_targets,
+    differences,
+    scores,
+)
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import LEVEL
 
@@ -136,7 +145,7 @@ def _beyond_noise(found: Sequence[pd.DataFrame]) -> np.ndarray:
     return np.asarray(uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL)
 
 
-def search_table(study: Study, *, name: str = "evoesap.search") -> Table:
+def search_table(study: Study, *, name: str) -> Table:
     """What each search found and cost."""
     found = study.searches
     cells = study.cells.loc[found["cell"]].reset_index(drop=True)
@@ -324,3 +333,75 @@ def _history_axes(axes: Axes, study: Study, cells: Sequence[int]) -> None:
                 axes.axhline(row["uniform_fitness"], **_UNIFORM)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.grid(axis="y")
+
+
+def _scores(
+    results: Results,
+    name: str,
+    columns: Sequence[str],
+    what: str,
+    pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
+) -> Table:
+    title = f"Searched allocation against uniform: {what}"
+    return allocation_table(results.study, results.comparisons, name=name, columns=columns, title=title, pairs=pairs)
+
+
+@output(
+    "evoesap.table1",
+    chapter="search",
+    filters="Model|Pruned|Calibration|Criterion",
+    needs=SEARCHES,
+    also=("evoesap.table2",),
+)
+def searched_averages(results: Results, name: str) -> Table:
+    """Group averages of searched and uniform allocations."""
+    return _scores(results, name, GROUPS, "group averages")
+
+
+@output("evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)")
+def searched_after_general_text(results: Results, name: str) -> Table:
+    """The same of searches calibrated on general text, whatever they were searched on."""
+    return _scores(results, name, GROUPS, "calibrated on general text", general_pairs)
+
+
+@output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
+def searched_coding(results: Results, name: str) -> Table:
+    """Coding benchmarks."""
+    return _scores(results, name, CODING, "coding")
+
+
+@output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
+def searched_writing_and_mathematics(results: Results, name: str) -> Table:
+    """Writing and mathematics."""
+    return _scores(results, name, WRITING_AND_MATH, "writing and mathematics")
+
+
+@output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
+def searched_multiple_choice(results: Results, name: str) -> Table:
+    """Multiple choice."""
+    return _scores(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
+
+
+@output("evoesap.fig1", chapter="search", needs=SEARCHES)
+def searched_allocations(results: Results, name: str) -> list[Item | None]:
+    """How densely layers are kept by each allocation."""
+    return [
+        allocations_figure(densities(results.study, comparison.model), model=comparison.model, name=own)
+        for comparison, own in results.per_model(name)
+    ]
+
+
+@output("evoesap.fig3", chapter="search", needs=SEARCHES)
+def searched_densities(results: Results, name: str) -> list[Item | None]:
+    """How densely layers are kept for each criterion."""
+    return [
+        criteria_figure(densities(results.study, comparison.model), model=comparison.model, name=own)
+        for comparison, own in results.per_model(name)
+    ]
+
+
+@output("evoesap.search", chapter="search", needs=SEARCHES)
+def searches(results: Results, name: str) -> list[Item | None]:
+    """How fitness rises in each search, and what each found and cost."""
+    figures = [history_figure(results.study, comparison.model, name=own) for comparison, own in results.per_model(name)]
+    return [*figures, search_table(results.study, name=name)]

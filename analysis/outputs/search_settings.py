@@ -11,12 +11,13 @@ from analysis import names
 from analysis.frames import groups
 from analysis.load import steps
 from analysis.load.study import Study
-from analysis.made import Made, unless_empty
-from analysis.outputs.captions import reading, setting
+from analysis.outputs.captions import SEARCHES, reading, setting
 from analysis.outputs.criteria import GPU_PEAK
 from analysis.outputs.search import is_searched
 from analysis.published.numbers import Printed, numbers
+from analysis.registry import output
 from analysis.render.table import SCORE, Table
+from analysis.results import Results
 from analysis.stats.cell_scores import GROUPS, column_targets, scores
 from analysis.stats.comparison import Comparison
 
@@ -34,8 +35,10 @@ SECONDS = "Search (s)"
 _SETTINGS = {"Samples": "samples", "Generations": "generations", "Population": "population", SECONDS: "seconds"}
 
 
-def cost_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+@output("evoesap.table3", chapter="search", needs=SEARCHES)
+def cost_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 3: the time of each search, and what its plan leaves of the loading memory."""
+    study = results.study
     found = study.searches
     cells = study.cells.loc[found["cell"]]
     peaks = steps.taken(cells["plan_folder"].drop_duplicates(), study.reader).set_index("folder")
@@ -67,8 +70,14 @@ def cost_table(study: Study, comparisons: Sequence[Comparison], *, name: str) ->
     )
 
 
-def settings_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+@output(
+    "evoesap.table5",
+    chapter="search",
+    needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
+)
+def settings_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 5: searches that differ in fitness, samples, generations or candidates, beside uniform."""
+    study, comparisons = results.study, results.comparisons
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         searched = cells["allocation"].map(is_searched)
@@ -77,8 +86,14 @@ def settings_table(study: Study, comparisons: Sequence[Comparison], *, name: str
     return _table(study, comparisons, chosen, GROUPS, name, "What the settings of a search change")
 
 
-def fitness_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+@output(
+    "evoesap.table6",
+    chapter="search",
+    needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
+)
+def fitness_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP."""
+    study, comparisons = results.study, results.comparisons
     fitness = study.searches.set_index("cell")["fitness"]
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
@@ -88,8 +103,10 @@ def fitness_table(study: Study, comparisons: Sequence[Comparison], *, name: str)
     return _table(study, comparisons, chosen, COMPARED, name, "Searched by ESAP and by speculative decoding")
 
 
-def competitor_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+@output("evoesap.table4", chapter="search", needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice")
+def competitor_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 4: searched allocations beside the printed row of DiEP, which is not built here."""
+    study, comparisons = results.study, results.comparisons
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         return cells[cells["allocation"].map(is_searched)]
@@ -206,19 +223,3 @@ def _words(cells: pd.DataFrame) -> dict[str, pd.Series]:
 def _spelled(fitness: object) -> str:
     """A fitness as the paper writes it; nothing for an allocation that was not searched."""
     return fitness.upper().replace("_", "-") if isinstance(fitness, str) else ""
-
-
-_TABLES: Mapping[str, Callable[..., Table]] = {
-    "evoesap.table3": cost_table,
-    "evoesap.table4": competitor_table,
-    "evoesap.table5": settings_table,
-    "evoesap.table6": fitness_table,
-}
-
-
-def _made(name: str) -> Callable[[Study, Sequence[Comparison]], Made]:
-    return lambda study, comparisons: unless_empty(_TABLES[name](study, comparisons, name=name))
-
-
-OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {name: _made(name) for name in _TABLES}
-"""Name -> what makes its table; an empty list when the study has no such searches."""

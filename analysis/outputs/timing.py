@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -14,11 +14,12 @@ from analysis import names
 from analysis.frames import groups, records
 from analysis.load import plans, settings
 from analysis.load.study import Study
-from analysis.made import Made, of_model, unless_empty
-from analysis.outputs.captions import reading
+from analysis.outputs.captions import TIMED, reading
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.results import Results
 from analysis.stats.comparison import Comparison
 
 MEBIBYTE = 2**20
@@ -62,8 +63,10 @@ def labels(comparison: Comparison) -> dict[int, str]:
     return {int(str(cell)): str(word) for cell, word in settings.method_labels(comparison.cells).items()}
 
 
-def speed_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+@output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMED)
+def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every model that was timed."""
+    study, comparisons = results.study, results.comparisons
     found = requests(study)
     rows, low, high = [], [], []
     for comparison in comparisons:
@@ -196,21 +199,17 @@ def _heat(axes: Axes, found: pd.DataFrame) -> None:
     style.bare(axes)
 
 
-def _speed_outputs(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    return unless_empty(speed_table(study, comparisons, name="coverage.table2"))
+@output("coverage.fig6", chapter="cost", needs=TIMED)
+def memory(results: Results, name: str) -> list[Item | None]:
+    """Memory of every model that was timed."""
+    return [memory_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
 
 
-def _drawn(draw: Callable[..., Figure | None], name: str) -> Callable[[Study, Sequence[Comparison]], Made]:
-    def made(study: Study, comparisons: Sequence[Comparison]) -> Made:
-        figures = (draw(study, one, name=of_model(comparisons, name, one)) for one in comparisons)
-        return [figure for figure in figures if figure]
-
-    return made
-
-
-OUTPUTS: Mapping[str, Callable[[Study, Sequence[Comparison]], Made]] = {
-    "coverage.table2": _speed_outputs,
-    "coverage.fig6": _drawn(memory_figure, "coverage.fig6"),
-    "coverage.fig10": _drawn(blocks_figure, "coverage.fig10"),
-}
-"""Name -> what makes its tables and figures; an empty list when nothing was timed."""
+@output(
+    "coverage.fig10",
+    chapter="cost",
+    needs=f"{TIMED}, of several aligned allocations (coverage_table2 of sweeps)",
+)
+def throughput_by_blocks(results: Results, name: str) -> list[Item | None]:
+    """Tokens a second by the block that channels are rounded to."""
+    return [blocks_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]

@@ -15,9 +15,12 @@ from analysis.load import settings
 from analysis.load.study import Study
 from analysis.outputs.channels import _groups, _in_order, _only, plain
 from analysis.outputs.score_rows import Block, block_table
+from analysis.registry import output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.results import Results
+from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
 from analysis.stats.comparison import Comparison
 
 
@@ -100,3 +103,42 @@ def profile_figure(found: pd.DataFrame, *, name: str) -> Figure:
         "stays low or high singles out a few."
     )
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
+
+
+WEIGHTS = "cells with criterion=aimer"
+
+
+def _scores(results: Results, name: str, columns: Sequence[str], what: str) -> Table:
+    title = f"Scores from weights alone and from text: {what}"
+    return group_table(results.study, results.comparisons, name=name, columns=columns, title=title)
+
+
+@output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
+def weight_averages(results: Results, name: str) -> Table:
+    """Group averages of criteria that read weights alone, beside those that read a text."""
+    return _scores(results, name, GROUPS, "group averages")
+
+
+@output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
+def weight_writing_and_mathematics(results: Results, name: str) -> Table:
+    """Writing and mathematics."""
+    return _scores(results, name, WRITING_AND_MATH, "writing and mathematics")
+
+
+@output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
+def weight_coding(results: Results, name: str) -> Table:
+    """Coding benchmarks."""
+    return _scores(results, name, CODING, "coding")
+
+
+@output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
+def weight_multiple_choice(results: Results, name: str) -> Table:
+    """Multiple choice."""
+    return _scores(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
+
+
+@output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
+def weight_profiles(results: Results, name: str) -> Figure | None:
+    """How Magnitude and AIMER spread the experts of each layer."""
+    scores = weight_scores(results.study)
+    return profile_figure(profiles(scores), name=name) if len(scores) else None

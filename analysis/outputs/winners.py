@@ -1,9 +1,14 @@
-"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+"""Plans by their loss on right answers, beside right-or-wrong items; and how many pairs of criteria each tells apart.
+
+An item's loss is in bits per byte of its right answer, so that lower is better. It grades every item, where right or
+wrong tells two plans apart only on items that one of them solves and the other does not.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,16 +16,52 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from analysis import findings, names
-from analysis.catalogue import Material
+from analysis import names
 from analysis.frames import groups, records
 from analysis.load.study import Study
+from analysis.names import count
 from analysis.outputs.averages import _LETTER, _SMALL_LETTER
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import LOSSES, setting
+from analysis.outputs.ranks import PANEL
+from analysis.registry import Item, output, tables
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
-from analysis.stats.winners import LEVEL, SETTINGS, label
+from analysis.results import Results
+from analysis.stats.answer_losses import CAPTION, MEAN
+from analysis.stats.winners import LEVEL, SETTINGS, label, wins
+
+
+@output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
+def pair_table(results: Results, name: str) -> Table:
+    """How many pairs of criteria are told apart in each column, by scores and by answer losses."""
+    study, found = results.study, results.decided_pairs
+    frame = pd.DataFrame(
+        {
+            "Model": found["model"],
+            "Pruned": found["pruned"],
+            "Calibration": found["calibration"].map(names.calibration),
+            "Column": found["column"].map(names.benchmark),
+            "Pairs": found["pairs"],
+            "By score": found["score"],
+            "By answer loss": found["loss"],
+            "By both": found["both"],
+            "Opposite": found["opposite"],
+        }
+    )
+    numbers = ["Pairs", "By score", "By answer loss", "By both", "Opposite"]
+    return Table(
+        name=name,
+        title="How many pairs of criteria are told apart",
+        caption=f"Of the pairs of criteria, those that differ at the {LEVEL:.0%} level by their scores and by their "
+        "loss on right answers: paired tests on the same items (McNemar or t), corrected by Holm over the "
+        f"pairs of a row; {MEAN}: of the displayed columns. By both: with the same better criterion. Opposite: with "
+        f"the other one. {setting(study)}",
+        frame=frame,
+        formats=dict.fromkeys(numbers, "{:.0f}"),
+        blocks=PANEL,
+        optional=("By score", "By answer loss"),
+    )
 
 
 def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") -> Table:
@@ -139,13 +180,13 @@ def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, f
     return text, 7.5 if len(winners) == 1 else 6.5
 
 
-def winner_views(material: Material) -> list[dict[str, Any]]:
+def winner_views(results: Results) -> list[dict[str, Any]]:
     """The winner maps: all criteria by score and by loss, and the papers' five baselines where that is another map."""
-    same = set(material.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
+    same = set(results.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
     views = [
-        ("all", "All criteria", material.winners),
-        ("losses", "All criteria, by loss on right answers (lower is better)", material.by_answer_loss.winners),
-        *(() if same else [("baselines", "The papers’ five baselines", material.baseline_winners)]),
+        ("all", "All criteria", results.winners),
+        ("losses", "All criteria, by loss on right answers (lower is better)", results.by_answer_loss.winners),
+        *(() if same else [("baselines", "The papers’ five baselines", results.baseline_winners)]),
     ]
     return [
         {"key": key, "label": text, "maps": [_map(group) for _, group in groups(found, SETTINGS)]}
@@ -161,7 +202,7 @@ def _map(found: pd.DataFrame) -> dict[str, Any]:
     first = records(found)[0]
     return {
         "title": f"{first['model']}, {first['pruned']} pruned",
-        "sentence": findings.who_won(found)[0].split(", ", 1)[1],
+        "sentence": who_won(found)[0].split(", ", 1)[1],
         "calibrations": [names.calibration(name) for name in sets],
         "rows": [
             {"column": names.benchmark(column), "cells": [wins.get((column, name), blank) for name in sets]}
@@ -194,3 +235,74 @@ def _certainty(win: Mapping[str, Any]) -> str:
         return ", not tested"
     low, high = names.signed(win["lead_low"]), names.signed(win["lead_high"])
     return f" (95 % interval {low} to {high}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
+
+
+def who_won(found: pd.DataFrame, what: str = "experts") -> list[str]:
+    """A sentence per model and ratio: wins of the leading methods, and how many of them are beyond noise.
+
+    what: what was removed, as `removed` says.
+    """
+    return [_who_won(key, group, what) for key, group in groups(found, SETTINGS)]
+
+
+def where_pruned(pruned: str, what: str, model: str) -> str:
+    share, _, told = pruned.partition(", ")
+    settings = f" ({told.replace(', ', ' and ')})" if told else ""
+    return f"With {share} of the {what} of {model} removed{settings}"
+
+
+def competitor(keys: Iterable[str]) -> str:
+    """What competes: criteria, or methods when allocations or recoveries differ too."""
+    return "method" if any(names.parts(key)[1:] != ("", "") for key in keys) else "criterion"
+
+
+def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
+    counts = wins(found)
+    where = where_pruned(str(found["pruned"].iloc[0]), what, key["model"])
+    total = int((found["winners"].map(len) > 0).sum())
+    if counts.empty or not counts["wins"].iloc[0]:
+        return f"{where}, no {competitor(found['winners'].explode().dropna())} won a column alone."
+    most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
+    leader = names.method(str(counts.index[0]))
+    if sure == most:
+        certainty = "all of these wins are beyond noise" if most > 1 else "the win is beyond noise"
+    elif sure == 0:
+        certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
+    else:
+        certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
+    others = [f"{names.method(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
+    ties = int((found["winners"].map(len) > 1).sum())
+    rest = [f"others: {', '.join(others)}"] if others else []
+    rest += [count(ties, "column is tied", "columns are tied")] if ties else []
+    squares = found.loc[[winners == (counts.index[0],) for winners in found["winners"]], ["cell", "column"]]
+    if squares.duplicated().any():
+        rest.append(f"{leader} reads no text: its one plan stands in every calibration set")
+    tail = f" ({'; '.join(rest)})" if rest else ""
+    return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."
+
+
+def _map_and_table(results: Results, found: pd.DataFrame, name: str, title: str) -> list[Item]:
+    if found.empty:
+        return []
+    return [winner_figure(found, name=name, title=title), winner_table(results.study, found, name=name)]
+
+
+@output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")
+def all_winners(results: Results, name: str) -> list[Item]:
+    """The winner map of all criteria."""
+    return _map_and_table(results, results.winners, name, "Who wins where, among all criteria")
+
+
+@output("winners.loss", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration", needs=LOSSES)
+def winners_by_loss(results: Results, name: str) -> list[Item]:
+    """The winner map by the loss on right answers, where lower is better."""
+    by_loss = results.by_answer_loss
+    title = "Who has the lowest loss on right answers, among all criteria"
+    items = _map_and_table(by_loss, by_loss.winners, name, title)
+    return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
+
+
+@output("unified.fig2")
+def baseline_winners(results: Results, name: str) -> list[Item]:
+    """The winner map of the five baselines of Unified Expert Pruning."""
+    return _map_and_table(results, results.baseline_winners, name, "Who wins where, among the five baselines")

@@ -6,20 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from analysis import names
-from analysis.catalogue import Material
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
 from analysis.published.verdicts import AGREES, BECAUSE, DIFFERS, MISSING
 from analysis.render.page import Section
 from analysis.render.table import Table
+from analysis.results import Results
 
 NAMED = 6
 """Reasons that are spelled out, the most frequent first."""
 
 
-def chapter(material: Material) -> Section:
+def published_chapter(results: Results) -> Section:
     """The papers' tables beside the study's, as far as it has counterparts; empty where it has none."""
-    made = published_tables(material.study, material.comparisons, list(TABLES)).values()
+    made = published_tables(results.study, results.comparisons, list(TABLES)).values()
     tables = [table for table in made if len(table.frame)]
     return Section(
         "published",

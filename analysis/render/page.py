@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from analysis.made import Output
 from analysis.render import style
 from analysis.render import table as tables
 from analysis.render.style import Figure
@@ -28,7 +27,7 @@ class Section:
     short: str
     title: str
     text: Sequence[str] = ()
-    outputs: Sequence[Output] = ()
+    outputs: Sequence[Table | Figure] = ()
     views: Sequence[Mapping[str, Any]] = ()
     facts: Sequence[tuple[str, str]] = ()
     details: Sequence[tuple[str, str]] = ()

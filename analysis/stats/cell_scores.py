@@ -1,4 +1,8 @@
-"""Numbers of chosen cells: scores with intervals, and paired differences to the cell each is measured against."""
+"""The papers' tables of scores as views of a study: what stands in the rows and in the columns of each. Data, no code.
+
+What is made elsewhere has its name in the catalogue; here are the tables that differ from others in rows or columns
+alone, and the names of those that differ in nothing but the models they were printed for.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from analysis import names
 from analysis.load.study import Study
 from analysis.stats import uncertainty
 from analysis.stats.comparison import Comparison, Target
+
+CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
+WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
 """The averages of `group_targets`."""

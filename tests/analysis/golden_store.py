@@ -20,12 +20,14 @@ import synthetic_sums
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
 
-from analysis.catalogue import CATALOGUE, Material, Output, make
 from analysis.load.study import Study, load
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
+from analysis.registry import Item, make, outputs
+from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.results import Results
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"
@@ -35,7 +37,7 @@ SIZES = {"text_8k": 8000, "text_65k": 65000}
 
 
 def write(root: Path) -> Path:
-    """A store whose studies, taken together, have something for every name of the catalogue; returns its root."""
+    """A store whose studies, taken together, have something for every output; returns its root."""
     usual = {"tasks": TASKS, "items": 12, "overlap": False}
     general, code = {"calibrations": ("pocket_general",)}, {"calibrations": ("pocket_code",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
@@ -106,19 +108,19 @@ def unpack(root: Path) -> Study:
     return load(root, "all")
 
 
-def outputs(study: Study) -> list[Output]:
+def everything(study: Study) -> list[Item]:
     """Every table and figure of `analysis all --compare`."""
-    material = Material(study)
-    made = [output for each in make(CATALOGUE, material).values() for output in each]
-    compared = published_tables(study, material.comparisons, list(TABLES)).values()
+    results = Results(study)
+    made = [output for each in make(outputs(), results).values() for output in each]
+    compared = published_tables(study, results.comparisons, list(TABLES)).values()
     return [*made, *(table for table in compared if len(table.frame))]
 
 
-def tables(made: list[Output]) -> dict[str, Table]:
+def tables(made: list[Item]) -> dict[str, Table]:
     return {output.name: output for output in made if isinstance(output, Table)}
 
 
-def figures(made: list[Output]) -> dict[str, Figure]:
+def figures(made: list[Item]) -> dict[str, Figure]:
     return {output.name: output for output in made if isinstance(output, Figure)}
 
 
@@ -130,11 +132,11 @@ def main(words: list[str]) -> int:
         if words == ["store"]:
             GOLDEN.mkdir(exist_ok=True)
             pack(write(Path(folder) / "written"), STORE)
-        made = tables(outputs(unpack(Path(folder) / "read")))
+        made = tables(everything(unpack(Path(folder) / "read")))
     for path in GOLDEN.glob("*.csv"):
         path.unlink()
     for name, table in made.items():
-        (GOLDEN / f"{name}.csv").write_text(table.csv(table), encoding="utf-8")
+        (GOLDEN / f"{name}.csv").write_text(rendering.csv(table), encoding="utf-8")
     return 0
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
+from analysis.results import Results
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 
@@ -78,3 +79,11 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
         family=pd.DataFrame(),
         gaps=[],
     )
+
+
+def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Results:
+    """Results of a study with these comparisons, which a study made by hand cannot be asked for."""
+    results = Results(study)
+    if comparisons is not None:
+        results.comparisons = comparisons
+    return results

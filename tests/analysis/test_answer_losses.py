@@ -13,60 +13,60 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from analysis import names
-from analysis.catalogue import Material, make
+from analysis import findings, names
 from analysis.load.study import load
-from analysis.outputs import answer_losses
+from analysis.registry import make
 from analysis.render.table import Table
-from analysis.stats import uncertainty
+from analysis.results import Results
+from analysis.stats import answer_losses, uncertainty
 
 
 @pytest.fixture(scope="module")
-def material(small: Path) -> Material:
-    return Material(load(small, "made_up"))
+def results(small: Path) -> Results:
+    return Results(load(small, "made_up"))
 
 
-def table(material: Material, name: str) -> pd.DataFrame:
-    (found,) = [output for output in make([name], material)[name] if isinstance(output, Table)]
+def table(results: Results, name: str) -> pd.DataFrame:
+    (found,) = [output for output in make([name], results)[name] if isinstance(output, Table)]
     return found.frame
 
 
-def losses(material: Material, cell: int, task: str) -> np.ndarray:
+def losses(results: Results, cell: int, task: str) -> np.ndarray:
     """As the files have them."""
-    folder = material.study.document["cells"][cell]["evaluate"][task]
-    return pd.read_parquet(material.study.store / folder / "samples.parquet")["answer_loss"].to_numpy()
+    folder = results.study.document["cells"][cell]["evaluate"][task]
+    return pd.read_parquet(results.study.store / folder / "samples.parquet")["answer_loss"].to_numpy()
 
 
-def test_a_column_is_the_mean_loss_of_its_benchmarks(material: Material) -> None:
-    (comparison,) = material.by_answer_loss.comparisons
+def test_a_column_is_the_mean_loss_of_its_benchmarks(results: Results) -> None:
+    (comparison,) = results.by_answer_loss.comparisons
     cell = int(comparison.cells.index[5])
     tasks = names.COLUMNS["MC Avg"]
-    expected = np.mean([losses(material, cell, task).mean() for task in tasks])
+    expected = np.mean([losses(results, cell, task).mean() for task in tasks])
     assert comparison.columns["MC Avg"][cell] == pytest.approx(expected)
     assert comparison.columns["Eval+"][cell] == pytest.approx(
-        np.mean([losses(material, cell, task).mean() for task in ("humaneval", "mbpp")])
+        np.mean([losses(results, cell, task).mean() for task in ("humaneval", "mbpp")])
     )
 
 
-def test_the_lowest_loss_wins_and_ranks_first(material: Material) -> None:
-    found = table(material, "ranks.loss")
+def test_the_lowest_loss_wins_and_ranks_first(results: Results) -> None:
+    found = table(results, "ranks.loss")
     shown = [column for column in found if column not in ("Model", "Pruned", "Calibration", "Criterion", "Avg Rank")]
     for _, block in found[found["Criterion"] != "Unpruned"].groupby(["Pruned", "Calibration"]):
         numbers = block.set_index("Criterion")
         assert (numbers[shown].idxmin() == "MAN").all() and (numbers[shown].idxmax() == "Random").all()
         assert numbers["Avg Rank"].to_dict() == {"Frequency": 3.0, "REAP": 2.0, "MAN": 1.0, "Random": 4.0}
-    won = table(material, "winners.loss")
+    won = table(results, "winners.loss")
     assert set(won["Winner"]) == {"MAN"} and (won["Lead"] < 0).all()
 
 
-def test_scores_do_not_change_by_losses_beside_them(material: Material) -> None:
-    assert not material.comparisons[0].lower_is_better
-    assert set(table(material, "winners")["Winner"]) >= {"MAN"}
-    assert "answer_loss" not in set(material.study.results["metric"])
+def test_scores_do_not_change_by_losses_beside_them(results: Results) -> None:
+    assert not results.comparisons[0].lower_is_better
+    assert set(table(results, "winners")["Winner"]) >= {"MAN"}
+    assert "answer_loss" not in set(results.study.results["metric"])
 
 
-def test_pairs_are_decided_as_independent_tests_say(material: Material) -> None:
-    (comparison,) = material.comparisons
+def test_pairs_are_decided_as_independent_tests_say(results: Results) -> None:
+    (comparison,) = results.comparisons
     panel = comparison.panels[0]
     cells = list(panel.cells.values())
     outcomes = comparison.outcomes["rte"][comparison.rows(cells)]
@@ -75,7 +75,7 @@ def test_pairs_are_decided_as_independent_tests_say(material: Material) -> None:
     ]
     decided = multipletests(p_values, 0.05, method="holm")[0]
     assert (np.abs(answer_losses._decided(comparison, ("rte",), cells)) == decided).all()
-    found = table(material, "pairs")
+    found = table(results, "pairs")
     assert (found["By both"] <= found[["By score", "By answer loss"]].min(axis=1)).all()
     assert (found["By answer loss"] >= found["By score"]).all() and not found["Opposite"].any()
 
@@ -108,7 +108,7 @@ def test_opposite_verdicts_are_counted_as_such(copied: Callable[[], Path]) -> No
     for path in (store / "evaluate").glob("*/samples.parquet"):
         frame = pd.read_parquet(path)
         frame.assign(answer_loss=-frame["answer_loss"]).to_parquet(path, index=False)
-    found = table(Material(load(store, "made_up")), "pairs")
+    found = table(Results(load(store, "made_up")), "pairs")
     means = found[found["Column"] == answer_losses.MEAN]
     assert not found["By both"].any() and (means["Opposite"] == means["Pairs"]).all()
 
@@ -117,9 +117,9 @@ def test_a_store_without_losses_is_read_as_before(copied: Callable[[], Path]) ->
     store = copied()
     for path in (store / "evaluate").glob("*/samples.parquet"):
         pd.read_parquet(path).drop(columns="answer_loss").to_parquet(path, index=False)
-    material = Material(load(store, "made_up"))
-    made = make(["winners.loss", "ranks.loss", "pairs"], material)
+    results = Results(load(store, "made_up"))
+    made = make(["winners.loss", "ranks.loss", "pairs"], results)
     assert made["winners.loss"] == made["ranks.loss"] == []
-    assert material.study.gaps == [] and answer_losses.pair_finding(material.decided_pairs) == []
-    assert table(material, "pairs")["By answer loss"].isna().all()
-    assert table(material, "pairs")["By score"].sum() > 0
+    assert results.study.gaps == [] and findings.pair_finding(results.decided_pairs) == []
+    assert table(results, "pairs")["By answer loss"].isna().all()
+    assert table(results, "pairs")["By score"].sum() > 0

@@ -10,18 +10,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from handmade import results_of
 from PIL import Image
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums
 
-from analysis import attribution_catalogue
-from analysis.catalogue import CATALOGUE, Material
 from analysis.load import attributions as expert_frames
 from analysis.load.attributions import layer_losses
 from analysis.load.study import Study, load
-from analysis.outputs import attributions, budgets, criteria, models
+from analysis.outputs import attributions, criteria, layer_budgets, models
+from analysis.registry import outputs
 from analysis.render.style import Figure
+from analysis.results import Results
 from moe_lab.study.kinds import tables
 
 TOKENS = 65000
@@ -49,6 +50,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def study(store: Path) -> Study:
     return load(store, "made_up")
+
+
+ATTRIBUTIONS = [name for name, output in outputs().items() if output.chapter == "attribution"]
 
 
 def test_numbers_of_experts_are_those_of_the_sums(study: Study) -> None:
@@ -110,8 +114,8 @@ def test_concentration_and_coverage_against_loops() -> None:
 
 
 def test_budgets_hold_what_plans_keep(study: Study) -> None:
-    [comparison] = Material(study).comparisons
-    found = budgets.layer_budgets(study, comparison)
+    [comparison] = Results(study).comparisons
+    found = layer_budgets.layer_budgets(study, comparison)
     assert found["cell"].nunique() == 2 and len(found) == 2 * LAYERS
     for row in found.itertuples():
         kept = study.kept[(study.kept["cell"] == row.cell) & (study.kept["layer"] == row.layer)]["share"] * WIDTH
@@ -121,14 +125,14 @@ def test_budgets_hold_what_plans_keep(study: Study) -> None:
 
 
 def test_time_is_that_of_all_steps_behind(study: Study) -> None:
-    material = Material(study)
-    [scoring] = CATALOGUE["aimer.table4"](material)
+    results = Results(study)
+    [scoring] = outputs()["aimer.table4"].items(results)
     row = scoring.frame.iloc[0]
     assert len(scoring.frame) == 1 and row["Reads"] == "statistics" and "imagined" in scoring.caption
     assert (
         row["Scoring time (s)"] == 2.75 and row["Of these, the scores (s)"] == 0.25 and row["Peak memory (MiB)"] == 300
     )
-    [table] = CATALOGUE["coverage.table1"](material)
+    [table] = outputs()["coverage.table1"].items(results)
     frame = table.frame.set_index("Allocation")
     assert frame["Total (s)"].tolist() == [3.25, 43.25]
     assert frame["Ablation (s)"].tolist() == pytest.approx([np.nan, 40], nan_ok=True)
@@ -136,8 +140,8 @@ def test_time_is_that_of_all_steps_behind(study: Study) -> None:
 
 @pytest.mark.filterwarnings("error:constrained_layout")
 def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
-    material = Material(study)
-    made = [output for name in attribution_catalogue.OUTPUTS for output in CATALOGUE[name](material)]
+    results = Results(study)
+    made = [output for name in ATTRIBUTIONS for output in outputs()[name].items(results)]
     figures = {figure.name: figure for figure in made if isinstance(figure, Figure)}
     numbered = {f"coverage.fig{number}" for number in (2, 3, 4, 7, 12, 13, 14)}
     assert set(figures) == numbered | {"coverage.fig4.loss"}
@@ -156,9 +160,9 @@ def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
 
 
 def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: Path, tmp_path: Path) -> None:
-    material = Material(load(small, "made_up"))
-    others = ("aimer.table4", "coverage.table1", *attribution_catalogue.OUTPUTS)
-    assert [CATALOGUE[name](material) for name in others] == [[]] * len(others) and not material.study.gaps
+    results = Results(load(small, "made_up"))
+    others = ("aimer.table4", "coverage.table1", *ATTRIBUTIONS)
+    assert [outputs()[name].items(results) for name in others] == [[]] * len(others) and not results.study.gaps
     damaged = Path(shutil.copytree(store, tmp_path / "store"))
     for path in damaged.glob("statistics/*/experts.parquet"):
         path.write_bytes(b"not a table")
@@ -172,10 +176,10 @@ def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path,
         for path in old.glob(f"*/*/{name}"):
             path.unlink()
     study = load(old, "made_up")
-    assert [CATALOGUE[name](Material(study)) for name in ("coverage.fig3", "coverage.fig7", "coverage.fig12")] == [
+    assert [outputs()[name].items(Results(study)) for name in ("coverage.fig3", "coverage.fig7", "coverage.fig12")] == [
         []
     ] * 3
-    assert [output.name for output in CATALOGUE["coverage.fig4"](Material(study))] == ["coverage.fig4.loss"]
+    assert [output.name for output in outputs()["coverage.fig4"].items(Results(study))] == ["coverage.fig4.loss"]
     said = {gap.what for gap in study.gaps}
     assert {sentence.split(" ", 1)[0] for sentence in said} == set(expert_frames.TABLES) - {"ablation.parquet"}
     assert all(sentence.endswith("remove this folder and run again") for sentence in said)
@@ -203,9 +207,9 @@ def test_what_criteria_read_is_found_out(word: str, read: set[str]) -> None:
 def test_architectures_and_formulas_follow_from_facts_and_the_registry(study: Study) -> None:
     facts = {**study.models["pocket_olmoe"], "decoder_layers": LAYERS + 1, "shared_width": 2 * WIDTH}
     study = replace(study, models={"m": facts})
-    row = models.architecture_table(study, name="a").frame.iloc[0]
+    row = models.architecture_table(results_of(study), "a").frame.iloc[0]
     one = facts["layers"]["0"]["expert_parameters"]
     assert row["Active (M)"] == pytest.approx((facts["parameters"] - LAYERS * (EXPERTS - 4) * one) / 1e6)
     assert (row["Dense layers"], row["Shared experts"], row["Experts"], row["Top-k"]) == (1, 2, EXPERTS, 4)
-    formula = criteria.formula_table(study, name="f").frame.iloc[0]
+    formula = criteria.formula_table(results_of(study), "f").frame.iloc[0]
     assert formula["Formula"] == "sqrt(sum_t phi^2)." and formula["Scores"] == "channel"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pandas as pd
 import pytest
 from synthetic import write_store
 
-from analysis import __main__
-from analysis.catalogue import CATALOGUE, Material, make
+from analysis import __main__, registry
 from analysis.load.study import load
+from analysis.registry import find, make, outputs
 from analysis.render.table import Table
+from analysis.results import Results
 
 Change = Callable[[dict[str, Any], Path], None]
 TABLES = ("winners", "ranks", "ranks.cd", "unified.table1", "unified.table5", "pareto", "claims", "gaps")
@@ -107,7 +109,7 @@ def changed(store: Path, change: Change) -> Path:
 @pytest.mark.parametrize("change", LOST, ids=lambda change: change.__name__)
 def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, change: Change) -> None:
     study = load(changed(store, change), "made_up")
-    made = make(CATALOGUE if change is nothing_ran else TABLES, Material(study))
+    made = make(outputs() if change is nothing_ran else TABLES, Results(study))
     tables = {output.name: output for outputs in made.values() for output in outputs if isinstance(output, Table)}
     for table in tables.values():
         for column in {"GSM8K", "Avg"} & set(table.frame):
@@ -199,16 +201,18 @@ def test_wrong_words_get_the_nearest(
 def test_all_lists_what_it_could_make_nothing_of_and_a_wrong_name_gets_no_list(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make(["ranks"], Material(load(store, "made_up")))
+    made = make(["ranks"], Results(load(store, "made_up")))
     out = f"out={store / 'out'}"
     assert __main__.main(["unified.tabl5", f"store={store}"]) == 2
     said = capsys.readouterr().err
     assert "did you mean unified.table5" in said and "analysis help" in said and len(said) < 150
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("analysis.catalogue.CATALOGUE", {"ranks": lambda _: made["ranks"], "gaps": lambda _: []})
+        ranks, nothing = replace(find("ranks"), make=lambda *_: made["ranks"]), lambda *_: []
+        patched.setattr(registry, "REGISTERED", {"ranks": ranks, "gaps": replace(find("gaps"), make=nothing)})
         assert __main__.main(["all", f"store={store}", out]) == 0
         assert "nothing to be made of" not in capsys.readouterr().err
-        patched.setattr("analysis.catalogue.CATALOGUE", {"ranks": lambda _: made["ranks"], "coverage": lambda _: []})
+        coverage = replace(registry.REGISTERED["gaps"], name="coverage")
+        patched.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": coverage})
         assert __main__.main(["all", f"store={store}", out]) == 0
         assert capsys.readouterr().err.strip().endswith("each says what it needs): coverage")
 

@@ -8,16 +8,17 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 from synthetic import write_store
 
-from analysis.catalogue import Material, make
 from analysis.load.study import load
 from analysis.outputs import channels
+from analysis.registry import make
+from analysis.results import Results
 from analysis.stats.cell_scores import GROUPS
 
 SIZES = {"text_8k": 8000, "text_65k": 65000, "pocket_math": 65000}
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Two sizes of one text, and another text."""
     few = {"items": 20, "tasks": ("gsm8k", "winogrande"), "ratios": (0.25, 0.5), "overlap": False}
     root = tmp_path_factory.mktemp("sizes") / "store"
@@ -28,11 +29,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
             file.write_text(
                 json.dumps({**json.loads(file.read_text()), "valid_tokens": {name: tokens}, "sha256": text})
             )
-    return Material(load(root, "made_up"))
+    return Results(load(root, "made_up"))
 
 
-def test_sets_are_measured_against_the_one_of_most_tokens(material: Material) -> None:
-    [table] = make(["coverage.table18"], material)["coverage.table18"]
+def test_sets_are_measured_against_the_one_of_most_tokens(results: Results) -> None:
+    [table] = make(["coverage.table18"], results)["coverage.table18"]
     block = table.frame[table.frame["Pruned"] == "50 %, REAP"]
     assert list(block["Criterion"]) == [
         "Unpruned",
@@ -45,22 +46,22 @@ def test_sets_are_measured_against_the_one_of_most_tokens(material: Material) ->
     assert not table.frame["Pruned"].str.contains("Random").any()  # it reads no text
 
 
-def test_sizes_of_one_text_are_one_line(material: Material) -> None:
-    [figure] = make(["heapr.fig3"], material)["heapr.fig3"]
+def test_sizes_of_one_text_are_one_line(results: Results) -> None:
+    [figure] = make(["heapr.fig3"], results)["heapr.fig3"]
     assert [axes.get_title(loc="left") for axes in figure.drawing.axes] == ["25 % pruned", "50 % pruned"]
-    [comparison] = material.comparisons
+    [comparison] = results.comparisons
     for axes, ratio in zip(figure.drawing.axes, (0.25, 0.5), strict=True):
         drawn = axes.get_lines()
         assert len(drawn) == 2 and all(list(line.get_xdata()) == [8000, 65000] for line in drawn)
-        cells = material.study.cells.query(f"criterion == 'reap' and ratio == {ratio} and calibration == 'text_8k'")
+        cells = results.study.cells.query(f"criterion == 'reap' and ratio == {ratio} and calibration == 'text_8k'")
         average = comparison.score(("winogrande",))[cells.index[0]]
         assert average in [pytest.approx(line.get_ydata()[0]) for line in drawn]
 
 
 def test_without_two_sizes_there_is_nothing_to_draw(small: Path) -> None:
-    material = Material(load(small, "made_up"))
+    results = Results(load(small, "made_up"))
     # its sets say nothing of their text, so that each counts as one of its own
-    assert make(["heapr.fig3", "coverage.table16"], material) == {"heapr.fig3": [], "coverage.table16": []}
+    assert make(["heapr.fig3", "coverage.table16"], results) == {"heapr.fig3": [], "coverage.table16": []}
 
 
 def test_blocks_are_measured_against_the_published_ones() -> None:

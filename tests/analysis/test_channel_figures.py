@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, study_of
 
-from analysis.outputs import budgets, channels
+from analysis.outputs import channels, layer_budgets
 
 AXES = [
     UNPRUNED,
@@ -62,16 +62,16 @@ KEPT = pd.concat(
 
 
 def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
-    shares = budgets.layer_shares(cells_of(BUDGETS), KEPT)
+    shares = layer_budgets.layer_shares(cells_of(BUDGETS), KEPT)
     assert shares.index.tolist() == ["uniform\nlayerwise", "coverage\ncoverage, prior usage"]
     assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
 
 
 def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
     comparison = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    layers = budgets.layer_figure(comparison, KEPT, name="coverage.fig")
+    layers = layer_budgets.layer_figure(comparison, KEPT, name="coverage.fig")
     assert layers is not None and len(layers.drawing.axes[0].lines) == 2
-    experts = budgets.expert_figure(comparison, KEPT, name="coverage.fig.experts")
+    experts = layer_budgets.expert_figure(comparison, KEPT, name="coverage.fig.experts")
     assert experts is not None
     titles = [axes.get_title(loc="left") for axes in experts.drawing.axes]
     assert titles == ["layerwise", "coverage"], "others keep the same of every expert of a layer"
@@ -80,9 +80,9 @@ def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
 
 def test_without_coverage_or_plans_nothing_is_drawn() -> None:
     comparison = comparison_of(BUDGETS[:3], {"gsm8k": [[1, 1], [1, 0], [1, 0]]})
-    assert budgets.layer_figure(comparison, KEPT, name="f") is None
-    assert budgets.expert_figure(comparison, KEPT, name="f") is None
+    assert layer_budgets.layer_figure(comparison, KEPT, name="f") is None
+    assert layer_budgets.expert_figure(comparison, KEPT, name="f") is None
     none = pd.DataFrame(columns=["cell", "layer", "expert", "share", "null"])
     both = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    assert budgets.layer_figure(both, none, name="f") is None
-    assert budgets.expert_figure(both, none, name="f") is None
+    assert layer_budgets.layer_figure(both, none, name="f") is None
+    assert layer_budgets.expert_figure(both, none, name="f") is None

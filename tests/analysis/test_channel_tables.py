@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
 from analysis import names
-from analysis.load import settings
+from analysis.load import settings as cell_settings
 from analysis.outputs import channels, weights
+from analysis.render import table as rendering
 from analysis.render.table import Table
 from analysis.stats.cell_scores import GROUPS
 from analysis.stats.comparison import Comparison
@@ -66,7 +67,7 @@ def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() 
             for name in names.HEAPR
         ]
     )
-    table = channels.channel_choice_table(study, [one])
+    table = channels.channel_choice_table(results_of(study, [one]), "t")
     shown = [names.benchmark(name) for name in names.HEAPR]
     assert list(table.frame.columns)[3:11] == [*shown, "Mean"] and "Avg" not in table.frame
     assert rows(table).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
@@ -75,7 +76,7 @@ def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() 
 
 def test_every_method_stands_at_every_ratio_with_its_cost() -> None:
     """Mean is that of the benchmarks: (16 / 20 + 12 / 20) / 2 for HEAPr over all layers."""
-    table = channels.method_table(study_of(HEAPR, COSTS), [HEAPR])
+    table = channels.method_table(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t")
     found = rows(table)
     assert found.index.tolist() == ["Unpruned", "REAP", "HEAPr-G", "HEAPr-L", "CAMERA-P (one-shot)"]
     assert rows(table, "25 %").index.tolist() == ["Unpruned", "HEAPr-G"]
@@ -83,13 +84,13 @@ def test_every_method_stands_at_every_ratio_with_its_cost() -> None:
     assert found["FLOPs saved"].tolist() == pytest.approx([0, 0.01, 0.15, 0.14, 0.13])
     assert table.low is not None and table.high is not None
     assert (table.low["Mean"] <= table.frame["Mean"]).all() and (table.frame["Mean"] <= table.high["Mean"]).all()
-    assert "| HEAPr-G | **0.800** |" in table.markdown(table)
+    assert "| HEAPr-G | **0.800** |" in rendering.markdown(table)
     lacking = "Mean: of 2 of the paper's 7; OBQA, WinoGrande, HellaSwag, ARC-C and MathQA were not run."
     assert lacking in table.footnotes
 
 
 def test_differences_are_paired_with_the_base() -> None:
-    table = channels.channel_choice_table(study_of(HEAPR, COSTS), [HEAPR])
+    table = channels.channel_choice_table(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t")
     found = rows(table)
     assert found.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", "CAMERA-P (one-shot)"] and "25 %" not in set(
         table.frame["Pruned"]
@@ -100,20 +101,20 @@ def test_differences_are_paired_with_the_base() -> None:
     raw = np.array([HEAPR.p_values(("arc_easy", "piqa"), cell_number, [3])[0] for cell_number in (1, 2)])
     corrected = [min(1, 2 * raw[0]), min(1, max(2 * raw[0], raw[1]))]
     assert raw[0] < raw[1] and found.loc[["HEAPr-G", "HEAPr-L"], "p (Holm)"].tolist() == pytest.approx(corrected)
-    assert table.GAP_NOTE not in table.markdown(table), "the base has no difference to itself"
+    assert rendering.GAP_NOTE not in rendering.markdown(table), "the base has no difference to itself"
 
 
 def test_a_gap_stays_a_gap() -> None:
     lost = made(AXES, {**SOLVED, "piqa": [20, None, 10, 8, 2, 18, 11]})
-    table = channels.channel_choice_table(study_of(lost, COSTS), [lost])
+    table = channels.channel_choice_table(results_of(study_of(lost, COSTS), [lost]), "t")
     found = rows(table).loc["HEAPr-G"]
     assert np.isnan(found["Mean"]) and np.isnan(found["Difference"]) and found["ARC-E"] == pytest.approx(0.8)
-    assert table.GAP_NOTE in table.markdown(table)
+    assert rendering.GAP_NOTE in rendering.markdown(table)
     assert rows(table).loc["HEAPr-L", "Difference"] == pytest.approx(0.15), "others are compared all the same"
 
 
 def test_without_costs_the_scores_stand_alone() -> None:
-    table = channels.method_table(study_of(HEAPR), [HEAPR])
+    table = channels.method_table(results_of(study_of(HEAPR), [HEAPR]), "t")
     assert "Kept" not in table.frame and len(table.frame) == 7
 
 
@@ -131,19 +132,19 @@ BUDGET = made(BUDGETS, {"arc_easy": [20, 8, 9, 12, 13, 11, 10, 5]})
 
 
 def test_allocators_are_measured_against_uniform_widths() -> None:
-    found = rows(channels.allocator_table(study_of(BUDGET), [BUDGET]))
+    found = rows(channels.allocator_table(results_of(study_of(BUDGET), [BUDGET]), "t"))
     assert found.index.tolist() == ["Unpruned", "Uniform", "Layerwise", "Coverage", "Coverage, prior usage"]
     assert found["Difference"].tolist()[2:] == pytest.approx([0.05, 0.2, 0.25])
 
 
 def test_smoothing_is_measured_against_the_default() -> None:
-    found = rows(channels.smoothing_table(study_of(BUDGET), [BUDGET]))
+    found = rows(channels.smoothing_table(results_of(study_of(BUDGET), [BUDGET]), "t"))
     assert found.index.tolist() == ["Unpruned", "Sqrt", "Log", "None"]
     assert found["Difference"].tolist()[2:] == pytest.approx([-0.05, -0.1])
 
 
 def test_channel_scores_are_measured_against_activation() -> None:
-    found = rows(channels.channel_score_table(study_of(BUDGET), [BUDGET]))
+    found = rows(channels.channel_score_table(results_of(study_of(BUDGET), [BUDGET]), "t"))
     assert found.index.tolist() == ["Unpruned", names.criterion("channel_activation"), "SNIP"]
     assert found.loc["SNIP", "Difference"] == pytest.approx(-7 / 20)
 
@@ -151,13 +152,13 @@ def test_channel_scores_are_measured_against_activation() -> None:
 def test_tables_are_empty_where_nothing_varies() -> None:
     plain = made([UNPRUNED, cell("reap")], {"arc_easy": [20, 5]})
     study = study_of(plain)
-    for table in (
+    for make_table in (
         channels.channel_choice_table,
         channels.allocator_table,
         channels.smoothing_table,
         channels.channel_score_table,
     ):
-        assert table(study, [plain]).frame.empty
+        assert make_table(results_of(study, [plain]), "t").frame.empty
     assert weights.group_table(study, [plain], name="t", columns=GROUPS, title="t").frame.empty
 
 
@@ -182,20 +183,20 @@ def test_group_averages_are_measured_against_aimer() -> None:
     ],
 )
 def test_words_for_allocations_are_read(word: str, name: str, settings: dict[str, str]) -> None:
-    assert settings.allocation(word) == (name, settings)
+    assert cell_settings.allocation(word) == (name, settings)
 
 
 def test_labels_tell_calibration_sets_apart_only_where_there_are_several() -> None:
     axes = [UNPRUNED, cell("reap"), cell("reap", calibration="pocket_math"), cell("random", calibration="none")]
     comparison = made(axes, {"arc_easy": [20, 5, 6, 7]})
-    assert settings.method_labels(comparison.cells).tolist() == ["Unpruned", "REAP, Code", "REAP, Math", "Random"]
-    assert settings.method_labels(comparison.cells.iloc[[0, 1, 3]]).tolist() == ["Unpruned", "REAP", "Random"]
+    assert cell_settings.method_labels(comparison.cells).tolist() == ["Unpruned", "REAP, Code", "REAP, Math", "Random"]
+    assert cell_settings.method_labels(comparison.cells.iloc[[0, 1, 3]]).tolist() == ["Unpruned", "REAP", "Random"]
 
 
 def test_the_sequential_form_of_camera_is_the_base_where_both_were_run() -> None:
     both = made([*AXES, cell("camera", "sequential")], {name: [*counts, 5] for name, counts in SOLVED.items()})
     costs = [*COSTS, {"routed_kept": 0.5, "flops_ratio": 0.87, "storage_bytes": 100.0}]
-    found = rows(channels.channel_choice_table(study_of(both, costs), [both]))
+    found = rows(channels.channel_choice_table(results_of(study_of(both, costs), [both]), "t"))
     assert found.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", "CAMERA-P (one-shot)", "CAMERA-P"]
     assert found.loc["HEAPr-G", "Difference"] == pytest.approx((11 + 7) / 20 / 2)
     assert np.isnan(found.loc["CAMERA-P", "Difference"])

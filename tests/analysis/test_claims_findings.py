@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
 from analysis import findings
-from analysis.outputs.answer_losses import decided_pairs
-from analysis.stats.winners import winner_map
+from analysis.stats.answer_losses import decided_pairs
+from analysis.stats.comparison import Comparison
+
+
+def headline(study: Any, comparison: Comparison) -> list[tuple[str, str]]:
+    """What the report says first of a study without losses on right answers."""
+    results = results_of(study, [comparison])
+    results.decided_pairs = decided_pairs([comparison], [])
+    return findings.headline(results)
 
 
 def study(axes: list[dict[str, Any]], solved: list[int]) -> tuple[Any, Any]:
@@ -41,7 +48,7 @@ def test_bits_are_said_and_ratio_zero_is_no_pruning() -> None:
     said = findings.what_was_run(found)
     assert "(50 % in all, with code calibration). Pruned models were evaluated as they are and with NF4. That" in said
     assert "That gave four models, each" in said
-    about = findings.headline(found, [comparison], winner_map([comparison]), decided_pairs([comparison], []))
+    about = headline(found, comparison)
     assert not any("With 0 %" in sentence for _, sentence in about)
     assert [word for word, _ in about] == ["Winners", "Best average", "Recovery", "Completeness"]
 
@@ -49,7 +56,7 @@ def test_bits_are_said_and_ratio_zero_is_no_pruning() -> None:
 def test_wins_and_averages_name_what_was_removed_and_who_competes() -> None:
     axes = [UNPRUNED, cell("heapr", "global"), cell("heapr", "layerwise")]
     found, comparison = study(axes, [40, 30, 10])
-    about = dict(findings.headline(found, [comparison], winner_map([comparison]), decided_pairs([comparison], [])))
+    about = dict(headline(found, comparison))
     assert about["Winners"].startswith("With 50 % of the channels of m removed, HEAPr-G won 1 of 1 columns")
     assert "of the channels of m removed, the best average is 0.750, by HEAPr-G" in about["Best average"]
     assert "over the best other method, HEAPr-L with code calibration, is beyond noise" in about["Best average"]
@@ -59,6 +66,6 @@ def test_wins_and_averages_name_what_was_removed_and_who_competes() -> None:
 
 def test_claims_come_first() -> None:
     found, comparison = study([UNPRUNED, cell("reap"), cell("reap", "evolutionary")], [40, 30, 10])
-    about = findings.headline(found, [comparison], winner_map([comparison]), decided_pairs([comparison], []))
+    about = headline(found, comparison)
     assert about[0][0] == "Claim" and "does not hold here: it is the other way round" in about[0][1]
     assert "searched minus uniform, with 50 % pruned, mean of one pair of plans, is −0.500" in about[0][1]

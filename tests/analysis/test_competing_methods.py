@@ -8,10 +8,11 @@ import pytest
 from synthetic import write_store
 
 from analysis import names, report
-from analysis.catalogue import CATALOGUE, Material, make
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import benchmark_table
+from analysis.registry import make, outputs
+from analysis.results import Results
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 20, "overlap": False}
@@ -76,16 +77,16 @@ def test_only_what_differs_is_spelled_out(store: Path, small: Path) -> None:
 
 
 def test_methods_compete_in_one_block(store: Path) -> None:
-    material = Material(load(store, "made_up"))
-    [comparison] = material.comparisons
+    results = Results(load(store, "made_up"))
+    [comparison] = results.comparisons
     [panel] = comparison.panels
     assert len(panel.cells) == 12 and set(comparison.cells["calibration"]) == {"none", "pocket_code"}
-    table = rank_table(material.study, material.comparisons)
+    table = rank_table(results.study, results.comparisons)
     assert len(table.frame) == 13 and table.frame["Avg Rank"].notna().sum() == 12
     assert table.frame["Avg Rank"].iloc[1:].mean() == pytest.approx(6.5)
-    assert set(benchmark_table(material.study, material.comparisons).frame["Criterion"]) >= {"Random, global, NF4"}
-    assert set(material.winners["calibration"]) == {"pocket_code"} and len(material.winners) == 4
-    best = material.winners.set_index("column").loc["GSM8K", "winners"]
+    assert set(benchmark_table(results.study, results.comparisons).frame["Criterion"]) >= {"Random, global, NF4"}
+    assert set(results.winners["calibration"]) == {"pocket_code"} and len(results.winners) == 4
+    best = results.winners.set_index("column").loc["GSM8K", "winners"]
     scores = comparison.score(("GSM8K",))
     assert {panel.cells[key] for key in best} == set(scores.index[1:][scores.iloc[1:] == scores.iloc[1:].max()])
 
@@ -95,10 +96,10 @@ def test_a_method_that_failed_is_a_gap_everywhere(store: Path, tmp_path: Path) -
 
     copy = Path(shutil.copytree(store, tmp_path / "copy"))
     failing(copy, [3])
-    material = Material(load(copy, "made_up"))
-    assert "cost of pocket_olmoe reap pocket_code 0.25 global" in {gap.where for gap in material.study.gaps}
-    made = make(CATALOGUE, material)
-    label = names.method(material.study.cells.loc[3, "method"])
+    results = Results(load(copy, "made_up"))
+    assert "cost of pocket_olmoe reap pocket_code 0.25 global" in {gap.where for gap in results.study.gaps}
+    made = make(outputs(), results)
+    label = names.method(results.study.cells.loc[3, "method"])
     for name in ("ranks", "unified.table5"):
         [table] = made[name]
         row = table.frame[table.frame["Criterion"] == label].iloc[0]
@@ -119,7 +120,7 @@ def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, f
     ranks = (tmp_path / "out" / "tables" / "ranks.csv").read_text()
     assert page.exists() and len(ranks.splitlines()) == 7
     assert "0.000" not in ranks.splitlines()[2] if 1 in failed else True
-    table = rank_table(load(store, "made_up"), Material(load(store, "made_up")).comparisons)
+    table = rank_table(load(store, "made_up"), Results(load(store, "made_up")).comparisons)
     scores = table.frame["Avg"].astype(float).to_numpy()
     rows = {0: [0, 3], 1: [1], 2: [2]}
     gone = sorted(row for cell in failed for row in rows[cell])

@@ -8,15 +8,16 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 
-from analysis import __main__, catalogue
+from analysis import __main__
 from analysis.load.study import load
-from analysis.needs import NEEDS, needs
 from analysis.outputs import convergence
+from analysis.registry import find, make
+from analysis.results import Results
 
 
 @pytest.fixture(scope="module")
-def material(small: Path) -> catalogue.Material:
-    return catalogue.Material(load(small, "made_up"))
+def results(small: Path) -> Results:
+    return Results(load(small, "made_up"))
 
 
 def naive(scores: pd.DataFrame, ratio: float) -> dict[int, float]:
@@ -38,8 +39,8 @@ def naive(scores: pd.DataFrame, ratio: float) -> dict[int, float]:
     }
 
 
-def test_keep_sets_are_compared_with_the_last_one(material: catalogue.Material) -> None:
-    scores = material.study.convergence
+def test_keep_sets_are_compared_with_the_last_one(results: Results) -> None:
+    scores = results.study.convergence
     found = convergence.settling(scores, [0.25, 0.5, 0.01])
     assert set(found["ratio"]) == {0.25, 0.5}  # a ratio that removes no expert says nothing
     for (criterion, calibration), part in found.groupby(["criterion", "calibration"]):
@@ -53,10 +54,10 @@ def test_keep_sets_are_compared_with_the_last_one(material: catalogue.Material) 
     assert slow > fast > 0
 
 
-def test_what_was_read_is_said(material: catalogue.Material) -> None:
-    sentences = convergence.finding(material.study)
+def test_what_was_read_is_said(results: Results) -> None:
+    sentences = convergence.finding(results.study)
     assert len(sentences) == 3 and "after 75 % of the text at most" in sentences[0] and "Frequency" in sentences[0]
-    found = convergence.of_experts(material.study)
+    found = convergence.of_experts(results.study)
     calm = found[found["criterion"] == "man"]
     assert "has settled" in convergence.settled(calm, "expert")[0]
     assert "has not settled" in convergence.settled(found.assign(changed=0.03), "expert")[0]
@@ -74,7 +75,7 @@ def channel_shares() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def test_channels_settle_like_experts(material: catalogue.Material) -> None:
+def test_channels_settle_like_experts(results: Results) -> None:
     found = convergence.channel_settling(channel_shares(), [0.5]).set_index("tokens")
     assert found["jaccard"].to_dict() == pytest.approx({10: (50 / 150 + 70 / 130) / 2, 30: (90 / 110 + 1) / 2})
     assert found["lowest"].to_dict() == pytest.approx({10: 50 / 150, 30: 90 / 110})
@@ -82,9 +83,9 @@ def test_channels_settle_like_experts(material: catalogue.Material) -> None:
     assert found["chance"].tolist() == pytest.approx([25 / 75] * 2) and set(found["whole"]) == {40}
     nearest = convergence.channel_settling(channel_shares(), [0.3]).set_index("tokens")
     assert nearest.loc[30, "lowest"] == pytest.approx(0.8 / 1.2), "75 % kept is closest to 30 % pruned"
-    study = replace(material.study)
+    study = replace(results.study)
     study.__dict__["channel_convergence"] = channel_shares()
-    figure, table = convergence.outputs(study)[-2:]
+    figure, table = find("convergence").items(Results(study))[-2:]
     assert (figure.name, table.name) == ("convergence.channels",) * 2 and len(table.frame) == 4
     assert "same channels kept" in figure.drawing.axes[0].get_ylabel()
     assert "of the channels to keep still changed (HEAPr" in convergence.finding(study)[-1]
@@ -94,8 +95,8 @@ def lines(axes: Axes) -> dict[str, list[float]]:
     return {line.get_color(): list(line.get_ydata()) for line in axes.get_lines()}
 
 
-def test_the_figure_ends_where_all_text_is_read(material: catalogue.Material) -> None:
-    figure, table = catalogue.make(["convergence"], material)["convergence"]
+def test_the_figure_ends_where_all_text_is_read(results: Results) -> None:
+    figure, table = make(["convergence"], results)["convergence"]
     panels = [axes for axes in figure.drawing.axes if axes.get_visible()]
     assert [axes.get_title(loc="left") for axes in panels][:2] == ["General, 25 % pruned", "Code, 25 % pruned"]
     assert len(panels) == 6
@@ -105,8 +106,8 @@ def test_the_figure_ends_where_all_text_is_read(material: catalogue.Material) ->
     assert len(table.frame) == 3 * 3 * 2 * 3 and "65,000 calibration tokens" in table.caption
 
 
-def test_profiles_stand_beside_the_unpruned_model(material: catalogue.Material) -> None:
-    made = catalogue.make(["aimer.fig6", "coverage.fig11"], material)
+def test_profiles_stand_beside_the_unpruned_model(results: Results) -> None:
+    made = make(["aimer.fig6", "coverage.fig11"], results)
     figure, table = made["aimer.fig6"]
     [entropy] = made["coverage.fig11"]
     row = table.frame[(table.frame["Criterion"] == "MAN") & (table.frame["Layer"] == "2")].iloc[0]
@@ -124,4 +125,4 @@ def test_what_is_lacking_is_said_with_what_it_needs(small: Path, tmp_path: Path,
     said = capsys.readouterr().err
     assert "coverage.table6 needs one channel criterion under allocation=coverage and others, and " in said
     assert (tmp_path / "tables" / "ranks.csv").exists()
-    assert set(NEEDS) <= set(catalogue.CATALOGUE) and needs("ranks") == "results of pruned models"
+    assert find("ranks").needs == "results of pruned models"

@@ -9,10 +9,10 @@ from synthetic import write_store
 
 from analysis import report
 from analysis.__main__ import main
-from analysis.catalogue import Material
 from analysis.load.studies import chosen, document
 from analysis.load.study import load
 from analysis.outputs.pareto import pareto_table
+from analysis.results import Results
 from moe_lab.errors import UserError
 
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte", "mmlu"), "items": 15}
@@ -53,7 +53,7 @@ def test_all_stands_for_every_study(store: Path) -> None:
 @pytest.mark.usefixtures("page_only")
 def test_all_methods_of_a_store_meet_in_one_table(store: Path, tmp_path: Path) -> None:
     study = load(store, "all")
-    table = pareto_table(study, Material(study).comparisons)
+    table = pareto_table(study, Results(study).comparisons)
     assert sorted(table.frame["Criterion"]) == ["HEAPr", "MAN", "REAP", "Unpruned"]
     assert main(["report", f"store={store}", "study=all", f"out={tmp_path}"]) == 0
     assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")

@@ -15,9 +15,10 @@ from golden_store import GOLDEN
 from matplotlib import colormaps, colors
 from PIL import Image
 
-from analysis.catalogue import CATALOGUE, Output
 from analysis.load.study import Study
+from analysis.registry import Item, outputs
 from analysis.render import style
+from analysis.render import table as rendering
 from analysis.render.table import Table
 
 RENEW = "if the new values are right: python tests/analysis/golden_store.py tables, then look at git diff"
@@ -82,8 +83,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 
 @pytest.fixture(scope="module")
-def made(study: Study) -> list[Output]:
-    return golden_store.outputs(study)
+def made(study: Study) -> list[Item]:
+    return golden_store.everything(study)
 
 
 def decimals(table: Table, column: str) -> int:
@@ -94,11 +95,11 @@ def decimals(table: Table, column: str) -> int:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.csv")))
-def test_a_table_is_as_it_was(made: list[Output], name: str) -> None:
+def test_a_table_is_as_it_was(made: list[Item], name: str) -> None:
     table = golden_store.tables(made)[name]
     expected, found = (
         pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
-        for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), table.csv(table))
+        for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), rendering.csv(table))
     )
     assert list(found) == list(expected) and len(found) == len(expected), RENEW
     for column in expected:
@@ -112,11 +113,11 @@ def test_a_table_is_as_it_was(made: list[Output], name: str) -> None:
             assert found[column].tolist() == expected[column].tolist() or found[column].equals(expected[column]), RENEW
 
 
-def test_the_store_has_something_for_every_name(study: Study, made: list[Output]) -> None:
+def test_the_store_has_something_for_every_name(study: Study, made: list[Item]) -> None:
     assert set(golden_store.tables(made)) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
     assert set(golden_store.figures(made)) == set(WORDS)
     names = {output.name for output in made}
-    assert {name for name in CATALOGUE if name not in names} <= ELSEWHERE and not ELSEWHERE & names
+    assert {name for name in outputs() if name not in names} <= ELSEWHERE and not ELSEWHERE & names
     assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
 
 
@@ -126,9 +127,7 @@ def of_maps() -> set[str]:
 
 
 @pytest.mark.filterwarnings("error:constrained_layout")
-def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(
-    made: list[Output], tmp_path: Path
-) -> None:
+def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(made: list[Item], tmp_path: Path) -> None:
     palette = {*style.CRITERIA.values(), style.OTHER, style.INK, style.MUTED, style.RULE, style.SURFACE, FRONT, WHITE}
     allowed = {shade.lower() for shade in palette} | of_maps()
     for name, figure in golden_store.figures(made).items():

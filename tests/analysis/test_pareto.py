@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from synthetic import write_store
 
-from analysis.catalogue import Material
 from analysis.load.study import load
 from analysis.outputs import pareto
 from analysis.outputs.pareto import TELLABLE, against_cost, front, pareto_figure, pareto_table
 from analysis.render import style
+from analysis.results import Results
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 VARIED = {"calibrations": ("pocket_code",), "ratios": (0.25, 0.5), "tasks": TASKS, "items": 30, "overlap": False}
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     store = write_store(
         tmp_path_factory.mktemp("pareto") / "store",
         criteria=("reap", "random", "heapr"),
@@ -25,7 +25,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
         recoveries=("none", "nf4"),
         **VARIED,
     )
-    return Material(load(store, "made_up"))
+    return Results(load(store, "made_up"))
 
 
 def naive_front(costs: list[float], scores: list[float]) -> list[bool]:
@@ -51,10 +51,10 @@ def test_the_front_is_what_nothing_beats() -> None:
         assert front(costs, scores).tolist() == naive_front(costs.tolist(), scores.tolist())
 
 
-def test_every_cell_stands_with_its_cost(material: Material) -> None:
-    [comparison] = material.comparisons
-    found = against_cost(material.study, comparison)
-    assert found["cell"].tolist() == material.study.cells.index.tolist()
+def test_every_cell_stands_with_its_cost(results: Results) -> None:
+    [comparison] = results.comparisons
+    found = against_cost(results.study, comparison)
+    assert found["cell"].tolist() == results.study.cells.index.tolist()
     full = found.iloc[0]
     assert full["storage_share"] == full["parameters_kept"] == 1 and not any(full[f"front_{a}"] for a in pareto.AXES)
     quantised = found[found["bits"] == 4]
@@ -64,9 +64,9 @@ def test_every_cell_stands_with_its_cost(material: Material) -> None:
     assert ((found["low"] <= found["avg"]) & (found["avg"] <= found["high"])).all()
 
 
-def test_all_methods_meet_in_one_table(material: Material) -> None:
-    table = pareto_table(material.study, material.comparisons)
-    assert len(table.frame) == len(material.study.cells) and table.low is not None
+def test_all_methods_meet_in_one_table(results: Results) -> None:
+    table = pareto_table(results.study, results.comparisons)
+    assert len(table.frame) == len(results.study.cells) and table.low is not None
     for words in ("REAP", "REAP, global", "HEAPr-G", "HEAPr-G, NF4", "HEAPr, uniform", "Random, global, NF4"):
         assert (table.frame["Criterion"] == words).sum() == 2, words
     assert set(table.frame["Removes"]) == {"nothing removed", "whole experts", "channels"}
@@ -78,10 +78,10 @@ def test_a_cell_without_scores_is_a_gap_and_on_no_front(tmp_path: Path) -> None:
     study = load(store, "made_up")
     damaged = study.results[~((study.results["cell"] == 2) & (study.results["benchmark"] == "rte"))]
     object.__setattr__(study, "results", damaged)
-    material = Material(study)
-    found = against_cost(study, material.comparisons[0]).set_index("cell")
+    results = Results(study)
+    found = against_cost(study, results.comparisons[0]).set_index("cell")
     assert np.isnan(found.loc[2, "avg"]) and not found.loc[2, "front_parameters_kept"]
-    table = pareto_table(study, material.comparisons)
+    table = pareto_table(study, results.comparisons)
     assert table.frame["Avg"].isna().sum() == 1
 
 
@@ -92,7 +92,7 @@ def test_the_figure_tells_methods_apart_or_else_families(tmp_path: Path, criteri
         tmp_path / "store", criteria=criteria, allocations=("uniform", "global"), recoveries=("none", "nf4"), **VARIED
     )
     study = load(store, "made_up")
-    [comparison] = Material(study).comparisons
+    [comparison] = Results(study).comparisons
     found = against_cost(study, comparison)
     figure = pareto_figure(found, model="m", name="pareto")
     style.write(figure, tmp_path)

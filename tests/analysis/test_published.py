@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from analysis import names
-from analysis.catalogue import CATALOGUE
 from analysis.published.numbers import (
     AVERAGE,
     FOLDER,
@@ -28,6 +27,7 @@ from analysis.published.numbers import (
     split,
     target,
 )
+from analysis.registry import outputs
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = "paper,table,model,ratio,criterion,allocation,recovery,calibration,benchmark,value,note"
@@ -93,7 +93,7 @@ def test_every_score_has_known_items_and_tables_here_have_counterparts() -> None
             assert split(number, number.benchmark).items, number
         if number.benchmark in SCORES and number.key[2] in names.CRITERIA and number.key[5] in sets:
             assert protocol(number).tokens, number
-    assert set(TABLES) <= set(CATALOGUE)
+    assert set(TABLES) <= set(outputs())
     assert all(counterparts(name) for name in TABLES)
 
 

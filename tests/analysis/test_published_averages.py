@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+from handmade import results_of
 from omegaconf import OmegaConf
 from printed_comparisons import comparison, models, of_tables, study
 
@@ -217,14 +218,14 @@ KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
 def test_the_unpruned_deepseek_has_the_average_of_heapr_table_1() -> None:
     [printed] = [rows for model, rows in models(of_tables("002", "1")).items() if model == "deepseek_moe_16b"]
     found = comparison(printed)
-    frame = channels.method_table(study(found), [found]).frame
+    frame = channels.method_table(results_of(study(found), [found]), "t").frame
     assert frame.loc[frame["Criterion"] == "Unpruned", MEAN].unique() == pytest.approx([0.5614], abs=0.0001)
     assert list(frame)[3:-1] == ["OBQA", "ARC-E", "WinoGrande", "HellaSwag", "ARC-C", "PIQA", "MathQA"]
 
 
 def test_smoothing_has_the_averages_of_moe_slimmings_table_7() -> None:
     found = comparison(of_tables("004", "reply 7"))
-    frame = channels.smoothing_table(study(found), [found]).frame.set_index("Criterion")
+    frame = channels.smoothing_table(results_of(study(found), [found]), "t").frame.set_index("Criterion")
     printed = {"Sqrt": 0.5827, "Log": 0.5692, "Huber": 0.5592, "Clip": 0.5669, "None": 0.5240}
     assert frame[MEAN].to_dict() == pytest.approx(printed, abs=0.0001)
 

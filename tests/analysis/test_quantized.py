@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
 from analysis.outputs import recovery
 from analysis.outputs.recovery import (
@@ -49,7 +49,7 @@ def test_a_sweep_has_all_ratios_and_starts_with_16_bits() -> None:
 
 
 def test_every_ratio_meets_every_recovery() -> None:
-    table = recovery_table(study_of(SWEEP, COSTS), [SWEEP])
+    table = recovery_table(results_of(study_of(SWEEP, COSTS), [SWEEP]), "t")
     assert table.frame["Criterion"].tolist() == ["Unpruned", "16 bits", "NF4"] * 2
     assert table.frame["Pruned"].tolist() == ["0 %"] * 3 + ["50 %"] * 3
     assert table.frame[recovery.STORAGE].tolist() == pytest.approx([8, 8, 3, 8, 5, 2])
@@ -95,5 +95,5 @@ def test_missing_bytes_and_results_are_left_out() -> None:
 def test_a_study_without_recoveries_has_nothing_to_show() -> None:
     plain = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [[1, 1], [1, 0]]})
     study = study_of(plain, COSTS[:2])
-    assert recovery_table(study, [plain]).frame.empty and recovery_findings(study, plain) == []
+    assert recovery_table(results_of(study, [plain]), "t").frame.empty and recovery_findings(study, plain) == []
     assert isinstance(storage_points(study, plain), pd.DataFrame) and storage_points(study, plain).empty

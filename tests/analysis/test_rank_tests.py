@@ -7,9 +7,9 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, study_of
 from scipy.stats import friedmanchisquare
 
-from analysis.catalogue import Material
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_figure, rank_test_table
+from analysis.results import Results
 from analysis.stats import rank_tests
 
 DEMSAR = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 9: 3.102, 10: 3.164}
@@ -72,8 +72,8 @@ def test_gaps_leave_a_method_out_and_say_so() -> None:
 
 
 def test_benchmarks_that_grade_the_same_answers_count_once(small: Path) -> None:
-    material = Material(load(small, "made_up"))
-    [comparison] = material.comparisons
+    results = Results(load(small, "made_up"))
+    [comparison] = results.comparisons
     tests = rank_tests.rank_tests(comparison, rank_tests.BENCHMARKS)
     assert {test.blocks for test in tests} == {14} and len(tests) == 6
     figure = rank_figure(comparison, rank_tests.BENCHMARKS, name="f")
@@ -81,16 +81,16 @@ def test_benchmarks_that_grade_the_same_answers_count_once(small: Path) -> None:
     assert titles[1] == "Code, 25 % pruned: Friedman p < 0.001"
     words = [text.get_text() for text in figure.drawing.axes[1].texts]
     assert any(text.startswith("MAN") for text in words) and any(text.startswith("CD = ") for text in words)
-    frame = rank_test_table(material.study, [comparison], name="t").frame
+    frame = rank_test_table(results.study, [comparison], name="t").frame
     ranks = frame[frame["Over"] == "6 columns"].groupby(["Pruned", "Calibration"])["Avg Rank"].sum()
     assert np.allclose(ranks, 1 + 2 + 3 + 4)
 
 
 def test_every_caption_of_scores_says_what_it_rests_on(small: Path) -> None:
-    from analysis.catalogue import CATALOGUE, make
+    from analysis.registry import make, outputs
     from analysis.render.table import Table
 
-    made = make(CATALOGUE, Material(load(small, "made_up")))
+    made = make(outputs(), Results(load(small, "made_up")))
     measured = [output for outputs in made.values() for output in outputs if isinstance(output, Table)]
     scored = [table for table in measured if table.low is not None]
     assert {"ranks", "winners", "unified.table5", "pareto"} <= {table.name for table in scored}

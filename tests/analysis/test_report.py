@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,10 +16,10 @@ from synthetic import write_store
 
 from analysis import findings, report
 from analysis.__main__ import main
-from analysis.catalogue import CATALOGUE, Material
-from analysis.made import Output
 from analysis.published import cells
+from analysis.registry import REGISTERED, Item, find
 from analysis.render.table import Table
+from analysis.results import Results
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
 
@@ -127,11 +128,11 @@ def test_mistakes_get_the_nearest_name(
 FEW = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte")}
 
 
-def _raises(material: Material) -> list[Output]:
+def _raises(results: Results, name: str = "") -> list[Item]:
     raise KeyError("cell")
 
 
-def _cannot_be_written(material: Material) -> list[Output]:
+def _cannot_be_written(results: Results, name: str = "") -> list[Item]:
     return [Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})]
 
 
@@ -142,8 +143,8 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
     out = tmp_path / "out"
     with monkeypatch.context() as broken:
-        broken.setitem(CATALOGUE, "ranks", _raises)  # type: ignore[call-overload]
-        broken.setitem(CATALOGUE, "pareto", _cannot_be_written)  # type: ignore[call-overload]
+        broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
+        broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=_cannot_be_written))
         broken.setattr(findings, "headline", _raises)
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
@@ -162,7 +163,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
 def test_one_output_by_name_that_cannot_be_made_says_why_in_a_sentence(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CATALOGUE, "ranks", _raises)  # type: ignore[call-overload]
+    monkeypatch.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
     assert main(["ranks", "unified.table2", f"store={small}", f"out={tmp_path}"]) == 1
     said = capsys.readouterr()
     assert said.err == "analysis: ranks: could not be made (KeyError: 'cell'), traceback in failed/ranks.log\n"

@@ -8,11 +8,11 @@ import pytest
 import synthetic_plans
 from synthetic import write_store
 
-from analysis.catalogue import Material
 from analysis.load.study import load
 from analysis.outputs import search
 from analysis.outputs.search import BEYOND, allocation_table, search_table, searched_pairs
 from analysis.render import style
+from analysis.results import Results
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import GROUPS
 
@@ -21,7 +21,7 @@ TASKS = ("gsm8k", "math500", "rte", "livecodebench", "humaneval", "wildbench")
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     store = write_store(
         tmp_path_factory.mktemp("search") / "store",
         criteria=("reap", "ean", "heapr"),
@@ -31,11 +31,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
         items=60,
         overlap=False,
     )
-    return Material(load(store, "made_up"))
+    return Results(load(store, "made_up"))
 
 
-def test_searched_cells_are_paired_with_the_uniform_cell_of_their_criterion(material: Material) -> None:
-    [comparison] = material.comparisons
+def test_searched_cells_are_paired_with_the_uniform_cell_of_their_criterion(results: Results) -> None:
+    [comparison] = results.comparisons
     pairs = searched_pairs(comparison)
     assert len(pairs) == 4
     for searched, uniform in pairs.items():
@@ -44,9 +44,9 @@ def test_searched_cells_are_paired_with_the_uniform_cell_of_their_criterion(mate
         assert (one["criterion"], one["ratio"]) == (other["criterion"], other["ratio"])
 
 
-def test_differences_are_paired_and_corrected_together(material: Material) -> None:
-    [comparison] = material.comparisons
-    table = allocation_table(material.study, material.comparisons, **AVERAGES)
+def test_differences_are_paired_and_corrected_together(results: Results) -> None:
+    [comparison] = results.comparisons
+    table = allocation_table(results.study, results.comparisons, **AVERAGES)
     assert table.low is not None and table.high is not None
     assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 4
     p_values, columns = [], {"Code": ("Eval+", "LiveCode"), "Math": ("GSM8K", "MATH-500"), "MC Avg": ("MC Avg",)}
@@ -72,8 +72,8 @@ def test_differences_are_paired_and_corrected_together(material: Material) -> No
     assert "Math" in table.frame and "Δ Avg" in table.optional
 
 
-def test_the_table_of_searches_has_gains_and_costs(material: Material) -> None:
-    table = search_table(material.study)
+def test_the_table_of_searches_has_gains_and_costs(results: Results) -> None:
+    table = search_table(results.study, name="t")
     assert len(table.frame) == 4
     row = table.frame.query("Criterion == 'REAP' and Pruned == '50 %'").iloc[0]
     axes = {"criterion": "reap", "calibration": "pocket_code", "ratio": 0.5, "allocation": "evolutionary"}
@@ -83,20 +83,20 @@ def test_the_table_of_searches_has_gains_and_costs(material: Material) -> None:
     assert row["Layers run"] == pytest.approx(24.5 / 36) and row["Seconds"] == 12.5
 
 
-def test_densities_are_the_kept_shares_of_whole_experts(material: Material) -> None:
-    found = search.densities(material.study, "pocket_olmoe")
+def test_densities_are_the_kept_shares_of_whole_experts(results: Results) -> None:
+    found = search.densities(results.study, "pocket_olmoe")
     assert set(found["criterion"]) == {"reap", "ean"}, "channels have no density of experts"
     for cell, layers in found.groupby("cell"):
-        axes = material.study.cells.loc[cell].to_dict()
+        axes = results.study.cells.loc[cell].to_dict()
         expected = 1 - np.array(synthetic_plans.removed(axes)) / synthetic_plans.EXPERTS
         assert layers["share"].tolist() == pytest.approx(expected.tolist())
 
 
-def test_the_figures_show_what_was_run(material: Material) -> None:
-    found = search.densities(material.study, "pocket_olmoe")
+def test_the_figures_show_what_was_run(results: Results) -> None:
+    found = search.densities(results.study, "pocket_olmoe")
     first = search.allocations_figure(found, model="m", name="one")
     third = search.criteria_figure(found, model="m", name="three")
-    history = search.history_figure(material.study, "pocket_olmoe", name="history")
+    history = search.history_figure(results.study, "pocket_olmoe", name="history")
     assert first is not None and third is not None and history is not None
 
     def legend(figure: style.Figure) -> list[str]:
@@ -121,5 +121,6 @@ def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
     assert search.criteria_figure(found, model="m", name="three") is None
     assert search.history_figure(study, "pocket_olmoe", name="history") is None
     assert (
-        search_table(study).frame.empty and allocation_table(study, Material(study).comparisons, **AVERAGES).frame.empty
+        search_table(study, name="t").frame.empty
+        and allocation_table(study, Results(study).comparisons, **AVERAGES).frame.empty
     )

@@ -11,14 +11,15 @@ import pandas as pd
 import pytest
 from synthetic import write_store
 
-from analysis.catalogue import Material, make
-from analysis.findings import what_was_run, who_won
+from analysis.findings import what_was_run
 from analysis.load import settings
 from analysis.load.evaluations import labels
 from analysis.load.study import Study, load
-from analysis.outputs.winners import winner_views
+from analysis.outputs.winners import who_won, winner_views
+from analysis.registry import make
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.results import Results
 from analysis.stats.overlap import proxy_overlap
 
 
@@ -45,9 +46,9 @@ def twice(tmp_path: Path, axis: str, value: Any) -> Study:
 @pytest.mark.parametrize(("axis", "value", "words"), [("seed", 43, "seed 43"), ("gate", "softmax", "gate softmax")])
 def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: Any, words: str) -> None:
     study = twice(tmp_path, axis, value)
-    material = Material(study)
+    results = Results(study)
     wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
-    made = make((*wanted, "coverage", "unified.fig3"), material)
+    made = make((*wanted, "coverage", "unified.fig3"), results)
     tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
     for name in set(wanted) & set(tables):
         frame = tables[name].frame
@@ -56,8 +57,8 @@ def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: A
         assert pruned["Pruned"].str.endswith(words).any(), name
         assert not pruned.duplicated(key).any(), name
     assert any(words in label for label in labels(study.cells).values())
-    assert any(f"({words})" in sentence for sentence in who_won(material.winners))
-    titles = [each["title"] for each in winner_views(material)[0]["maps"]]
+    assert any(f"({words})" in sentence for sentence in who_won(results.winners))
+    titles = [each["title"] for each in winner_views(results)[0]["maps"]]
     assert len(set(titles)) == len(titles) == 2
     # passes are shown for the first gate and seed, and say so; the other's folders are never asked for
     assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
@@ -98,9 +99,9 @@ def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are
 
 def test_a_plan_that_reads_no_text_is_said_to_count_in_every_set(tmp_path: Path) -> None:
     few = {"items": 40, "tasks": ("gsm8k",), "ratios": (0.5,), "criteria": ("random", "magnitude"), "overlap": False}
-    material = Material(load(write_store(tmp_path, calibrations=("pocket_code",), **few), "made_up"))
-    again = material.winners.assign(calibration="pocket_math")
-    (once,), (twice,) = who_won(material.winners), who_won(pd.concat([material.winners, again], ignore_index=True))
+    results = Results(load(write_store(tmp_path, calibrations=("pocket_code",), **few), "made_up"))
+    again = results.winners.assign(calibration="pocket_math")
+    (once,), (twice,) = who_won(results.winners), who_won(pd.concat([results.winners, again], ignore_index=True))
     assert "Magnitude won 1 of 1 columns" in once and "reads no text" not in once
     assert "Magnitude won 2 of 2 columns" in twice
     assert "Magnitude reads no text: its one plan stands in every calibration set" in twice

@@ -11,18 +11,19 @@ import pandas as pd
 import pytest
 
 from analysis import names
-from analysis.catalogue import CATALOGUE, Material
 from analysis.load.study import load
 from analysis.outputs import coverage, models, ranks
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import task_specific_table
-from analysis.render import table
+from analysis.registry import outputs
+from analysis.render import table as rendering
 from analysis.render.table import Table
+from analysis.results import Results
 
 
 @pytest.fixture(scope="module")
-def material(small: Path) -> Material:
-    return Material(load(small, "made_up"))
+def results(small: Path) -> Results:
+    return Results(load(small, "made_up"))
 
 
 def made_up_table() -> Table:
@@ -41,39 +42,39 @@ def made_up_table() -> Table:
 
 
 def test_csv_has_full_precision_intervals_and_empty_gaps() -> None:
-    back = pd.read_csv(StringIO(table.csv(made_up_table())))
+    back = pd.read_csv(StringIO(rendering.csv(made_up_table())))
     assert list(back) == ["Criterion", "GSM8K", "GSM8K low", "GSM8K high"]
     assert np.isnan(back["GSM8K"][3]) and back["GSM8K high"][1] == pytest.approx(0.6)
 
 
 def test_markdown_marks_the_best_and_explains_the_gap() -> None:
-    made = table.markdown(made_up_table())
+    made = rendering.markdown(made_up_table())
     assert "| MAN | **0.500** |" in made and "| REAP | **0.500** |" in made, "ties are all best"
     assert "| Unpruned | 0.900 |" in made, "the unpruned model does not compete"
-    assert "| EAN | – |" in made and table.GAP_NOTE in made
+    assert "| EAN | – |" in made and rendering.GAP_NOTE in made
     whole = dataclasses.replace(made_up_table(), frame=made_up_table().frame.fillna(0.25))
-    assert table.GAP_NOTE not in table.markdown(whole)
+    assert rendering.GAP_NOTE not in rendering.markdown(whole)
 
 
 def test_latex_is_booktabs_with_special_characters_escaped() -> None:
-    made = table.latex(made_up_table())
+    made = rendering.latex(made_up_table())
     for words in (r"\toprule", r"\midrule", r"\bottomrule", r"\textbf{0.500}", r"It\_s", r"50 \%", r"\label{tab:t}"):
         assert words in made
     assert "textbf{0.900}" not in made
 
 
 def test_html_has_sort_keys_and_intervals() -> None:
-    made = table.html(made_up_table())
+    made = rendering.html(made_up_table())
     assert 'data-key="0.9"' in made and 'data-key=""' in made
     assert "<small>0.40 to 0.60</small>" in made
     nasty = dataclasses.replace(
         made_up_table(), frame=pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]}), low=None
     )
-    assert "<script>" not in table.html(nasty)
+    assert "<script>" not in rendering.html(nasty)
 
 
-def test_rank_table_has_a_block_per_panel_and_ranks_the_pruned(material: Material) -> None:
-    table = rank_table(material.study, material.comparisons)
+def test_rank_table_has_a_block_per_panel_and_ranks_the_pruned(results: Results) -> None:
+    table = rank_table(results.study, results.comparisons)
     blocks = table.frame.groupby(["Pruned", "Calibration"])
     assert len(blocks) == 6
     for _, block in blocks:
@@ -89,9 +90,9 @@ def test_rank_table_has_a_block_per_panel_and_ranks_the_pruned(material: Materia
         assert words in table.caption
 
 
-def test_task_specific_rows_join_two_models(material: Material) -> None:
-    table = task_specific_table(material.study, material.comparisons)
-    [comparison] = material.comparisons
+def test_task_specific_rows_join_two_models(results: Results) -> None:
+    table = task_specific_table(results.study, results.comparisons)
+    [comparison] = results.comparisons
     cells = comparison.cells.query("criterion == 'man' and ratio == 0.5").reset_index().set_index("calibration")["cell"]
     row = table.frame.query("Criterion == 'MAN' and Pruned == '50 %'").iloc[0]
     for column in names.CODE_COLUMNS:
@@ -116,15 +117,15 @@ def test_loading_memory_of_published_models(
     assert (parameters - removed) * models.BYTES / 2**30 == pytest.approx(after, abs=0.01)
 
 
-def test_memory_of_a_study_is_exact(material: Material) -> None:
-    table = models.memory_table(material.study)
+def test_memory_of_a_study_is_exact(results: Results) -> None:
+    table = models.memory_table(results, "t")
     after = dict(zip(table.frame["Pruned"], table.frame["After (bytes)"], strict=True))
     assert after["25 %"] == 2 * (3_700_000 - 4 * 8 * (3 * 128 * 64 + 128))
 
 
-def test_coverage_counts_experts_without_a_token(material: Material) -> None:
-    table = coverage.coverage_table(material.study)
-    silent = material.study.coverage.query("tokens == 0").groupby("calibration").size()
+def test_coverage_counts_experts_without_a_token(results: Results) -> None:
+    table = coverage.coverage_table(results.study)
+    silent = results.study.coverage.query("tokens == 0").groupby("calibration").size()
     assert table.frame["Unseen"].tolist() == silent[["pocket_general", "pocket_code", "pocket_math"]].tolist()
     assert (table.frame["Unseen"] >= 4).all()
 
@@ -143,10 +144,10 @@ def test_columns_of_fewer_benchmarks_name_their_models_where_models_differ() -> 
     ]
 
 
-def test_every_entry_of_the_catalogue_makes_something(material: Material) -> None:
+def test_every_output_makes_something(results: Results) -> None:
     """What other studies are for has nothing here: searched allocations, channels, bits, weights."""
     others = ("evoesap.", "heapr.", "coverage.", "quantized.", "aimer.")
-    empty = [name for name, make in CATALOGUE.items() if not name.startswith(others) and not make(material)]
+    empty = [name for name, output in outputs().items() if not name.startswith(others) and not output.items(results)]
     assert empty == ["gaps"]
 
 

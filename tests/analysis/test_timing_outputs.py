@@ -8,15 +8,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from synthetic import write_store
 
 from analysis.__main__ import main
-from analysis.catalogue import CATALOGUE, Material, make
 from analysis.load.plans import TIMING
 from analysis.load.reader import Reader
 from analysis.load.study import load
 from analysis.outputs import timing
+from analysis.registry import make, outputs
+from analysis.results import Results
 
 MIB = 2**20
 
@@ -53,7 +54,7 @@ def study(tmp_path: Path) -> Any:
 
 
 def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
-    table = timing.speed_table(study(tmp_path), [MODEL], name="t")
+    table = timing.speed_table(results_of(study(tmp_path), [MODEL]), "t")
     first = table.frame.iloc[0]
     assert first[timing.PREFILL] == pytest.approx(2 * 50 / 0.2)
     assert first[timing.DECODE] == pytest.approx(2 * 10 / 1.0)
@@ -85,5 +86,5 @@ def test_a_store_without_timings_says_what_makes_them(tmp_path: Path, capsys: py
     )
     assert main(["coverage.table2", "coverage.fig6", f"store={store}"]) == 1
     assert capsys.readouterr().err.count("needs a run with timing=true") == 2
-    found = make(CATALOGUE, Material(load(store, "made_up")))
+    found = make(outputs(), Results(load(store, "made_up")))
     assert found["unified.table1"] and found["evoesap.table3"] == found["coverage.fig10"] == []

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from analysis import names
-from analysis.findings import who_won
+from analysis.outputs.winners import who_won
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import label, winner_map, wins

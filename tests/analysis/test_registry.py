@@ -1,4 +1,4 @@
-"""Every published table and figure has its name, views have their rows and columns, and nothing is made twice."""
+"""Every published table and figure has its name, tables of scores their rows and columns; adding one is one file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import csv
 import itertools
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +18,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
-from analysis import names, view_outputs
-from analysis.catalogue import CATALOGUE, make
-from analysis.items import ALSO, CODING, VIEWS
+from analysis import names
 from analysis.load.reader import Reader
-from analysis.needs import DEFAULT, needs
+from analysis.load.study import load
 from analysis.outputs import recovery, search, search_settings
 from analysis.published.cells import key_of
 from analysis.published.numbers import FOLDER, counterparts
+from analysis.registry import DEFAULT, REGISTERED, also, find, make, outputs
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, column_targets
+from analysis.report import CHAPTERS
+from analysis.stats.cell_scores import CODING, MEAN, column_targets
 
 LAST = {"unified": (6, 5), "evoesap": (10, 3), "heapr": (2, 3), "aimer": (7, 6), "coverage": (19, 16)}
 """The papers in the order of the table in the documentation, and their numbers of tables and figures."""
@@ -59,23 +63,36 @@ def test_every_published_table_and_figure_is_documented_with_its_output_or_a_rea
 
 
 def test_documented_outputs_are_those_that_there_are() -> None:
-    registered = {name: ALSO.get(name, name) for name in (*CATALOGUE, *ALSO) if PUBLISHED.fullmatch(name)}
+    registered = {name: find(name).name for name in (*outputs(), *also()) if PUBLISHED.fullmatch(name)}
     assert {name: output for name, output in documented().items() if output} == registered
-    assert set(ALSO.values()) <= set(CATALOGUE) and not set(ALSO) & set(CATALOGUE)
+    assert not set(also()) & set(outputs())
 
 
 def test_what_lacks_data_says_what_makes_it() -> None:
-    general = {name for name in CATALOGUE if needs(name) == DEFAULT}
-    assert general <= {"averages", "pairs", "pareto", "ranks", "artefacts", "gaps", "claims", "coverage", "winners"} | {
-        name for name in CATALOGUE if name.startswith(("unified.", "coverage.fig"))
+    general = {name for name, output in outputs().items() if output.needs == DEFAULT}
+    assert general <= {"averages", "pareto", "ranks", "artefacts", "gaps", "claims", "coverage", "winners", "pairs"} | {
+        name for name in outputs() if name.startswith(("unified.", "coverage.fig"))
     }
-    assert needs("coverage.table19") == needs("coverage.table9") != DEFAULT
-    assert all(view.rows in view_outputs.ROWS for view in VIEWS.values())
+    assert find("coverage.table19").needs == find("coverage.table9").needs != DEFAULT
+
+
+def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> None:
+    """Those without a chapter are tables of a paper whose rows stand in another one, too."""
+    chapters = {chapter.anchor for chapter in CHAPTERS} | {"provenance", "gaps"}
+    shown = {output.chapter for output in outputs().values()} - {""}
+    assert shown == chapters
+    assert {name for name, output in outputs().items() if not output.chapter} == {
+        *("unified.fig2", "unified.table1", "unified.table2"),
+        *(f"evoesap.table{number}" for number in (7, 8, 9, 10)),
+        *(f"aimer.table{number}" for number in (5, 6, 7)),
+        *(f"coverage.table{number}" for number in (3, 4, 8)),
+    }
 
 
 def test_one_output_under_two_names_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setitem(CATALOGUE, "pareto", lambda material: asked.append(material) or [])  # type: ignore[index]
+    counted = replace(find("pareto"), make=lambda results, name: asked.append(name))
+    monkeypatch.setitem(REGISTERED, "pareto", counted)
     assert make(["coverage.fig9", "pareto", "coverage.table10"], SimpleNamespace()) == {"pareto": []}  # type: ignore
     assert len(asked) == 1
 
@@ -123,7 +140,7 @@ def column(table: Table, name: str) -> list[Any]:
 
 
 def test_settings_of_searches_stand_beside_uniform_and_what_they_change() -> None:
-    table = search_settings.settings_table(searched(), [BOTH], name="t")
+    table = search_settings.settings_table(results_of(searched(), [BOTH]), "t")
     assert column(table, "Allocation") == ["uniform", "evolutionary", "evolutionary spec dec"]
     assert column(table, "Fitness") == ["", "ESAP", "SPEC-DEC"]
     np.testing.assert_equal(column(table, "Samples"), [np.nan, 64, 32])
@@ -143,7 +160,7 @@ def test_a_search_costs_what_its_step_says(tmp_path: Path) -> None:
     for gpu in (None, 30 * mebibyte):
         about = {"seconds": 12.0, "peak_memory_bytes": 50 * mebibyte, "peak_gpu_memory_bytes": gpu}
         (tmp_path / "search/a/provenance.json").write_text(json.dumps(about))
-        found.append(search_settings.cost_table(study, [BOTH], name="t").frame)
+        found.append(search_settings.cost_table(results_of(study, [BOTH]), "t").frame)
     assert "Peak GPU memory (MiB)" not in found[0] and found[1]["Peak GPU memory (MiB)"].tolist() == [30]
     row = found[0].iloc[0]
     assert (row["Search (s)"], row["Evaluated"], row["Peak memory (MiB)"]) == (10, 9, 50)
@@ -151,16 +168,16 @@ def test_a_search_costs_what_its_step_says(tmp_path: Path) -> None:
 
 
 def test_fitnesses_are_compared_where_both_were_searched_by() -> None:
-    table = search_settings.fitness_table(searched(), [BOTH], name="t")
+    table = search_settings.fitness_table(results_of(searched(), [BOTH]), "t")
     assert column(table, "Fitness") == ["ESAP", "SPEC-DEC"] and column(table, "Calibration") == ["Code", "Code"]
     assert list(table.frame)[-4:] == ["Code", "WildBench", "MC Avg", "Search (s)"]
     one = searched()
     one.searches = one.searches.assign(fitness="esap")
-    assert search_settings.fitness_table(one, [BOTH], name="t").frame.empty
+    assert search_settings.fitness_table(results_of(one, [BOTH]), "t").frame.empty
 
 
 def test_what_is_not_built_stands_with_its_printed_numbers_and_says_so() -> None:
-    table = search_settings.competitor_table(searched(), [BOTH], name="t")
+    table = search_settings.competitor_table(results_of(searched(), [BOTH]), "t")
     with (FOLDER / "evoesap.csv").open(encoding="utf-8") as lines:
         printed = {row["benchmark"]: row["value"] for row in csv.DictReader(lines) if row["criterion"] == "DiEP"}
     *measured, last = table.frame.to_dict("records")
@@ -214,3 +231,20 @@ def test_recovered_models_stand_beside_pruned_ones_of_the_same_ratio() -> None:
         study_of(comparison, costs), [comparison], name="t", columns=(*names.GENERAL, MEAN), title="t"
     )
     assert column(table, "Pruned") == ["50 %"] * 3 and column(table, "Storage (MiB)") == [8, 4, 1]
+
+
+def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(small: Path, tmp_path: Path) -> None:
+    """In a copy of the package; the command and its help then have it."""
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "analysis", tmp_path / "analysis", ignore=shutil.ignore_patterns("__pycache__"))
+    [example] = re.findall(r"```python\n(.*?@output.*?)```", (root / "docs/analysis.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "analysis/outputs/experts_kept.py").write_text(example)
+    store, out = f"store={small}", f"out={tmp_path / 'out'}"
+    for wanted in ("help", "experts_kept"):
+        command = [sys.executable, "-m", "analysis", wanted, store, out]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert wanted != "help" or "experts_kept" in done.stdout
+    found = pd.read_csv(tmp_path / "out/tables/experts_kept.csv")
+    kept = load(small, "made_up").kept
+    assert found["Experts kept"].tolist() == kept.groupby("cell").size().tolist()

@@ -1,4 +1,4 @@
-"""Plans by their loss on right answers, beside right-or-wrong items; and how many pairs of criteria each tells apart.
+"""The loss on right answers in place of scores, and how many pairs of criteria each tells apart.
 
 An item's loss is in bits per byte of its right answer, so that lower is better. It grades every item, where right or
 wrong tells two plans apart only on items that one of them solves and the other does not.
@@ -12,11 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analysis import names
 from analysis.load.study import Study
-from analysis.outputs.captions import setting
-from analysis.render.table import RANK, SCORE, Table
-from analysis.stats import ranks, uncertainty
+from analysis.stats import uncertainty
 from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.winners import LEVEL
 
@@ -36,47 +33,6 @@ def study_of_losses(study: Study) -> Study:
     results = described.merge(found, on=["cell", "benchmark"]).assign(metric=METRIC)
     results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[list(study.results.columns)]
     return replace(study, results=results, samples=samples)
-
-
-def loss_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "ranks.loss") -> Table:
-    """Losses in displayed columns, their mean and the average rank; a block per model, ratio and calibration set."""
-    blocks = [_block(comparison, panel) for comparison in comparisons for panel in comparison.panels]
-    frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
-    numbers = [str(column) for column in frame if column not in (*_BLOCK, "Criterion")]
-    order = [*(column for column in numbers if column not in _SUMMARY), *_SUMMARY]
-    return Table(
-        name=name,
-        title="Loss on right answers, mean and average rank",
-        caption=f"{CAPTION} Mean is that of the displayed columns; the lowest loss has rank 1, the unpruned model is "
-        f"not ranked. {setting(study)}",
-        frame=frame[[*_BLOCK, "Criterion", *order]].rename(columns=names.benchmark),
-        formats={names.benchmark(column): RANK if column == "Avg Rank" else SCORE for column in order},
-        best={names.benchmark(column): "min" for column in order},
-        blocks=_BLOCK,
-        low=low.rename(columns=names.benchmark),
-        high=high.rename(columns=names.benchmark),
-    )
-
-
-_BLOCK = ["Model", "Pruned", "Calibration"]
-_SUMMARY = ["Mean loss", "Avg Rank"]
-
-
-def _block(comparison: Comparison, panel: Panel) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """One block, a row per cell and the unpruned model first: numbers, lower and upper ends."""
-    full = comparison.unpruned
-    shown = panel.cells if full is None else {"none": full, **panel.cells}
-    cells, columns = list(shown.values()), panel.columns(comparison)
-    targets: dict[str, Target] = {**{column: (column,) for column in columns}, "Mean loss": columns}
-    ends = {column: comparison.interval(target) for column, target in targets.items()}
-    frame = pd.DataFrame({column: comparison.score(target)[cells] for column, target in targets.items()})
-    ranked = frame.loc[list(panel.cells.values()), list(columns)]
-    frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
-    frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
-    frame["Calibration"] = names.calibration(panel.calibration)
-    frame["Criterion"] = [names.method(key) for key in shown]
-    low, high = (pd.DataFrame({column: pair[side][cells] for column, pair in ends.items()}) for side in (0, 1))
-    return frame, low, high
 
 
 def decided_pairs(by_score: Iterable[Comparison], by_loss: Iterable[Comparison]) -> pd.DataFrame:
@@ -139,46 +95,3 @@ def _decided(comparison: Comparison, target: Target, cells: Sequence[int]) -> np
     lower = set(comparison.weights(target)) <= set(comparison.lower_is_better)
     better = np.sign(differences) * (-1 if lower else 1)
     return np.where(uncertainty.holm(p_values) < LEVEL, better, 0)
-
-
-def pair_table(study: Study, found: pd.DataFrame, *, name: str = "pairs") -> Table:
-    """How many pairs of criteria are told apart in each column."""
-    frame = pd.DataFrame(
-        {
-            "Model": found["model"],
-            "Pruned": found["pruned"],
-            "Calibration": found["calibration"].map(names.calibration),
-            "Column": found["column"].map(names.benchmark),
-            "Pairs": found["pairs"],
-            "By score": found["score"],
-            "By answer loss": found["loss"],
-            "By both": found["both"],
-            "Opposite": found["opposite"],
-        }
-    )
-    numbers = ["Pairs", "By score", "By answer loss", "By both", "Opposite"]
-    return Table(
-        name=name,
-        title="How many pairs of criteria are told apart",
-        caption=f"Of the pairs of criteria, those that differ at the {LEVEL:.0%} level by their scores and by their "
-        "loss on right answers: paired tests on the same items (McNemar or t), corrected by Holm over the "
-        f"pairs of a row; {MEAN}: of the displayed columns. By both: with the same better criterion. Opposite: with "
-        f"the other one. {setting(study)}",
-        frame=frame,
-        formats=dict.fromkeys(numbers, "{:.0f}"),
-        blocks=_BLOCK,
-        optional=("By score", "By answer loss"),
-    )
-
-
-def pair_finding(found: pd.DataFrame) -> list[str]:
-    """How many pairs of criteria are told apart by their mean, by score and by loss."""
-    means = found[found["column"] == MEAN]
-    if means.empty or means["loss"].isna().all():
-        return []
-    row = means.sum(numeric_only=True)
-    return [
-        f"Of {row['pairs']:.0f} pairs of criteria with one model and calibration set, {row['score']:.0f} are told "
-        f"apart by their average score and {row['loss']:.0f} by their mean loss on right answers; {row['both']:.0f} by "
-        f"both alike, {row['opposite']:.0f} by both with opposite signs."
-    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,14 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from analysis import names
 from analysis.frames import groups, records
 from analysis.load import attributions, settings
+from analysis.load.attributions import layer_losses
 from analysis.load.study import Study
+from analysis.outputs.captions import of_pass
 from analysis.outputs.channels import plain, ratio_lines
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
+from analysis.results import Results
 from analysis.stats.comparison import Comparison
 
 MAPS = 8
@@ -289,9 +294,14 @@ def budget_figure(study: Study, comparison: Comparison, losses: pd.DataFrame, *,
         for at, (_, part) in enumerate(found.groupby("cell", sort=False)):
             for axes, column in ((middle, "coverage"), (right, "kept")):
                 axes.plot(
-                    part["layer"], part[column] * 100, color=_CURVE_SHADES[at % len(_CURVE_SHADES)], linewidth=1.2, markersize=3.5,
-                    marker=style.MARKERS[at % 11], label=part["label"].iloc[0],
-                )  # fmt: skip
+                    part["layer"],
+                    part[column] * 100,
+                    color=_CURVE_SHADES[at % len(_CURVE_SHADES)],
+                    linewidth=1.2,
+                    markersize=3.5,
+                    marker=style.MARKERS[at % 11],
+                    label=part["label"].iloc[0],
+                )
         for axes, title in ((left, "Loss of the layer"), (middle, "Score kept (%)"), (right, "Channels kept (%)")):
             axes.set_title(title)
             axes.set_xlabel("decoder layer")
@@ -350,3 +360,53 @@ def _stack(axes: Axes, both: pd.DataFrame, column: str) -> None:
     shown = range(0, parts.shape[1], -(-parts.shape[1] // 12))
     axes.set_xticks(shown, [str(parts.columns[at]) for at in shown])
     axes.set_ylim(0, 1)
+
+
+@output("coverage.fig", chapter="channels")
+def kept_by_layer(results: Results, name: str) -> list[Item | None]:
+    """How much of each layer is kept, and of each expert."""
+    figures: list[Item | None] = []
+    for comparison, own in results.per_model(name):
+        figures.append(layer_figure(comparison, results.study.kept, name=own))
+        figures.append(expert_figure(comparison, results.study.kept, name=f"{own}.experts"))
+    return figures
+
+
+def _of_pass(study: Study, figures: Iterable[Figure | None]) -> list[Item | None]:
+    """The figures there are, with what their numbers rest on in the captions."""
+    return [replace(one, caption=f"{one.caption} Made with {of_pass(study)}") for one in figures if one]
+
+
+@output(
+    "coverage.fig4",
+    chapter="attribution",
+    needs="scores of channels in the store; for losses, a perplexity at three ratios",
+)
+def channel_scores(results: Results, name: str) -> list[Item | None]:
+    """Where channel scores are, and the loss against the share that is kept."""
+    study = results.study
+    figures = []
+    for comparison, own in results.per_model(name):
+        figures.append(concentration_figure(study, comparison, name=own))
+        figures.append(loss_figure(study, comparison, name=f"{own}.loss"))
+    return _of_pass(study, figures)
+
+
+@output("coverage.fig7", chapter="attribution", needs="cells of channels with allocation=coverage")
+def coverage_budgets(results: Results, name: str) -> list[Item | None]:
+    """Losses, coverage and the kept share of each layer."""
+    study = results.study
+    losses = layer_losses(study)
+    return _of_pass(study, (budget_figure(study, one, losses, name=own) for one, own in results.per_model(name)))
+
+
+@output(
+    "coverage.fig14",
+    chapter="attribution",
+    needs="cells of channels with allocation=coverage, and the sums of their pass in the store",
+    also=("coverage.fig15", "coverage.fig16"),
+)
+def coverage_stacks(results: Results, name: str) -> list[Item | None]:
+    """Layers from loss to budget, one above the other."""
+    study = results.study
+    return _of_pass(study, (stack_figure(study, one, study.experts, name=own) for one, own in results.per_model(name)))

@@ -3,7 +3,7 @@ and how channel budgets are rounded to blocks (MoE-Slimming, Tables 8 and 16).""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -12,12 +12,20 @@ from matplotlib.lines import Line2D
 from analysis import names
 from analysis.frames import groups
 from analysis.load.study import Study
-from analysis.made import Made, of_model
+from analysis.outputs.captions import HEAPR, SLIMMING
 from analysis.outputs.score_rows import Block, block_table
+from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, averaged, differences, group_targets, mean_target
+from analysis.results import Results
+from analysis.stats.cell_scores import (
+    MEAN,
+    averaged,
+    differences,
+    group_targets,
+    mean_target,
+)
 from analysis.stats.comparison import Comparison, Target
 
 COMPETING = ["ratio", "method", "gate", "seed"]
@@ -44,8 +52,15 @@ def sources(study: Study, model: str) -> dict[str, str]:
     return found
 
 
-def calibration_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+@output(
+    "coverage.table18",
+    chapter="task",
+    filters="*Model|Pruned",
+    needs=f"one criterion on several calibration sets, and {SLIMMING}",
+)
+def calibration_table(results: Results, name: str) -> Table:
     """One method under every calibration set: a block per ratio and method, differences to the one of most tokens."""
+    study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison in comparisons:
         read = tokens(study, comparison.model)
@@ -188,7 +203,17 @@ def _draw(axes: Axes, comparison: Comparison, line: pd.DataFrame, targets: dict[
     axes.grid(axis="y")
 
 
-def changes(study: Study, comparisons: Sequence[Comparison]) -> Made:
-    """The figure of every model."""
-    drawn = (change_figure(study, one, name=of_model(comparisons, "aimer.fig1", one)) for one in comparisons)
-    return [figure for figure in drawn if figure]
+@output(
+    "heapr.fig3",
+    chapter="task",
+    needs=f"calibration sets that read different numbers of tokens of one text, and {HEAPR}",
+)
+def calibration_sizes(results: Results, name: str) -> list[Item | None]:
+    """Scores against the tokens that the calibration set reads."""
+    return [size_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
+
+
+@output("aimer.fig1", chapter="task", needs="calibration sets that read different numbers of tokens of one text")
+def calibration_size_changes(results: Results, name: str) -> list[Item | None]:
+    """What more calibration text changes, in points."""
+    return [change_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]

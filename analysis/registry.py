@@ -1,0 +1,126 @@
+"""Tables and figures by name.
+
+`@output(NAME, ...)` above a function of `analysis.outputs` registers what makes NAME. Everything else derives from it:
+the help, what an output needs, the chapters of the report and what `all` makes. Names follow the papers (unified.fig2).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from analysis.load.study import Study
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.results import Results
+from moe_lab.errors import UserError, nearest
+
+Item = Table | Figure
+Make = Callable[[Results, str], Item | Iterable[Item | None] | None]
+"""Makes the tables and figures of a study, given the name of the output; nothing, or None, where there is no data."""
+Shown = Callable[[Study, Sequence[Item]], Sequence[Item]]
+
+DEFAULT = "results of pruned models"
+
+
+def everything(study: Study, items: Sequence[Item]) -> Sequence[Item]:
+    """The page shows all tables and figures of the output."""
+    return items
+
+
+def tables(study: Study, items: Sequence[Item]) -> Sequence[Item]:
+    """The page shows the tables alone."""
+    return [item for item in items if isinstance(item, Table)]
+
+
+def figures(study: Study, items: Sequence[Item]) -> Sequence[Item]:
+    """The page shows the figures alone."""
+    return [item for item in items if isinstance(item, Figure)]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A named table or figure, or several that belong together."""
+
+    name: str
+    make: Make
+    needs: str
+    """What a run must have had for it to have numbers: said when it has none."""
+    chapter: str
+    """The chapter of the report that shows it (see `analysis.report`); "" where only its files are written."""
+    shown: Shown
+    """Which of its tables and figures the chapter shows."""
+    filters: str
+    """Columns by which the page filters its tables, with | between; the first block alone is shown at first when it
+    starts with a star."""
+    also: tuple[str, ...]
+    """Published tables and figures that have the same numbers here: all models of a study stand in one table."""
+
+    def items(self, results: Results) -> list[Item]:
+        """Its tables and figures; a table without a row is left out."""
+        made = self.make(results, self.name)
+        return with_content([made] if made is None or isinstance(made, Table | Figure) else made)
+
+
+def with_content(items: Iterable[Item | None]) -> list[Item]:
+    """Figures, and tables that have a row."""
+    return [item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))]
+
+
+REGISTERED: dict[str, Output] = {}
+"""What the modules imported so far register; `outputs` imports all of them."""
+
+
+def output(
+    name: str,
+    *,
+    chapter: str = "",
+    shown: Shown = everything,
+    filters: str = "",
+    needs: str = DEFAULT,
+    also: Sequence[str] = (),
+) -> Callable[[Make], Make]:
+    """Register the function below as what makes `name`. The other arguments: see `Output`."""
+
+    def register(make: Make) -> Make:
+        REGISTERED[name] = Output(name, make, needs, chapter, shown, filters, tuple(also))
+        return make
+
+    return register
+
+
+def outputs() -> Mapping[str, Output]:
+    """Every output by name: those of one module stand together, modules in the order of their names; gaps, which the
+    others add to, are last."""
+    package = importlib.import_module("analysis.outputs")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"analysis.outputs.{module.name}")
+    return dict(sorted(REGISTERED.items(), key=_place))
+
+
+def _place(named: tuple[str, Output]) -> tuple[bool, str]:
+    name, output = named
+    return name == "gaps", output.make.__module__
+
+
+def also() -> dict[str, str]:
+    """Published table or figure -> the output that has its numbers too."""
+    return {name: output.name for output in outputs().values() for name in output.also}
+
+
+def find(name: str) -> Output:
+    """The output that has the numbers of `name`. UserError for an unknown name."""
+    known, others = outputs(), also()
+    found = known.get(others.get(name, name))
+    if found is None:
+        close = nearest(name, [*known, *others, "all", "report", "diff"])
+        hint = f": did you mean {close}?" if close else ""
+        raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
+    return found
+
+
+def make(wanted: Iterable[str], results: Results) -> dict[str, list[Item]]:
+    """The named outputs, each made once. UserError for an unknown name."""
+    return {one.name: one.items(results) for one in dict.fromkeys(map(find, wanted))}
