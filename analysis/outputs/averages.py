@@ -17,12 +17,15 @@ from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.results import Results
-from analysis.stats.cell_scores import not_averaged
-from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.cell_scores import mean_target, not_averaged
+from analysis.stats.comparison import Comparison, Panel, Target
 
-RADAR_LINES = 4
-"""Criteria drawn in a radar plot: the best by Avg."""
-
+RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
+"""The methods of AIMER's tables: those of the study are drawn in a radar plot before all others."""
+RADAR_LINES = len(RADAR_METHODS)
+"""Methods drawn in a radar plot at most."""
+RADAR_ACROSS = 2
+"""Radar plots side by side: with 16 benchmarks around it, each needs half of the page."""
 
 _LETTER, _SMALL_LETTER = 0.063, 0.047
 """Inches an average letter takes at 7.5 and 5.6 points."""
@@ -98,37 +101,51 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
 
 
 def radar_figure(comparison: Comparison, *, name: str) -> Figure | None:
-    """Displayed columns as spokes; the unpruned model and the best criteria by Avg as lines. None below 3 columns."""
-    panels = [panel for panel in comparison.panels if len(panel.averaged(comparison)) >= 3]
+    """Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None below 3 benchmarks."""
+    panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
         return None
-    places, lines = _radar_places(panels), method_lines(comparison)
-    down, across = (1 + max(place[axis] for place in places) for axis in (0, 1))
+    lines = method_lines(comparison)
+    across = min(RADAR_ACROSS, len(panels))
+    down = -(-len(panels) // across)
     with style.look():
-        drawing = style.drawing(style.PAGE, 2.0 * down + 0.4)
+        drawing = style.drawing(style.PAGE, 2.45 * down + 0.5)
         drawn: list[str] = []
-        for panel, (row, column) in zip(panels, places, strict=True):
-            axes = drawing.add_subplot(down, across, row * across + column + 1, projection="polar")
+        for at, panel in enumerate(panels):
+            axes = drawing.add_subplot(down, across, at + 1, projection="polar")
             assert isinstance(axes, PolarAxes)
             drawn += _radar_axes(axes, comparison, panel, lines)
         handles = [lines[name] for name in ["none", *names.methods_in_order(drawn)]]
         longest = max(len(str(line.get_label())) for line in handles)
         ncols = max(1, min(6, len(handles), 100 // (longest + 8)))
         drawing.legend(handles=handles, loc="outside lower center", ncols=ncols, fontsize=7)
+    most = names.count(RADAR_LINES, "method")
     caption = (
-        "Scores from 0 (centre) to 1 (rim); dashed: the unpruned model; "
-        f"the {RADAR_LINES} best criteria by Avg in each panel."
+        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the methods "
+        f"of AIMER's tables, then the best of the others by Avg, {most} at most."
     )
+    left = [names.benchmark(str(each)) for each in comparison.benchmarks if each in comparison.lower_is_better]
+    if left:
+        caption += f" {names.listing(left)}: left out, as less is better there."
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
-def _radar_places(panels: Sequence[Panel]) -> list[tuple[int, int]]:
-    """Row and column of each panel: calibration sets side by side; where there is one set, ratios three in a row."""
-    sets = names.calibrations_in_order(panel.calibration for panel in panels)
-    groups = list(dict.fromkeys(panel.settings for panel in panels))
-    if len(sets) > 1:
-        return [(groups.index(panel.settings), sets.index(panel.calibration)) for panel in panels]
-    return [divmod(place, 3) for place in range(len(panels))]
+def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
+    """The benchmarks that the cells of a panel were evaluated on and in which more is better, one family after the
+    other as in the papers' tables."""
+    ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
+    return mean_target(comparison, list(panel.cells.values()), ordered)
+
+
+def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
+    """The methods of a panel to draw: those of AIMER's tables, then the others from the highest Avg, RADAR_LINES at
+    most; methods without any score are left out."""
+    average = comparison.score(panel.averaged(comparison))
+    run = comparison.benchmarks[list(radar_benchmarks(comparison, panel))].notna().any(axis=1)
+    others = [method for method in panel.cells if method not in RADAR_METHODS]
+    others.sort(key=lambda method: -average.fillna(-1)[panel.cells[method]])
+    first = [method for method in RADAR_METHODS if method in panel.cells]
+    return [method for method in [*first, *others] if run[panel.cells[method]]][:RADAR_LINES]
 
 
 _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
@@ -159,22 +176,20 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 
 def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
-    target = list(panel.averaged(comparison))
-    scores = pd.Series({name: comparison.score(tuple(target))[cell] for name, cell in panel.cells.items()}, dtype=float)
-    best = [str(name) for name in scores.dropna().sort_values(ascending=False, kind="stable").index[:RADAR_LINES]]
-    angles = np.linspace(0, 2 * np.pi, len(target), endpoint=False)
+    benchmarks, methods = list(radar_benchmarks(comparison, panel)), radar_methods(comparison, panel)
+    angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
     closed = np.append(angles, angles[0])
-    cells = {"none": comparison.unpruned, **{name: panel.cells[name] for name in best}}
-    for criterion, cell in cells.items():
+    cells = {"none": comparison.unpruned, **{method: panel.cells[method] for method in methods}}
+    for method, cell in cells.items():
         if cell is None:
             continue
-        values = comparison.columns.loc[cell, target].to_numpy(float)
-        line = copy(lines[criterion])
+        values = comparison.benchmarks.loc[cell, benchmarks].to_numpy(float)
+        line = copy(lines[method])
         line.set_data(closed, np.append(values, values[0]))
         axes.add_line(line)
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
-    axes.set_xticks(angles, [names.benchmark(column) for column in target], fontsize=6.5)
+    axes.set_xticks(angles, [names.benchmark(name) for name in benchmarks], fontsize=6.5)
     for angle, text in zip(angles, axes.get_xticklabels(), strict=True):
         side = round(float(np.sin(angle)), 6)
         text.set_horizontalalignment("center" if side == 0 else "left" if side > 0 else "right")
@@ -183,7 +198,7 @@ def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Ma
     axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
     axes.spines["polar"].set_color(style.RULE)
     axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5, pad=10, loc="center")
-    return best
+    return methods
 
 
 @output("averages", chapter="kept")
@@ -192,7 +207,7 @@ def averages(results: Results, name: str) -> list[Item]:
     return [averages_figure(comparison, name=own) for comparison, own in results.per_model(name)]
 
 
-@output("aimer.fig3", chapter="task", needs="three columns", also=("aimer.fig4", "aimer.fig5"))
+@output("aimer.fig3", chapter="task", needs="three benchmarks", also=("aimer.fig4", "aimer.fig5"))
 def radar(results: Results, name: str) -> list[Item | None]:
-    """Displayed columns of each criterion around a circle (AIMER, Figs. 3 to 5)."""
+    """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5)."""
     return [radar_figure(comparison, name=own) for comparison, own in results.per_model(name)]

@@ -4,13 +4,14 @@ and how channel budgets are rounded to blocks (MoE-Slimming, Tables 8 and 16).""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
-from analysis.frames import groups
+from analysis.frames import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
 from analysis.outputs.score_rows import Block, block_table
@@ -23,10 +24,9 @@ from analysis.stats.cell_scores import (
     MEAN,
     averaged,
     differences,
-    group_targets,
     mean_target,
 )
-from analysis.stats.comparison import Comparison, Target
+from analysis.stats.comparison import Comparison
 
 COMPETING = ["ratio", "method", "gate", "seed"]
 """Cells that agree in these are compared over calibration sets."""
@@ -155,52 +155,99 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
     return lines
 
 
-ACROSS = 3
+ACROSS = 2
 """Panels side by side."""
 POINTS = 100
-_SHADES = {"MC Avg": "#2277bb", "Code": "#ee7733", "Math": "#117733", "WildBench": "#aa4499", "Avg": style.INK}
+_SHADES = {"Code": "#ee7733", "WildBench": "#aa4499", "Math": "#117733", "Multiple choice": "#2277bb"}
+"""Family of benchmarks -> the colour of its lines."""
+_FAMILIES = {
+    "Eval+": "Code", "LiveCode": "Code", "WildBench": "WildBench", "GSM8K": "Math", "MATH-500": "Math",
+    "MC Avg": "Multiple choice",
+}  # fmt: skip
+"""Displayed column -> the family of its benchmarks."""
+
+
+def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """What more tokens of one text change, benchmark by benchmark: label (of the text and method), ratio, benchmark,
+    read (tokens), and difference, low and high in points, against the cell that read the least of that text. Less is
+    better in some benchmarks: they are left out, since they have no points."""
+    rows = []
+    for (label, ratio), line in sizes(study, comparison).items():
+        first, *more = (int(str(cell)) for cell in line.index)
+        ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
+        for benchmark in mean_target(comparison, [first, *more], ordered):
+            found = POINTS * differences(comparison, (benchmark,), dict.fromkeys(more, first))
+            about = {"label": label, "ratio": ratio, "benchmark": benchmark}
+            rows.append({**about, "read": line["read"][first], "difference": 0.0, "low": 0.0, "high": 0.0})
+            for cell, change in zip(more, records(found[["difference", "low", "high"]]), strict=True):
+                rows.append({**about, "read": line["read"][cell], **change})
+    return pd.DataFrame(rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"])
 
 
 def change_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
-    """A panel per text, method and ratio: each average's change from the least tokens to more of the same text."""
-    lines = {key: line for key, line in sizes(study, comparison).items() if len(line) > 1}
-    if not lines:
+    """A panel per text, method and ratio: each benchmark's change from the least tokens to more of the same text."""
+    moved = changes(study, comparison)
+    if moved.empty:
         return None
-    cells = [int(str(cell)) for line in lines.values() for cell in line.index]
-    targets = group_targets(comparison, cells)
-    rows = -(-len(lines) // ACROSS)
+    panels = list(groups(moved, ["label", "ratio"]))
+    across = min(ACROSS, len(panels))
+    rows = -(-len(panels) // across)
     with style.look():
-        drawing = style.drawing(style.PAGE, 2.0 * rows + 0.6)
-        grid = drawing.subplots(rows, min(ACROSS, len(lines)), squeeze=False, sharey=True)
-        for axes in grid.flat[len(lines) :]:
+        drawing = style.drawing(style.PAGE, 2.6 * rows + 0.9)
+        grid = drawing.subplots(rows, across, squeeze=False, sharey=True)
+        handles: dict[str, Line2D] = {}
+        for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-        for axes, ((label, ratio), line) in zip(grid.flat, lines.items(), strict=False):
-            _draw(axes, comparison, line, targets)
-            axes.set_title(f"{label}\n{names.ratio(ratio)} pruned", fontsize=7.5)
+        for axes, (key, panel) in zip(grid.flat, panels, strict=False):
+            handles |= _changes_axes(axes, panel)
+            axes.set_title(f"{key['label']}, {names.ratio(key['ratio'])} pruned", fontsize=7.5)
         for row in grid:
-            row[0].set_ylabel("change (points)")
-        handles, shown = grid[0][0].get_legend_handles_labels()
-        drawing.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=7)
+            row[0].set_ylabel("change of the score (points)")
+        ordered = [handles[name] for name in names.in_order(handles, names.BENCHMARKS)]
+        drawing.legend(handles=ordered, loc="outside lower center", ncols=min(6, len(ordered)), fontsize=6.5)
+    least = " / ".join(count(int(read)) for read in moved.groupby(["label", "ratio"])["read"].min().unique())
+    more = moved[moved["read"] > moved.groupby(["label", "ratio"])["read"].transform("min")]
+    beyond = _beyond(more).groupby([more["label"], more["ratio"], more["benchmark"]]).any()
     caption = (
-        "Change of each average, in points, against calibration on the least tokens of the same text, with 95 % "
-        "intervals of the paired difference (items resampled)."
+        f"Change of each benchmark's score, in points, against calibration on the least tokens ({least}) of the same "
+        "text. Filled markers: the 95 % interval of the paired difference (items resampled, not corrected for the "
+        f"number of benchmarks) is beyond zero; that is so at some number of tokens in {beyond.sum()} of {len(beyond)} "
+        "lines."
     )
     return Figure(name, f"What more calibration text changes: {comparison.model}", caption, drawing)
 
 
-def _draw(axes: Axes, comparison: Comparison, line: pd.DataFrame, targets: dict[str, Target]) -> None:
-    first, *more = (int(str(cell)) for cell in line.index)
-    read = [count(int(line["read"][cell])) for cell in more]
+def _beyond(moved: pd.DataFrame) -> pd.Series:
+    return (moved["low"] > 0) | (moved["high"] < 0)
+
+
+def _changes_axes(axes: Axes, panel: pd.DataFrame) -> dict[str, Line2D]:
+    """Benchmark -> a line for the legend."""
+    families = {benchmark: family for column, family in _FAMILIES.items() for benchmark in names.COLUMNS[column]}
+    handles: dict[str, Line2D] = {}
+    met: dict[str, int] = {}
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
-    for at, (name, target) in enumerate(targets.items()):
-        found = POINTS * differences(comparison, target, dict.fromkeys(more, first))
-        places = [place + (at - (len(targets) - 1) / 2) * 0.12 for place in range(len(more))]
-        axes.vlines(places, found["low"], found["high"], color=_SHADES[name], alpha=0.5)
-        axes.plot(places, found["difference"], style.MARKERS[at], color=_SHADES[name], markersize=4, label=name)
-    axes.set_xticks(range(len(more)), read)
-    axes.set_xlim(-0.6, len(more) - 0.4)
-    axes.set_xlabel(f"tokens read, against {count(int(line['read'][first]))}")
+    for key, line in groups(panel, ["benchmark"]):
+        benchmark = str(key["benchmark"])
+        family = families.get(benchmark, "")
+        place = met.get(family, 0)
+        met[family] = place + 1
+        shade = _SHADES.get(family, style.OTHER)
+        look: Any = {"color": shade, "linestyle": ("-", "--", ":")[place // len(style.MARKERS) % 3], "linewidth": 1.0}
+        marker = style.MARKERS[place % len(style.MARKERS)]
+        axes.plot(line["read"], line["difference"], **look)
+        for beyond, face in ((False, style.SURFACE), (True, shade)):
+            points = line[_beyond(line) == beyond]
+            axes.plot(
+                points["read"], points["difference"], marker, color=shade, markerfacecolor=face, markersize=3.8,
+                markeredgewidth=0.9,
+            )  # fmt: skip
+        handles[benchmark] = Line2D([], [], marker=marker, markersize=3.8, label=names.benchmark(benchmark), **look)
+    read = sorted(panel["read"].unique())
+    axes.set_xticks(read, [count(int(tokens)) for tokens in read])
+    axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")
+    return handles
 
 
 @output(
@@ -215,5 +262,5 @@ def calibration_sizes(results: Results, name: str) -> list[Item | None]:
 
 @output("aimer.fig1", chapter="task", needs="calibration sets that read different numbers of tokens of one text")
 def calibration_size_changes(results: Results, name: str) -> list[Item | None]:
-    """What more calibration text changes, in points."""
+    """What more calibration text changes in each benchmark, in points (AIMER, Fig. 1)."""
     return [change_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]

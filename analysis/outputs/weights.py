@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.lines import Line2D
+from matplotlib.axes import Axes
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.frames import groups, records
@@ -47,62 +48,79 @@ def group_table(
 
 PROFILED = ("magnitude", "aimer")
 """The two criteria of the published figure."""
+NEGATED = ("aimer",)
+"""Scores that the store holds with the opposite sign, since there a higher score is always kept."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
-LEGEND = 6
-"""Layers named in the legend, at most."""
+ACROSS = 3
+"""Models side by side."""
+LAYERS = 8
+"""Layers named at an axis, at most."""
 
 
 def weight_scores(study: Study, criteria: Sequence[str] = PROFILED) -> pd.DataFrame:
-    """model, criterion, layer, expert, score of the criteria among `criteria` that the study scored; higher: keep."""
+    """model, criterion, layer, expert, score of the criteria among `criteria` that the study scored, with the sign of
+    the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2), of which it prunes the highest."""
     cells = study.cells[study.cells["criterion"].isin(criteria) & study.cells["scores_folder"].notna()]
     frames = []
     for row in records(cells.drop_duplicates(["model", "criterion"])):
         folder = study.reader.folder(row["scores_folder"])
         table = study.reader.table(folder, "scores.parquet", COLUMNS[2:]) if folder else None
         if table is not None:
-            frames.append(table.to_pandas().assign(model=row["model"], criterion=row["criterion"]))
+            scores = table.to_pandas().assign(model=row["model"], criterion=row["criterion"])
+            if row["criterion"] in NEGATED:
+                scores["score"] = -scores["score"]
+            frames.append(scores)
     return pd.concat(frames, ignore_index=True)[list(COLUMNS)] if frames else pd.DataFrame(columns=COLUMNS)
 
 
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     """`scores` with `profile`, min-max normalised in each layer of a model and criterion (0: lowest, 1: highest), and
-    `place`, the expert's place from 0 (lowest) to 1 (highest). NaN profiles where all experts of a layer are alike."""
+    `place`, the expert's rank in its layer from 0 (lowest). NaN profiles where all experts of a layer are alike."""
     layer = scores.groupby(["model", "criterion", "layer"])["score"]
     low, high = layer.transform("min"), layer.transform("max")
-    place = (layer.rank(method="first") - 1) / (layer.transform("size") - 1)
+    place = layer.rank(method="first") - 1
     return scores.assign(profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=place)
 
 
-def profile_figure(found: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 2 from `profiles`: a panel per model and criterion, a line per layer, experts from lowest to highest."""
-    models = list(dict.fromkeys(found["model"]))
-    criteria = names.in_order(found["criterion"], PROFILED)
-    layers = sorted(found["layer"].unique())
-    shade = {layer: colormaps["viridis"](0.9 * at / max(1, len(layers) - 1)) for at, layer in enumerate(layers)}
+def profile_figure(scaled: pd.DataFrame, *, name: str) -> Figure:
+    """Fig. 2 from `profiles`: a column of maps per model and a row per criterion; experts by rank across, layers up."""
+    models = list(dict.fromkeys(scaled["model"]))
+    criteria = names.in_order(scaled["criterion"], PROFILED)
+    across = min(ACROSS, len(models))
+    down = -(-len(models) // across) * len(criteria)
     with style.look():
-        drawing = style.drawing(style.PAGE, 2.2 * len(models) + 0.45)
-        grid = drawing.subplots(len(models), len(criteria), squeeze=False, sharex=True, sharey=True)
-        for key, panel in groups(found, ["model", "criterion"]):
-            axes = grid[models.index(key["model"])][criteria.index(key["criterion"])]
-            for about, line in groups(panel.sort_values(["layer", "place"], kind="stable"), ["layer"]):
-                axes.plot(line["place"], line["profile"], color=shade[about["layer"]], linewidth=1.2)
-            axes.set_title(f"{key['model']}, {names.criterion(key['criterion'])}")
-            axes.grid(axis="y")
-        grid[0][0].set(xlim=(0, 1), ylim=(-0.02, 1.02))
-        grid[0][0].set_xticks([0, 0.5, 1], ["lowest", "median", "highest"])
-        for row in grid:
-            row[0].set_ylabel("score, min-max in its layer")
-        for axes in grid[-1]:
-            axes.set_xlabel("experts of a layer, by score")
-        shown = layers[:: -(-len(layers) // LEGEND)]
-        handles = [Line2D([], [], color=shade[layer], label=f"layer {layer}") for layer in shown]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        drawing = style.drawing(style.PAGE, 1.9 * down + 0.5)
+        grid = drawing.subplots(down, across, squeeze=False)
+        for axes in grid.flat:
+            axes.set_visible(False)
+        for key, panel in groups(scaled, ["model", "criterion"]):
+            row, column = divmod(models.index(key["model"]), across)
+            axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
+            axes.set_visible(True)
+            shades = _profile_axes(axes, panel, first=column == 0)
+            axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
+        bar = drawing.colorbar(shades, ax=grid, location="bottom", shrink=0.5, aspect=40, pad=0.02)
+        bar.set_label("score, min-max in its layer", fontsize=7)
     caption = (
-        "Scores of the experts of each layer, scaled from the lowest (0) to the highest (1) of the layer; experts from "
-        "the one pruned first to the one kept longest. A line close to the diagonal spreads experts evenly; one that "
-        "stays low or high singles out a few."
+        "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their score, which is scaled "
+        "from the lowest (0) to the highest (1) of the layer. Magnitude prunes the lowest scores first. AIMER has the "
+        "sign of the paper and prunes the highest first. White: all experts of the layer have the same score."
     )
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
+
+
+def _profile_axes(axes: Axes, panel: pd.DataFrame, *, first: bool) -> AxesImage:
+    shown = panel.pivot_table(index="layer", columns="place", values="profile", dropna=False)
+    image = axes.imshow(
+        shown, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
+    )  # fmt: skip
+    named = range(0, len(shown), -(-len(shown) // LAYERS))
+    axes.set_yticks(named, [str(shown.index[at]) for at in named])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.set_xlabel("rank of the expert in its layer", fontsize=7)
+    if first:
+        axes.set_ylabel("layer")
+    return image
 
 
 WEIGHTS = "cells with criterion=aimer"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from handmade import UNPRUNED, cell, comparison_of, study_of
 from synthetic import write_store
 
 from analysis.load.study import load
-from analysis.outputs import channels
+from analysis.outputs import calibration, channels
 from analysis.registry import make
 from analysis.results import Results
 from analysis.stats.cell_scores import GROUPS
@@ -56,6 +57,27 @@ def test_sizes_of_one_text_are_one_line(results: Results) -> None:
         cells = results.study.cells.query(f"criterion == 'reap' and ratio == {ratio} and calibration == 'text_8k'")
         average = comparison.score(("winogrande",))[cells.index[0]]
         assert average in [pytest.approx(line.get_ydata()[0]) for line in drawn]
+
+
+def test_every_benchmark_changes_against_the_least_tokens(results: Results) -> None:
+    [figure] = make(["aimer.fig1"], results)["aimer.fig1"]
+    panels = {axes.get_title(loc="left"): axes for axes in figure.drawing.axes if axes.get_lines()}
+    assert sorted(panels) == sorted(f"{one}, text_65k, {r} % pruned" for one in ("REAP", "MAN") for r in (25, 50))
+    [comparison] = results.comparisons
+    for (method, word), ratio in product((("reap", "REAP"), ("man", "MAN")), (0.25, 0.5)):
+        cells = results.study.cells.query(f"criterion == '{method}' and ratio == {ratio}")
+        small, large = (cells.index[cells["calibration"] == name][0] for name in ("text_8k", "text_65k"))
+        lines = panels[f"{word}, text_65k, {100 * ratio:g} % pruned"].get_lines()
+        drawn = [list(line.get_ydata()) for line in lines if list(line.get_xdata()) == [8000, 65000]]
+        scores = [comparison.benchmarks.loc[[small, large], name] for name in ("gsm8k", "winogrande")]
+        assert all([0, pytest.approx(100 * (score[large] - score[small]))] in drawn for score in scores)
+    moved = calibration.changes(results.study, comparison)
+    assert set(moved["benchmark"]) == {"gsm8k", "winogrande"} and len(moved) == 2 * 2 * 2 * 2
+    assert moved[moved["read"] == 8000][["difference", "low", "high"]].eq(0).all(axis=None)
+    more = moved[moved["read"] > 8000]
+    assert more["difference"].between(more["low"] - 1e-9, more["high"] + 1e-9).all()
+    beyond = sum(row.low > 0 or row.high < 0 for row in more.itertuples())
+    assert f"in {beyond} of {len(more)} lines" in figure.caption
 
 
 def test_without_two_sizes_there_is_nothing_to_draw(small: Path) -> None:
