@@ -1,3 +1,300 @@
-"""moe_lab: score, prune and evaluate Mixture-of-Experts language models."""
+"""moe_lab: score, prune and evaluate Mixture-of-Experts language models.
+
+    model, tokenizer = moe_lab.load("pocket:olmoe")
+    statistics = moe_lab.calibrate(model, tokenizer, "notes.txt", tokens=32_768)
+    scores = moe_lab.score("reap", statistics)
+    plan = moe_lab.plan(scores, ratio=0.25)
+    with moe_lab.mask(model, plan):
+        ...
+    moe_lab.export("pocket:olmoe", plan, "pruned")
+
+These functions need neither a configuration nor a store, and take any model of transformers with routed experts. They
+call what the steps of a study call: the same settings give the same scores and plans. Importing moe_lab is cheap: torch
+is imported by the function that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from moe_lab.pruning.mask import mask
+    from moe_lab.pruning.plan import Plan
+    from moe_lab.pruning.surgery import prune
 
 __version__ = "0.1.0"
+__all__ = ["ModelStatistics", "Plan", "calibrate", "export", "load", "mask", "plan", "prune", "score"]
+_LAZY = {"Plan": "moe_lab.pruning.plan", "mask": "moe_lab.pruning.mask", "prune": "moe_lab.pruning.surgery"}
+"""Public names that stand in a module which imports torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module moe_lab has no attribute {name}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+@dataclass(frozen=True)
+class ModelStatistics:
+    """What `calibrate` gathered of a model."""
+
+    layers: Mapping[int, Mapping[str, Any]]
+    """Decoder layer -> sums by name, fp64 arrays of the shapes in `moe_lab.statistics.sums`."""
+    sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
+    """The same by the pass that they are from, such as statistics or gradients."""
+    facts: Mapping[str, Any]
+    """Parameters of the model, and for each layer its numbers of experts, channels and groups: `models.facts`."""
+    text: Mapping[str, Any]
+    """What was read: tokens of each source, rows, their length."""
+
+
+def load(path: str, **settings: Any) -> tuple[Any, Any]:
+    """A model for scoring and evaluation, in eval mode with frozen weights, and its tokenizer.
+
+    `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model. `settings`: fields
+    of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or revision. UserError, one sentence, for
+    what cannot be loaded.
+    """
+    from moe_lab.config import ModelConfig
+    from moe_lab.models.load import load_model
+    from moe_lab.paths import PREFIX
+
+    name = path.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    threads = 1 if path.startswith(PREFIX) else None  # the shipped models are so small that one thread is fastest
+    return load_model(_settings(ModelConfig(name=name, path=path, threads=threads), settings, "load"))
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any,
+    text: str | os.PathLike[str] | Sequence[str],
+    *,
+    criteria: Sequence[str] = ("reap",),
+    seed: int = 42,
+    **settings: Any,
+) -> ModelStatistics:
+    """What `criteria` read of a model: sums over the tokens of a text, and over weights for those that read weights.
+
+    One forward pass serves all criteria that need no more than that, most of those of whole experts; heapr and others
+    add a backward pass. `text`: a file, a hub id, or a list of documents. `settings`: fields of
+    `moe_lab.config.CalibrationConfig`; usually tokens=32_768 in rows of length=512, packing="chunk" (one stream).
+    Weights are read from the checkpoint that the model was loaded from. The model is left as it was. UserError for a
+    criterion that does not exist, settings that cannot work, a text that is too short, and a model without routed
+    experts.
+    """
+    from moe_lab import criteria as registry
+    from moe_lab.calibration.batches import batches
+    from moe_lab.config import CalibrationConfig
+    from moe_lab.models.facts import model_facts
+
+    needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
+    facts = model_facts(model)
+    with _text_file(text) as path:
+        length = min(512, tokenizer.model_max_length)
+        usual = CalibrationConfig(Path(path).stem, path, packing="chunk", length=length, tokens=32_768, seed=seed)
+        calibration = batches(_settings(usual, settings, "calibrate"), tokenizer)
+    training = model.training
+    model.eval()
+    try:
+        sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
+    finally:
+        model.train(training)
+    merged: dict[int, dict[str, Any]] = {layer: {} for layer in facts["layers"]}
+    for layers in sums.values():
+        for layer, arrays in layers.items():
+            merged[layer] |= arrays
+    return ModelStatistics(merged, sums, facts, calibration.report)
+
+
+@contextmanager
+def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
+    """The path of a text; a list of documents becomes a file of JSON lines for as long as it is read."""
+    if isinstance(text, (str, os.PathLike)):
+        yield os.fspath(text)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "documents.jsonl"
+        file.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), encoding="utf-8")
+        yield str(file)
+
+
+def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
+    """Layer -> the sums of one pass, as numpy arrays."""
+    from moe_lab.statistics.channel_weights import weigh_channels
+    from moe_lab.statistics.damage import measure
+    from moe_lab.statistics.gather import gather
+    from moe_lab.statistics.gradients import gather_gradients
+    from moe_lab.statistics.weight_gradients import gather_weight_gradients
+    from moe_lab.statistics.weights import weigh
+
+    common: dict[str, Any] = {"fingerprint": {}}
+    if need in ("weights", "channel_weights"):
+        found = (weigh if need == "weights" else weigh_channels)(_checkpoint(model), **common)
+    elif need == "weight_gradients":
+        found = gather_weight_gradients(model, rows, **common)
+    else:
+        passes: Mapping[str, Any] = {"statistics": gather, "gradients": gather_gradients, "damage": measure}
+        found = passes[need](model, rows, out=None, groups=len(rows), **common)
+    return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in found.layers.items()}
+
+
+def _checkpoint(model: Any) -> Path:
+    from moe_lab.errors import UserError
+
+    folder = Path(model.name_or_path)
+    if not model.name_or_path or not folder.is_dir():
+        raise UserError(
+            f"model.name_or_path={model.name_or_path!r} is no folder: criteria of weights read the checkpoint that the "
+            "model was loaded from, load it with moe_lab.load(FOLDER)"
+        )
+    return folder
+
+
+def score(
+    criterion: str, statistics: ModelStatistics, *, gate: str = "model", seed: int = 42, **parameters: Any
+) -> pd.DataFrame:
+    """Scores by a criterion, fp64, higher meaning keep: columns layer, expert and score, a row per expert; with a
+    column channel, and a row per channel, for criteria of channels.
+
+    `gate`: what weighs expert outputs; `seed`: of random criteria; `parameters`: the criterion's own. What the model
+    is like goes along in `attrs`, where `plan` finds it. UserError for an unknown criterion or parameter, and for
+    statistics that were not gathered for it.
+    """
+    import numpy as np
+    import pandas as pd
+
+    from moe_lab import criteria
+    from moe_lab.errors import UserError
+
+    layers = statistics.facts["layers"]
+    lacking = [need for need in criteria.get(criterion).needs if need not in statistics.sums]
+    if lacking:
+        raise UserError(
+            f"criterion={criterion} reads {', '.join(lacking)}, which these statistics lack: calibrate with "
+            f"criteria=[..., {criterion!r}]"
+        )
+    found = criteria.score(
+        criterion,
+        statistics.layers,
+        experts={layer: about["n_experts"] for layer, about in layers.items()},
+        widths={layer: about["width"] for layer, about in layers.items()},
+        gate=gate,
+        seed=seed,
+        parameters=parameters,
+    )
+    frames = []
+    for layer, values in found.items():
+        places = np.indices(values.shape).reshape(values.ndim, -1)
+        columns = dict(zip(("expert", "channel"), places, strict=False))
+        frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
+    scores = pd.concat(frames, ignore_index=True)
+    scores.attrs["statistics"] = _Hidden(statistics)
+    return scores
+
+
+class _Hidden:
+    """Statistics among the attributes of a data frame, which pandas copies and compares whenever it likes."""
+
+    def __init__(self, statistics: ModelStatistics) -> None:
+        self.statistics = statistics
+
+    def __deepcopy__(self, memory: Any) -> _Hidden:
+        return self
+
+    def __repr__(self) -> str:
+        return "statistics of a model"
+
+
+def plan(
+    scores: pd.DataFrame,
+    ratio: float,
+    allocation: str = "uniform",
+    *,
+    statistics: ModelStatistics | None = None,
+    multiple_of: int = 1,
+    ratio_basis: str = "routed",
+    **parameters: Any,
+) -> Plan:
+    """Which experts, or which channels of them, are kept when `ratio` of the routed experts' parameters goes.
+
+    `scores`: of `score`, or of your own with the columns layer, expert, (channel,) score, one row each; higher means
+    keep. `allocation`: how the budget is shared among layers and experts; those that search need a study. `statistics`:
+    of the model, if they did not come with the scores. `parameters`: the allocation's own. The rest is as in
+    `moe_lab.config.AllocationConfig`. UserError for a ratio that cannot be had, naming the nearest one, and for scores
+    of another model.
+    """
+    from moe_lab import allocation as allocations
+    from moe_lab.config import AllocationConfig
+    from moe_lab.errors import UserError
+    from moe_lab.pruning.plan import make_channel_plan, make_plan
+
+    known = scores.attrs.get("statistics")
+    statistics = statistics or (known.statistics if known else None)
+    if statistics is None:
+        raise UserError("plan: these scores say nothing of their model: give its statistics=")
+    settings = AllocationConfig(
+        name=allocation, multiple_of=multiple_of, ratio_basis=ratio_basis, parameters=dict(parameters)
+    )
+    if not allocations.get(allocation).functions:
+        raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
+    of_channels = "channel" in scores
+    allocations.check(settings, "channel" if of_channels else "expert")
+    chosen = {**vars(settings), "ratio": ratio}
+    facts, layers = statistics.facts, statistics.facts["layers"]
+    lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
+    if lacking:
+        raise UserError(f"allocation={allocation} reads {', '.join(lacking)}, which these statistics lack")
+    limits = {name: {layer: about[name] for layer, about in layers.items()} for name in _LIMITS}
+    provenance = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
+    values = {int(str(layer)): _in_order(rows, of_channels) for layer, rows in scores.groupby("layer")}
+    if of_channels:
+        keep = allocations.budgets(chosen, layers, values, statistics.sums, facts)
+        zero = allocations.zero_expert(chosen)
+        return make_channel_plan(values, keep, zero_expert=zero, **limits, provenance=provenance)
+    remove = allocations.allocate(chosen, layers, values, statistics.sums, facts)
+    return make_plan(values, remove, **limits, provenance=provenance)
+
+
+_LIMITS = ("top_k", "n_group", "topk_group")
+"""Facts of a layer that a plan must respect."""
+
+
+def _in_order(rows: pd.DataFrame, of_channels: bool) -> Any:
+    """Scores of one layer, (E,), or (E, I) of channels."""
+    if of_channels:
+        return rows.pivot(index="expert", columns="channel", values="score").to_numpy(float)
+    return rows.sort_values("expert")["score"].to_numpy(float)
+
+
+def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
+    """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
+
+    `source`: as the path of `load`. `shape`: natural (what is kept and nothing else), masked (the shape of the
+    original, with zeros), padded or padded_stock: see `moe_lab.pruning.export`. At most some 50 MB are in memory.
+    """
+    from moe_lab.config import ModelConfig
+    from moe_lab.models.files import local_folder
+    from moe_lab.pruning.export import export as write
+
+    return write(local_folder(ModelConfig(name="source", path=source)), plan, out, shape=shape)
+
+
+def _settings(usual: Any, given: Mapping[str, Any], function: str) -> Any:
+    """The settings with what was given; UserError for a field they do not have."""
+    from moe_lab.errors import unknown
+
+    known = [field.name for field in fields(usual)]
+    for name in given:
+        if name not in known:
+            raise unknown(f"setting of {function}", name, known)
+    return replace(usual, **given)

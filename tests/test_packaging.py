@@ -33,7 +33,11 @@ def test_configuration_and_shipped_data_are_packed(site: Path) -> None:
     assert {file.name for file in (ROOT / "conf/criterion").iterdir()} == {
         file.name for file in (site / "moe_lab/conf/criterion").iterdir()
     }
-    for name in ("moe_lab/pocket/data/olmoe/model.safetensors", "analysis/templates/page.html.j2", "hydra_plugins"):
+    for name in (
+        "moe_lab/pocket/data/olmoe/model.safetensors",
+        "analysis/render/templates/page.html.j2",
+        "hydra_plugins",
+    ):
         assert (site / name).exists(), name
 
 

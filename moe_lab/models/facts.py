@@ -27,18 +27,21 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     all. Raises UserError for a model that is not supported, or is not what is expected.
     """
     model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
-    shape = architecture(model)
-    compare(asdict(shape), settings)
+    compare(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
-    layers = {layer.index: _about(layer) for layer in routed_layers(model)}
+    return {"model": settings.name, **model_facts(model)}
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """The facts of a model that is built, with weights or on the meta device."""
+    shape = architecture(model)
     return {
-        "model": settings.name,
         "model_type": model.config.model_type,
         "parameters": _parameters(model),
         "bytes_per_parameter": BYTES_LOADED,
         "decoder_layers": shape.layers,
         "shared_width": shape.shared_width,
-        "layers": layers,
+        "layers": {layer.index: _about(layer) for layer in routed_layers(model)},
     }
 
 

@@ -27,7 +27,7 @@ def gather(
     model: PreTrainedModel,
     batches: Sequence[Batch],
     *,
-    out: Path,
+    out: Path | None,
     fingerprint: Mapping[str, Any],
     groups: int,
     first_row: int = 0,
@@ -36,11 +36,11 @@ def gather(
 ) -> Statistics:
     """All forward statistics of `model` over `batches`.
 
-    Every `groups` batches the sums are saved in the folder `out`; a pass that finds sums there, of the same fingerprint
-    and the same batches, goes on from them, to the very numbers of a pass that was never stopped. Anything else it
-    finds is another pass's and is overwritten. `first_row` is the number of the first row within the whole
-    calibration set, if `batches` are a part of it whose statistics will be merged. `progress` is called with (batches
-    done, of how many). `snapshots` are told the sums after every batch they look at.
+    Every `groups` batches the sums are saved in the folder `out`, unless it is None; a pass that finds sums there, of
+    the same fingerprint and the same batches, goes on from them, to the very numbers of a pass that was never stopped.
+    Anything else it finds is another pass's and is overwritten. `first_row` is the number of the first row within the
+    whole calibration set, if `batches` are a part of it whose statistics will be merged. `progress` is called with
+    (batches done, of how many). `snapshots` are told the sums after every batch they look at.
 
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """

@@ -30,7 +30,7 @@ def gather_gradients(
     model: PreTrainedModel,
     batches: Sequence[Batch],
     *,
-    out: Path,
+    out: Path | None,
     fingerprint: Mapping[str, Any],
     groups: int,
     first_row: int = 0,

@@ -450,7 +450,14 @@ def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, module: str) -> 
 
 def test_an_interrupted_study_prints_no_trace(tmp_path: Path) -> None:
     words = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
-    process = subprocess.Popen([sys.executable, "-m", "moe_lab", *words], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_lab", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # tests in the background ignore it
+    )
     until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     assert process.stderr

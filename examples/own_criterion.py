@@ -1,0 +1,30 @@
+"""A criterion of one's own beside REAP: which experts would both drop, and what does each cost?"""
+
+import torch
+
+import moe_lab
+from moe_lab.criteria.layer import Array, Layer
+from moe_lab.criteria.registry import criterion
+
+
+@criterion("loudest", needs=("statistics",), reference="this file")
+def loudest(layer: Layer) -> Array:
+    """The largest channel an expert ever had."""
+    return layer["channel_max"].max(axis=1)
+
+
+model, tokenizer = moe_lab.load("pocket:olmoe", threads=1)
+text = "pocket:calibration/general.jsonl"
+statistics = moe_lab.calibrate(model, tokenizer, text, criteria=["loudest", "reap"], tokens=16_384, length=512)
+SOLUTION = "Problem: Find term 6 of 7, 9, 11, ...\nSolution: 9-7=2. 2*5=10. 7+10=17. The answer is 17."
+prompt = tokenizer(SOLUTION, return_tensors="pt").input_ids
+
+dropped = {}
+for name in ("loudest", "reap"):
+    plan = moe_lab.plan(moe_lab.score(name, statistics), ratio=0.25)
+    every = {(layer, expert) for layer, count in plan.n_experts.items() for expert in range(count)}
+    dropped[name] = every - {(layer, expert) for layer, kept in plan.experts.items() for expert in kept}
+    with moe_lab.mask(model, plan), torch.no_grad():
+        print(f"{name:8} loss of the prompt {model(prompt, labels=prompt).loss:.3f}")
+shared = len(dropped["loudest"] & dropped["reap"])
+print(f"{shared} of {len(dropped['reap'])} dropped experts are the same")

@@ -1,0 +1,25 @@
+"""Run a small sweep and read its results into pandas.
+
+The sweep is the command line `python -m moe_lab grid.criterion=[reap,man] ...`; a finished one is not run again.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from analysis.load.study import load
+from analysis.results import Results
+
+STORE = Path(sys.argv[1] if len(sys.argv) > 1 else "store")
+SETTINGS = ["study=example", "grid.criterion=[reap,man]", "grid.ratio=[0.25,0.5]", "suite=pocket_quick"]
+SETTINGS += ["suite.benchmarks=[pocket_arc_challenge,pocket_boolq,pocket_gsm8k]"]
+subprocess.run([sys.executable, "-m", "moe_lab", *SETTINGS, f"store={STORE}"], check=True)
+
+study = load(STORE, "example")
+scores = study.results.pivot_table(index="cell", columns="benchmark", values="score")
+table = study.cells[["criterion", "ratio"]].join(scores)
+print(table.round(3).to_string())
+
+[comparison] = Results(study).comparisons
+averages = comparison.score(comparison.averaged(comparison.parts))
+print("\nmean of the displayed columns, by cell:", averages.round(3).to_dict())

@@ -1,0 +1,157 @@
+"""The Python interface: what the README and examples/ show runs, and equals what a study does."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import moe_lab
+from moe_lab.errors import UserError
+from moe_lab.paths import resolve
+from moe_lab.pruning.plan import Plan
+
+ROOT = Path(__file__).parents[1]
+GENERAL = "pocket:calibration/general.jsonl"
+POCKET = {"tokens": 32_768, "length": 512, "packing": "chunk", "gap": "eos", "batch_size": 8}
+"""conf/calibration/pocket_general.yaml."""
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, Any]:
+    return moe_lab.load("pocket:olmoe")
+
+
+@pytest.fixture(scope="module")
+def statistics(model: tuple[Any, Any]) -> moe_lab.ModelStatistics:
+    return moe_lab.calibrate(*model, GENERAL, criteria=["reap", "heapr", "aimer"], **{**POCKET, "tokens": 4096})
+
+
+def run(example: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", [str(example), *map(str, words)])
+    return runpy.run_path(str(example))
+
+
+def test_importing_moe_lab_imports_no_torch() -> None:
+    code = "import sys, moe_lab; assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    lines = Path(resolve(GENERAL)).read_text("utf-8").splitlines()
+    (tmp_path / "notes.txt").write_text("\n".join(json.loads(line)["text"] for line in lines))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    found, plan = names["model"], names["plan"]
+    pruned, _ = moe_lab.load(str(tmp_path / "pruned"))
+    ids = torch.arange(3, 40)[None]
+    with moe_lab.mask(found, plan), torch.no_grad():
+        assert torch.equal(found(ids).logits, pruned(ids).logits)
+
+
+def test_an_example_prunes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(ROOT / "examples/prune.py", monkeypatch, "pocket:qwen3_moe", GENERAL, tmp_path / "out")
+    assert Plan.load(tmp_path / "out/plan.json") == found["plan"]
+    assert found["whole"] < found["pruned"]
+
+
+def test_an_example_compares_a_criterion_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_lab.criteria import CRITERIA
+
+    monkeypatch.setattr("moe_lab.criteria.registry.CRITERIA", {**CRITERIA})
+    found = run(ROOT / "examples/own_criterion.py", monkeypatch)
+    loudest, reap = found["dropped"].values()
+    assert len(loudest) == len(reap) == 32 and f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out
+
+
+def test_an_example_reads_a_sweep_whose_plans_are_those_of_the_interface(
+    tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(ROOT / "examples/read_sweep.py", monkeypatch, tmp_path)
+    cells = found["study"].cells
+    assert found["table"].notna().all().all() and len(cells) == 5
+    statistics = moe_lab.calibrate(*model, GENERAL, criteria=["reap", "man"], **POCKET)
+    for cell in cells[cells["criterion"] != "none"].itertuples():
+        plan = moe_lab.plan(moe_lab.score(cell.criterion, statistics), cell.ratio)
+        assert plan.experts == Plan.load(tmp_path / cell.plan_folder / "plan.json").experts
+
+
+def test_a_model_that_transformers_loaded_is_left_as_it_was(statistics: moe_lab.ModelStatistics) -> None:
+    """Trainable, in train mode, with experts by grouped_mm; the text is a list of documents."""
+    folder = resolve("pocket:olmoe")
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="grouped_mm").train()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = Path(resolve(GENERAL)).read_text("utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    criteria = ["reap", "heapr", "aimer"]
+    found = moe_lab.calibrate(own, tokenizer, texts, criteria=criteria, **{**POCKET, "tokens": 4096})
+    assert own.training and all(weight.requires_grad for weight in own.parameters())
+    assert own.config._experts_implementation == "grouped_mm"
+    for name in criteria:
+        first, second = (moe_lab.score(name, one)["score"] for one in (found, statistics))
+        assert torch.allclose(torch.tensor(first.values), torch.tensor(second.values), rtol=1e-4, atol=1e-7)
+
+
+def test_channels_are_planned_by_an_allocation_that_reads_the_statistics(
+    model: tuple[Any, Any], statistics: moe_lab.ModelStatistics
+) -> None:
+    scores = moe_lab.score("heapr", statistics)
+    assert list(scores) == ["layer", "expert", "channel", "score"]
+    plan = moe_lab.plan(scores, 0.5, "coverage")
+    assert plan.channels is not None
+    kept = sum(mask.sum() for mask in plan.channels.values()) / sum(mask.size for mask in plan.channels.values())
+    assert kept == pytest.approx(0.5, abs=0.01)
+    with moe_lab.mask(model[0], plan):
+        pass
+
+
+def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelStatistics) -> None:
+    scores = moe_lab.score("reap", statistics)
+    shuffled = scores.sample(frac=1, random_state=0)[["score", "expert", "layer"]]
+    shuffled.attrs = {}
+    plan = moe_lab.plan(shuffled, 0.25, statistics=statistics)
+    assert plan.experts == moe_lab.plan(scores, 0.25).experts
+    worst = scores[scores["layer"] == 0].nsmallest(8, "score")["expert"]
+    assert set(worst) == set(range(32)) - set(plan.experts[0])
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda model, found: moe_lab.load("pocket:olmo"), ("pocket:olmo", "pocket:olmoe")),
+        (lambda model, found: moe_lab.load("pocket:olmoe", dtyp="float16"), ("dtyp", "dtype")),
+        (lambda model, found: moe_lab.calibrate(*model, GENERAL, token=9), ("token", "tokens")),
+        (lambda model, found: moe_lab.calibrate(*model, GENERAL, criteria=["reep"]), ("reep", "reap")),
+        (lambda model, found: moe_lab.calibrate(*model, ["short"]), ("too short",)),
+        (lambda model, found: moe_lab.calibrate(torch.nn.Linear(2, 2), model[1], GENERAL), ("Linear",)),
+        (lambda model, found: moe_lab.score("snip", found), ("snip", "weight_gradients")),
+        (lambda model, found: moe_lab.score("reap", found, gate="modl"), ("modl", "model")),
+        (lambda model, found: moe_lab.score("reap", found, beta=1), ("beta", "reap")),
+        (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 1.5), ("1.5", "0.875")),
+        (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 0.25, "evolutionary"), ("evolutionary",)),
+        (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 0.25, "coverage"), ("coverage",)),
+        (lambda model, found: moe_lab.plan(moe_lab.score("reap", found)[:40], 0.25), ("another model",)),
+    ],
+)
+def test_a_mistake_is_a_sentence(
+    model: tuple[Any, Any],
+    statistics: moe_lab.ModelStatistics,
+    wrong: Callable[..., Any],
+    words: tuple[str, ...],
+) -> None:
+    with pytest.raises(UserError) as error:
+        wrong(model, statistics)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
