@@ -42,13 +42,15 @@ TABLES = {
     "evoesap": [1, 2, 5, 6, 7],
     "heapr": [1, 2],
     "aimer": [2, 3],
-    "coverage": [1, 2, 3, 4, "4_thinking", 5, 6, 7, 8, 9, 10, 11, 13, 14, 16, 18],
+    "coverage": [1, 2, "2_qwen1_5", 3, "3_qwen3", 4, "4_thinking", 5, 6, 7, 8, 9, 10, 11, 13, 14, 16, 17, 18],
 }
-FIGURES = {"unified": [2, 3], "evoesap": [1], "heapr": [2, 3], "aimer": [1, 6]}
+FIGURES = {"unified": [2, 3], "evoesap": [1], "heapr": [2, 3], "aimer": [1, 2, 6], "coverage": [6, 10]}
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
 IDS = Path(__file__).with_name("step_ids.json")
 """Sweep or experiment -> kind of step -> how many there are, and the beginning of a digest of their ids."""
 GPU = "NVIDIA H100 80GB HBM3"
+WITHOUT_GPU = {"model", "weights", "scores", "plan", "cost"}
+"""Steps of plans of whole experts that read weights alone."""
 COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
 SCHEMAS = {
     "allocation": config.AllocationConfig,
@@ -172,7 +174,8 @@ def test_a_sweep_can_start_and_costs_what_it_says(name: str) -> None:
     assert said is not None
     _, gpu_hours = hours(graph(name).steps(), settings.resources.gpu_memory)
     assert float(said[1]) == pytest.approx(gpu_hours, rel=0.1)
-    assert gpu_hours > 0, "a model nothing is known of costs nothing by estimate"
+    runs = {step.kind for step in graph(name).steps()} - WITHOUT_GPU
+    assert (gpu_hours > 0) == bool(runs), "a model nothing is known of costs nothing by estimate"
 
 
 def empty(benchmarks: list[config.BenchmarkConfig], root: Path) -> list[config.BenchmarkConfig]:
@@ -221,8 +224,8 @@ def refusals(name: str, *overrides: str, **allocation: Any) -> list[str]:
 def test_what_the_models_cannot_have_is_refused_before_they_are_there() -> None:
     (ratio,) = refusals("aimer_table3", "grid.ratio=[0.95]")
     assert ratio.startswith("ratio=0.95 leaves 7 of 128 experts") and "top_k=8" in ratio
-    (block,) = refusals("coverage_table8", align={"block": 256})
-    assert "align.block=256: the 1408 channels" in block
+    (block,) = refusals("coverage_table8", align={"block": 1536})
+    assert "align.block=1536" in block and "1408 channels" in block
     (search,) = refusals("evoesap_table7", "grid.ratio=[0.95]")[:1]
     assert "ratio=0.95" in search
 
@@ -333,6 +336,7 @@ def test_coverage_tables_of_tasks_calibrate_on_them() -> None:
 def test_figures_ask_for_their_axes() -> None:
     cells = {name: request(name)[1] for name in NAMES if "_fig" in name}
     models = {name: {cell.model.name for cell in found} for name, found in cells.items()}
+    models["aimer_table"] = {model for name in ("aimer_table2", "aimer_table3") for model, *_ in asked(name)}
     texts = {name: {cell.calibration.name for cell in found} for name, found in cells.items()}
     gates = {name: {cell.gate for cell in found} for name, found in cells.items()}
     assert texts["unified_fig2"] == texts["unified_fig3"] == {"c4", "evol_codealpaca", "tulu_math"}
@@ -347,6 +351,8 @@ def test_figures_ask_for_their_axes() -> None:
     assert [cell.ratio for cell in cells["heapr_fig2"]] == [tenth / 10 for tenth in range(1, 10)]
     assert sorted(cell.calibration.tokens // 2048 for cell in cells["heapr_fig3"]) == [32, 32, 64, 64, 128, 128]
     assert [cell.calibration.tokens for cell in cells["aimer_fig1"]] == [rows * 4096 for rows in (128, 256, 384, 512)]
+    scored = {(cell.model.name, cell.criterion.name) for cell in cells["aimer_fig2"]}
+    assert scored == {(model, one) for model in models["aimer_table"] for one in ("magnitude", "aimer")}
     assert request("aimer_fig6")[0].profile and {cell.texts["flops"].tokens for cell in cells["aimer_fig6"]} == {4096}
 
 
@@ -354,6 +360,27 @@ def test_what_is_timed_is_timed_of_every_model_on_the_device_it_is_asked_for() -
     steps = [step for step in graph("coverage_table2").steps() if step.kind == "timing"]
     assert len(steps) == 1 + 6 * 2
     assert {step.parts["timing"].settings["device"] for step in steps} == {GPU}
+
+
+def test_figures_of_speed_and_memory_have_their_models_and_their_whole_grid() -> None:
+    timed = {name: [step for step in graph(name).steps() if step.kind == "timing"] for name in NAMES}
+    assert {name for name, steps in timed.items() if steps} == {
+        "coverage_table2", "coverage_table2_qwen1_5", "coverage_fig6", "coverage_fig10",
+    }  # fmt: skip
+    grid = [cell.allocation.parameters["align"] for cell in request("coverage_fig10")[1]]
+    pairs = [(align["block"], align["min_channels"]) for align in grid]
+    assert sorted(pairs) == [(a, m) for a in (64, 128, 256) for m in (64, 128, 256, 512)]
+    assert {align["order"] for align in grid} == {"remainder"}
+    assert {(cell.ratio, cell.recovery.name) for cell in request("coverage_fig10")[1]} == {(0.25, "nf4")}
+    assert len(timed["coverage_fig10"]) == 1 + 12 and len(timed["coverage_fig6"]) == 4 * (1 + 2)
+    models = {name: {model for model, *_ in asked(name)} for name in NAMES}
+    assert models["coverage_table2"] | models["coverage_table2_qwen1_5"] == {"qwen3_30b_a3b", "qwen1_5_moe"}
+    assert models["coverage_table3"] | models["coverage_table3_qwen3"] == {"qwen3_30b_a3b", "qwen1_5_moe"}
+    assert len(models["coverage_fig6"]) == 4
+
+
+def test_blocks_of_table_17_are_those_of_table_8_and_of_256() -> None:
+    assert asked("coverage_table8") < asked("coverage_table17") and len(asked("coverage_table17")) == 6
 
 
 def step_ids(name: str) -> dict[str, str]:

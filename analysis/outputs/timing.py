@@ -137,31 +137,38 @@ def memory_figure(study: Study, comparison: Comparison, *, name: str) -> Figure 
     return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
 
 
+BLOCK_MAPS = {DECODE: "tokens written a second", PEAK: "peak memory (MiB)"}
+"""What the maps of the published figure show of every pair of block and smallest expert."""
+
+
 def blocks_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
-    """Tokens a second by the block that channels are rounded to and the smallest expert, a panel per ratio and
-    recovery."""
+    """Fig. 10: tokens a second and peak memory by the block that channels are rounded to (across) and the smallest
+    expert (down), a row of two maps per ratio and recovery."""
     timed, rounded = _largest(study, comparison), plans.blocks(comparison.cells, study.reader)
     if timed.empty or rounded.empty:
         return None
     found = timed.merge(rounded, on="cell")
     if len(found) < 2:
         return None
+    full = timed[timed["cell"] == comparison.unpruned]
     cells = comparison.cells.loc[found["cell"], ["ratio", "recovery"]].reset_index(drop=True)
     panels = list(groups(pd.concat([found, cells], axis=1), ["ratio", "recovery", "device"]))
     with style.look():
-        drawing = style.drawing(style.PAGE, 2.4)
-        grid = drawing.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (key, part) in zip(grid, panels, strict=True):
-            _heat(axes, part)
+        heights = [0.22 * part["smallest"].nunique() + 0.85 for _, part in panels]
+        drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
+        grid = drawing.subplots(len(panels), len(BLOCK_MAPS), squeeze=False, gridspec_kw={"height_ratios": heights})
+        for row, (key, part) in zip(grid, panels, strict=True):
             recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
-            axes.set_title(
-                ", ".join(word for word in (f"{names.ratio(key['ratio'])} pruned", recovery) if word), pad=18
-            )
+            pruned = ", ".join(word for word in (f"{names.ratio(key['ratio'])} pruned", recovery) if word)
+            for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
+                _heat(axes, part, column)
+                unpruned = f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
+                axes.set_title(f"{pruned}\n{what}{unpruned}", pad=18, fontsize=7.5)
     caption = (
-        "Tokens written a second (median) by the block a that kept channels of an expert are a multiple of and by the "
-        f"fewest channels m that an expert keeps. {conditions(study)}"
+        "By the block a that kept channels of an expert are a multiple of, and by m: experts with fewer channels lose "
+        f"all. Tokens written a second are medians. The unpruned model is in 16 bits. {conditions(study)}"
     )
-    return Figure(name, f"Throughput by blocks of channels: {comparison.model}", caption, drawing)
+    return Figure(name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing)
 
 
 def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -182,19 +189,21 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     return found.assign(label=spelled).reset_index(drop=True)
 
 
-def _heat(axes: Axes, found: pd.DataFrame) -> None:
-    blocks, smallest = (sorted(found[column].unique()) for column in ("block", "smallest"))
+def _heat(axes: Axes, found: pd.DataFrame, column: str) -> None:
+    """Squares shaded from the least to the most of `column`; – where it was not measured, nothing where nothing ran."""
+    blocks, smallest = (sorted(found[axis].unique()) for axis in ("block", "smallest"))
     shades = colormaps[style.SEQUENTIAL]
-    most = float(found[DECODE].max())
+    least, most = float(found[column].min()), float(found[column].max())
     for row in records(found):
-        x, y = blocks.index(row["block"]), smallest.index(row["smallest"])
-        share = row[DECODE] / most
+        x, y, value = blocks.index(row["block"]), smallest.index(row["smallest"]), row[column]
+        share = 0.1 if np.isnan(value) or most == least else 0.1 + 0.8 * (value - least) / (most - least)
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shades(share), linewidth=0))
         ink = "#000000" if share < DARK else "#ffffff"
-        axes.text(x + 0.5, y + 0.5, f"{row[DECODE]:,.0f}", ha="center", va="center", color=ink, fontweight="bold")
+        word = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
+        axes.text(x + 0.5, y + 0.5, word, ha="center", va="center", color=ink, fontweight="bold")
     axes.set(xlim=(0, len(blocks)), ylim=(len(smallest), 0))
     axes.set_xticks(np.arange(len(blocks)) + 0.5, [f"a={block}" for block in blocks])
-    axes.set_yticks(np.arange(len(smallest)) + 0.5, [f"m={least}" for least in smallest])
+    axes.set_yticks(np.arange(len(smallest)) + 0.5, [f"m={channels}" for channels in smallest])
     axes.xaxis.tick_top()
     style.bare(axes)
 
@@ -208,8 +217,8 @@ def memory(results: Results, name: str) -> list[Item | None]:
 @output(
     "coverage.fig10",
     chapter="cost",
-    needs=f"{TIMED}, of several aligned allocations (coverage_table2 of sweeps)",
+    needs=f"{TIMED}, of several aligned allocations (coverage_fig10 of sweeps)",
 )
-def throughput_by_blocks(results: Results, name: str) -> list[Item | None]:
-    """Tokens a second by the block that channels are rounded to."""
+def speed_and_memory_by_blocks(results: Results, name: str) -> list[Item | None]:
+    """Tokens a second and peak memory by the block that channels are rounded to and the smallest expert."""
     return [blocks_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,25 +50,32 @@ def parse(value: Any) -> Alignment | None:
     return Alignment(block, min_channels, order)
 
 
-def check_widths(alignment: Alignment, widths: Mapping[int, int]) -> None:
-    """UserError unless the block divides the width I of every layer and min_channels is not above it."""
-    for layer, width in widths.items():
-        if width % alignment.block:
-            fits = [block for block in range(1, width + 1) if all(other % block == 0 for other in widths.values())]
-            nearest = min(fits, key=lambda block: (abs(block - alignment.block), block))
-            raise UserError(
-                f"allocation.parameters.align.block={alignment.block}: the {width} channels of layer {layer} are not a "
-                f"multiple of it, {nearest} is the nearest block that fits"
-            )
-        if alignment.min_channels > width:
-            raise UserError(
-                f"allocation.parameters.align.min_channels={alignment.min_channels}: experts of layer {layer} have "
-                f"only {width}, which is the most it can be"
-            )
+def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
+    """UserError when experts are narrower than a block or min_channels, or when whole blocks cannot keep 1 - ratio of
+    the channels. `layers`: layer -> n_experts, width.
+
+    A block need not divide the width: MoE-Slimming's Figure 10 has blocks of 256 in experts of 1408 channels, which
+    keep 1280 at most.
+    """
+    for layer, facts in layers.items():
+        for name, channels in (("block", alignment.block), ("min_channels", alignment.min_channels)):
+            if channels > facts["width"]:
+                raise UserError(
+                    f"allocation.parameters.align.{name}={channels}: experts of layer {layer} have only "
+                    f"{facts['width']} channels, which is the most it can be"
+                )
+    block = alignment.block
+    channels = sum(facts["n_experts"] * facts["width"] for facts in layers.values())
+    in_blocks = sum(facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values())
+    if int(channels * (1 - ratio)) > in_blocks:
+        raise UserError(
+            f"allocation.parameters.align.block={block}: whole blocks hold {in_blocks} of {channels} channels, fewer "
+            f"than ratio={ratio:g} keeps; {math.ceil(1000 * (1 - in_blocks / channels)) / 1000:g} is the smallest ratio"
+        )
 
 
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
-    """Budgets in whole blocks: layer -> (E,). `scores`: layer -> (E, I), I a multiple of the block.
+    """Budgets in whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
     Every budget is rounded down, experts below `min_channels` to nothing, and the whole blocks this leaves over go to
     the other experts, one each and again from the start until none is left or all are full (the paper stops after one
@@ -76,7 +84,8 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     scores (l-r-s)     within the layer, first to whom rounding took the largest sum of scores
     headroom           over all layers, in proportion to what experts could still take, what is then left as in
                        remainder; `min_channels` is compared with the rounded budget (the released code's way)
-    Infeasible when a layer that had channels would be left with none.
+    Where the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses what
+    is beyond them. Infeasible when a layer that had channels would be left with none.
     """
     found = (_by_headroom if alignment.order == "headroom" else _by_layer)(budgets, scores, alignment)
     for layer, kept in found.items():

@@ -64,8 +64,6 @@ def budgets(
         for layer, facts in layers.items()
     }
     alignment = align.parse(settings["parameters"].get("align"))
-    if alignment is not None:
-        align.check_widths(alignment, {layer: facts["width"] for layer, facts in layers.items()})
 
     def found(ratio: float) -> Budgets:
         problem = Channels(ratio, values, evidence or {}, settings.get("path"))
@@ -78,6 +76,8 @@ def budgets(
 
     with _of_routed(settings, model) as ratio:
         check_ratio(ratio, 0.99)
+        if alignment is not None:
+            align.check_fits(alignment, layers, ratio)
         return _or_nearest(found, ratio)
 
 
@@ -99,7 +99,7 @@ def fits(
             check_ratio(ratio, 0.99)
             alignment = align.parse(settings["parameters"].get("align"))
             if alignment is not None:
-                align.check_widths(alignment, {n: facts["width"] for n, facts in layers.items() if "width" in facts})
+                align.check_fits(alignment, {n: facts for n, facts in layers.items() if "width" in facts}, ratio)
         elif settings["name"] in ("uniform", "reconstruction", "sequential"):
             uniform.same_share(limits(layers, settings["multiple_of"]), ratio)
         elif settings["name"] != "list":

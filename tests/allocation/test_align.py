@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.allocation.align import Alignment, align, check_widths, parse
+from moe_lab.allocation.align import Alignment, align, check_fits, parse
 from moe_lab.allocation.problem import Infeasible
 from moe_lab.errors import UserError
 
@@ -70,7 +70,7 @@ def reference(kept: list[int], lost: list[float], width: int, block: int, least:
 
 @given(
     st.lists(st.integers(0, 24), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 5, 7, 8]),
     st.integers(0, 10),
     st.sampled_from(ORDERS),
 )
@@ -82,18 +82,30 @@ def test_properties(kept: list[int], block: int, least: int, order: str) -> None
         return
     assert all(n % block == 0 and 0 <= n <= 24 for n in found)
     assert all(n == 0 for n, before in zip(found, kept, strict=True) if before < least)
-    full = all(n in (0, 24) for n in found)
+    full = all(n in (0, 24 // block * block) for n in found)
     assert sum(kept) - block < sum(found) <= sum(kept) or full
     if order == "remainder":
         assert found == reference(kept, [n % block for n in kept], 24, block, least)
 
 
+def test_a_block_that_does_not_divide_the_width_leaves_the_last_channels_out() -> None:
+    """Blocks of 256 in 1408 channels: five whole ones, and 128 channels that nobody keeps."""
+    assert aligned([1408, 1000, 300, 900], 1408, 256) == [1280, 1024, 256, 1024]
+    for order in ORDERS:
+        found = aligned([1408, 1408, 1408, 1000], 1408, 256, order=order)
+        assert max(found) == 1280 and sum(found) == 4 * 1280, "full experts lose what is beyond their blocks"
+
+
 def test_what_is_refused() -> None:
-    with pytest.raises(UserError, match="block=256: the 1408 channels of layer 3 are not a multiple of it, 176 is the"):
-        check_widths(Alignment(256, 256, "remainder"), {3: 1408})
-    check_widths(Alignment(128, 128, "remainder"), {3: 1408})
+    layers = {3: {"n_experts": 60, "width": 1408}}
+    with pytest.raises(UserError, match=r"block=1536: experts of layer 3 have only 1408"):
+        check_fits(Alignment(1536, 128, "remainder"), layers, 0.5)
+    check_fits(Alignment(128, 128, "remainder"), layers, 0.0)
+    check_fits(Alignment(256, 256, "remainder"), layers, 0.091)
+    with pytest.raises(UserError, match=r"block=256: .*ratio=0.05 keeps; 0.091 is the smallest ratio"):
+        check_fits(Alignment(256, 256, "remainder"), layers, 0.05)
     with pytest.raises(UserError, match=r"min_channels=65: experts of layer 0 have only 64"):
-        check_widths(Alignment(32, 65, "remainder"), {0: 64})
+        check_fits(Alignment(32, 65, "remainder"), {0: {"n_experts": 4, "width": 64}}, 0.5)
     with pytest.raises(UserError, match=r"leaves no channel in layer 0, whose largest expert was to keep 7"):
         aligned([7, 3], 16, 8)
 

@@ -112,8 +112,11 @@ def test_fits_says_without_scores_what_cannot_be_had() -> None:
             fits(settings(name, 0.75), layers, "expert")
     fits(settings("global", 0.75), layers, "channel")
     fits(settings("global", 0.75, align={"block": 16}), layers, "channel")
-    with pytest.raises(UserError, match=r"block=32: the 48 channels.*24 is the nearest"):
-        fits(settings("global", 0.75, align={"block": 32}), layers, "channel")
+    fits(settings("global", 0.75, align={"block": 32}), layers, "channel")
+    with pytest.raises(UserError, match=r"block=64: experts of layer 0 have only 48"):
+        fits(settings("global", 0.75, align={"block": 64}), layers, "channel")
+    with pytest.raises(UserError, match=r"block=32: whole blocks hold 512 of 768 channels"):
+        fits(settings("global", 0.25, align={"block": 32}), layers, "channel")
     with pytest.raises(UserError, match="ratio=1: expected a number"):
         fits(settings("global", 1), layers, "channel")
     fits({**settings("uniform", 0.75), "ratio_basis": "model"}, layers, "expert")

@@ -194,10 +194,12 @@ def test_aligned_budgets_are_blocks() -> None:
         kept = budgets(settings(name, 0.5, align=align), layers, scores, evidence)
         assert all(not (row % 8).any() for row in kept.values())
         assert 192 - 2 * 8 < sum(int(row.sum()) for row in kept.values()) <= 192
-    with pytest.raises(
-        UserError, match="block=12: the 32 channels of layer 0 are not a multiple of it, 8 is the nearest"
-    ):
-        budgets(settings("global", 0.5, align={"block": 12}), layers, scores, evidence)
+    kept = budgets(settings("global", 0.5, align={"block": 12}), layers, scores, evidence)
+    assert {int(count) for row in kept.values() for count in row} <= {0, 12, 24}, (
+        "32 channels are two blocks and 8 more"
+    )
+    with pytest.raises(UserError, match=r"block=12: whole blocks hold 288 of 384 channels.* 0.25 is the smallest"):
+        budgets(settings("global", 0.2, align={"block": 12}), layers, scores, evidence)
 
 
 def test_a_block_too_large_for_the_ratio_names_the_largest_ratio() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
-from synthetic import write_store
+from synthetic import write_json, write_store
 
 from analysis.__main__ import main
 from analysis.load.plans import TIMING
@@ -73,11 +73,54 @@ def test_figures_show_the_largest_request_of_every_model(tmp_path: Path) -> None
     assert memory is not None and "4 prompts of 50 tokens" in memory.caption
     [axes] = memory.drawing.axes
     assert [bar.get_width() for bar in axes.patches] == [8, 4, 3, 2, 2, 2]
-    blocks = timing.blocks_figure(found, MODEL, name="t")
-    assert blocks is not None
-    [axes] = blocks.drawing.axes
-    assert [text.get_text() for text in axes.texts] == ["40", "40"]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["m=64", "m=128"]
+
+
+def grid_study(tmp_path: Path, working: float) -> Any:
+    """The unpruned model and every pair of two blocks and two smallest experts in four bits, of which (64, 256) failed:
+    seconds and working memory grow with the cell."""
+    pairs = [(64, 128), (64, 256), (128, 128), (128, 256)]
+    labels = [f"coverage a{block} m{least}" for block, least in pairs]
+    axes = [UNPRUNED, *(cell("channel_activation", label, 0.25, recovery="nf4") for label in labels)]
+    comparison = comparison_of(axes, {"arc_easy": [[1, 1]] * 5})
+    study, frames = study_of(comparison), []
+    for number in (0, 1, 3, 4):
+        rows = times(4, 50, [0.4] * 3, [1.0 + number] * 3)
+        beyond = working * (number + 1)
+        frames.append(timed(number, rows, 10 - number).assign(working_bytes=beyond))
+    study.timings = pd.concat(frames)
+    for number, (block, least) in enumerate(pairs, start=1):
+        align = {"align": {"block": block, "min_channels": least}}
+        write_json(tmp_path / f"plan/{number}/plan.json", {"provenance": {"allocation": {"parameters": align}}})
+    comparison.cells["plan_folder"] = [None, *(f"plan/{number}" for number in range(1, 5))]
+    study.reader = Reader(tmp_path)
+    return study, comparison
+
+
+def test_blocks_have_a_map_of_speed_and_one_of_memory(tmp_path: Path) -> None:
+    study, comparison = grid_study(tmp_path, 2.0 * MIB)
+    figure = timing.blocks_figure(study, comparison, name="t")
+    assert figure is not None
+    speed, memory = figure.drawing.axes
+    for axes, expected, full in (
+        (speed, [40 / 2, 40 / 4, 40 / 5], 40 / 1),  # 4 prompts x 10 tokens over the seconds
+        (memory, [9 + 4, 7 + 8, 6 + 10], 10 + 2),  # weights and working memory
+    ):
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["a=64", "a=128"]
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == ["m=128", "m=256"]
+        written = {text.get_position(): float(text.get_text()) for text in axes.texts}
+        places = [(0.5, 0.5), (1.5, 0.5), (1.5, 1.5)]  # (64, 256) was never timed
+        assert written == dict(zip(places, expected, strict=True))
+        assert axes.get_title(loc="left").startswith("25 % pruned, NF4\n")
+        assert axes.get_title(loc="left").endswith(f"unpruned {full:.0f}")
+
+
+def test_memory_that_was_not_told_is_a_dash(tmp_path: Path) -> None:
+    study, comparison = grid_study(tmp_path, float("nan"))
+    figure = timing.blocks_figure(study, comparison, name="t")
+    assert figure is not None
+    speed, memory = figure.drawing.axes
+    assert len(speed.texts) == 3 and [text.get_text() for text in memory.texts] == ["–"] * 3
+    assert memory.get_title(loc="left").endswith("peak memory (MiB)")
 
 
 def test_a_store_without_timings_says_what_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
