@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ COSTS = (
 """Numbers of cost.json: counts of parameters; shares of all parameters and of those of routed experts that are kept;
 bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs of a token, and their share of the unpruned
 model's."""
+
+FIRST_ORDER = "ala1"
+"""The prior of allocation=coverage where a plan names none."""
 
 HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
 """Columns of history.parquet."""
@@ -126,6 +130,21 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         if align := (allocation.get("parameters") or {}).get("align"):
             rows.append({"cell": cell, "block": align.get("block"), "smallest": align.get("min_channels")})
     return pd.DataFrame(rows, columns=["cell", "block", "smallest"])
+
+
+def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """What plans of allocation=coverage divide a layer among its experts by: cell, prior, and `others`, the rest of
+    the allocation's settings in one word, which is the same for plans that differ in the prior alone."""
+    rows = []
+    for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
+        allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
+        parameters = dict(allocation.pop("parameters", None) or {})
+        prior = parameters.pop("prior", FIRST_ORDER)
+        reads_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
+        if allocation.get("name") == "coverage" and reads_prior:
+            others = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
+            rows.append({"cell": cell, "prior": prior, "others": others})
+    return pd.DataFrame(rows, columns=["cell", "prior", "others"])
 
 
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What attributions say of experts (MoE-Slimming, Figs. 2, 3, 13 and Table 14): against ablation, and over depth."""
+"""What attributions say of experts (MoE-Slimming, Figs. 2, 3 and 13): against ablation, and over depth."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ from analysis.outputs.captions import of_pass
 from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table
 from analysis.results import Results
 
 AGAINST = ("gate", "first", "second")
 """What the published figure, and what attribution, would prune by: drawn against the ablation."""
-ESTIMATES = ("tokens", "gate", "norm", "first", "second")
-TRUTHS = {"second": "layer loss", "ablation": "model loss"}
-"""What is exact: the change of a layer's loss, and of the model's."""
 SPREAD = (0.1, 0.9)
 """Quantiles of a layer's experts between which the band of a line lies."""
 _SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
@@ -112,39 +108,6 @@ def agreement_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float
     found = [agreement(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
     known = [value for value in found if not np.isnan(value)]
     return float(np.mean(known)) if known else np.nan
-
-
-def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
-    """Table 14: how the cheap measures of an expert agree with what silencing it truly changes."""
-    columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in ("Pearson", "Rank", "Rank in a layer")]
-    rows = []
-    for key, experts in groups(found, ["model", "calibration"]) if len(found) else ():
-        for measure in ESTIMATES:
-            numbers: list[float] = []
-            for truth in TRUTHS:
-                pooled = agreement(experts, measure, truth) if measure != truth else {"linear": 1.0, "rank": 1.0}
-                inside = agreement_by_layer(experts, measure, truth) if measure != truth else 1.0
-                numbers += [pooled["linear"], pooled["rank"], inside]
-            rows.append((key["model"], names.calibration(key["calibration"]), _capital(MEASURES[measure]), *numbers))
-    text = ["Model", "Calibration", "Estimate"]
-    return Table(
-        name=name,
-        title="How attributions agree with what losing an expert changes",
-        caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's inside a layer (mean "
-        "over layers). Layer loss: what the routed output, relative to the residual stream, changes when one expert is "
-        "silent; it is quadratic in that expert's factor, so the second order is the true value and agrees by "
-        "construction. Model loss: the rise of the language model's loss, where a plan read the ablation. Made with "
-        f"{of_pass(study)}",
-        frame=pd.DataFrame(rows, columns=[*text, *columns]),
-        formats=dict.fromkeys(columns, SCORE),
-        best=dict.fromkeys(columns[3:], "max"),
-        blocks=text[:2],
-        optional=tuple(columns),
-    )
-
-
-def _capital(word: str) -> str:
-    return word[:1].upper() + word[1:]
 
 
 def smoothing_figure(losses: pd.DataFrame, *, model: str, name: str) -> Figure | None:
@@ -240,12 +203,6 @@ def ablations(results: Results, name: str) -> list[Item]:
     """Attributions against the loss that ablating an expert causes."""
     study = results.study
     return _per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
-
-
-@output("coverage.table14", chapter="attribution", filters="Model|Calibration", needs=SUMS)
-def agreements(results: Results, name: str) -> Table:
-    """How well attributions agree with ablations."""
-    return agreement_table(results.study, results.study.experts, name=name)
 
 
 @output("coverage.fig3", chapter="attribution", needs=SUMS)

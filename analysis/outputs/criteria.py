@@ -176,7 +176,7 @@ PASSES = {
 """Kind of step -> the column its seconds are in."""
 TIME = "{:,.3f}"
 GPU_PEAK = "Peak GPU memory (MiB)"
-_MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
+MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
 
 
 @output(
@@ -220,7 +220,7 @@ def scoring_table(results: Results, name: str) -> Table:
         "Criteria that read one pass share it, so a study takes less than the sum. Peak memory: main memory of the "
         "process at most, which may have done other steps before, and beside it that on GPUs, where some were used; "
         "loading memory: the model in bfloat16. "
-        f"{_MEASURED}{_machine(machines)}{reading(study)}",
+        f"{MEASURED}{measured_on(machines)}{reading(study)}",
         frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Reads", *formats]),
         formats=formats,
         best=dict.fromkeys(list(numbers)[:1], "min"),
@@ -259,7 +259,7 @@ def allocation_table(results: Results, name: str) -> Table:
         title="What sharing out a budget of channels takes",
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The forward pass has the "
         "attributions of all experts at once, ablation runs the layers above again for every expert. "
-        f"{_MEASURED}{_machine(machines)}{reading(study)}",
+        f"{MEASURED}{measured_on(machines)}{reading(study)}",
         frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Allocation", *formats]),
         formats=formats,
         blocks=("Model", "Calibration"),
@@ -292,6 +292,7 @@ def _by_pass(found: pd.DataFrame) -> dict[str, float]:
     return {str(column): float(seconds) for column, seconds in sums.items()}
 
 
-def _machine(machines: Iterable[str]) -> str:
+def measured_on(machines: Iterable[str]) -> str:
+    """A sentence for captions; empty where no step says its machine."""
     known = [machine for machine in dict.fromkeys(machines) if machine]
     return f"Measured on {names.listing(known)}. " if known else ""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from handmade import results_of
 from PIL import Image
@@ -19,7 +18,7 @@ from synthetic_sums import SILENT, ablations, add, scores, sums
 from analysis.load import attributions as expert_frames
 from analysis.load.attributions import layer_losses
 from analysis.load.study import Study, load
-from analysis.outputs import attributions, criteria, layer_budgets, models
+from analysis.outputs import criteria, layer_budgets, models
 from analysis.registry import outputs
 from analysis.render.style import Figure
 from analysis.results import Results
@@ -72,32 +71,6 @@ def test_numbers_of_experts_are_those_of_the_sums(study: Study) -> None:
     assert silent[["gate", "norm", "size", "largest"]].isna().all(axis=None) and (silent["first"] == 0).all()
     losses = layer_losses(study)
     assert losses["loss"].tolist() == pytest.approx([(70 + layer) / TOKENS for layer in range(LAYERS)])
-
-
-def naive_correlation(x: list[float], y: list[float]) -> float:
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    both = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return both / (sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y)) ** 0.5
-
-
-def naive_ranks(values: list[float]) -> list[float]:
-    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
-
-
-def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -> None:
-    table = attributions.agreement_table(study, study.experts, name="t").frame.set_index("Estimate")
-    seen = study.experts.dropna(subset=["gate", "ablation"])
-    inside = []
-    for _, layer in seen.groupby("layer"):
-        inside.append(naive_correlation(naive_ranks(list(layer["gate"])), naive_ranks(list(layer["ablation"]))))
-    row = table.loc["Mean router weight"]
-    assert row["Pearson, model loss"] == pytest.approx(naive_correlation(list(seen["gate"]), list(seen["ablation"])))
-    pooled = naive_correlation(naive_ranks(list(seen["gate"])), naive_ranks(list(seen["ablation"])))
-    assert row["Rank, model loss"] == pytest.approx(pooled)
-    assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
-    assert table.loc["Attribution, second order", "Pearson, layer loss"] == 1
-    alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
-    assert np.isnan(attributions.agreement(alike, "gate", "ablation")["rank"]), "no order, no agreement"
 
 
 def test_concentration_and_coverage_against_loops() -> None:
