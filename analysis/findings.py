@@ -27,7 +27,7 @@ from analysis.stats.winners import LEVEL
 
 
 def pair_finding(found: pd.DataFrame) -> list[str]:
-    """How many pairs of criteria are told apart by their mean, by score and by loss."""
+    """Pairs of criteria that differ significantly by their mean, by score and by loss."""
     means = found[found["column"] == MEAN]
     if means.empty or means["loss"].isna().all():
         return []

@@ -71,7 +71,7 @@ def _sections(publisher: Publisher, made: Made) -> list[Section]:
     published = publisher.attempt("text.published", lambda: [published_chapter(publisher.results)]) or []
     missing, _ = publisher.publish([GAPS])
     text = [findings.completeness(study), *study.notes]
-    gaps = Section(GAPS, "Gaps", "What is missing", text, missing[GAPS])
+    gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
     return [*sections, *published, gaps, _provenance(study, made)]
 
 
@@ -127,7 +127,7 @@ def _shown(anchor: str, study: Study, made: Made) -> Callable[..., Section]:
 
 def _provenance(study: Study, made: Made) -> Section:
     section = _shown("provenance", study, made)
-    title = "How this came about, and where it is"
+    title = "Provenance and files"
     return section("Provenance", title, facts=_facts(study), details=_details(study))
 
 
@@ -167,27 +167,27 @@ KEPT = (
     "pruned one overlap widely, pruning cost nothing that these benchmarks can show."
 )
 CHAPTERS = (
-    Chapter("winners", "Winners", "Which criterion won where", _map_text, winner_views),
-    Chapter("kept", "What is kept", "How much is kept, and how sure that is", lambda results, made: [KEPT]),
-    Chapter("cost", "Cost", "What accuracy costs: parameters, FLOPs, storage and time"),
-    Chapter("claims", "Claims", "What the papers claim, asked of this study", _claim_text),
-    Chapter("channels", "Channels", "Which channels, and how many of each expert"),
-    Chapter("recovery", "Recovery", "Fewer bits, fine-tuning, and what they change", _recovery_text),
-    Chapter("weights", "Weights", "What scores from weights alone achieve"),
+    Chapter("winners", "Winners", "Best criterion by task and calibration set", _map_text, winner_views),
+    Chapter("kept", "Averages", "Averages with 95 % confidence intervals", lambda results, made: [KEPT]),
+    Chapter("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
+    Chapter("claims", "Claims", "The papers' claims, tested on this study", _claim_text),
+    Chapter("channels", "Channels", "Channel criteria and channel budgets"),
+    Chapter("recovery", "Recovery", "Recovery: quantisation and fine-tuning", _recovery_text),
+    Chapter("weights", "Weights", "Criteria that read weights alone"),
     Chapter("ranks", "Ranks", "Scores and ranks"),
-    Chapter("search", "Search", "Where to prune: searched against uniform"),
-    Chapter("task", "By task", "What calibration on the task changes", _task_text),
-    Chapter("benchmarks", "Benchmarks", "Every benchmark"),
+    Chapter("search", "Search", "Searched allocations versus uniform"),
+    Chapter("task", "By task", "Task-specific calibration", _task_text),
+    Chapter("benchmarks", "Benchmarks", "All benchmarks"),
     Chapter(
         "overlap",
         "Overlap",
-        "Do calibration sets agree on which experts matter?",
+        "Overlap of pruned experts across calibration sets",
         lambda results, made: findings.overlap_finding(results.overlaps),
     ),
-    Chapter("coverage", "Coverage", "Did calibration reach every expert?", _coverage_text),
-    Chapter("inside", "Inside", "What pruning does inside the model"),
-    Chapter("attribution", "Attribution", "What experts contribute, by depth and by channel"),
-    Chapter("criteria", "Criteria", "What criteria are, what they read and what they take"),
+    Chapter("coverage", "Coverage", "Tokens per expert in calibration", _coverage_text),
+    Chapter("inside", "Internals", "Hidden states and routing of pruned models"),
+    Chapter("attribution", "Attribution", "Attributions by layer and channel"),
+    Chapter("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
     Chapter("memory", "Memory", "Architectures and loading memory"),
 )
 """In the order of the page; the comparison with the papers, what is missing and how it came about follow."""

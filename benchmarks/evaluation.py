@@ -34,7 +34,7 @@ from benchmarks.random_model import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import lm_eval_tasks, mirror
 from moe_lab.evaluation.definitions import folder
-from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.subject import Subject
 from moe_lab.paths import resolve

@@ -27,7 +27,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import evalscope_tasks, harness_evalscope, mirror
 from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.programs import namespaces_missing
 

@@ -29,7 +29,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.harness_evalplus import ask, grade
-from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.programs import namespaces_missing
 

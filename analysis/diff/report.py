@@ -63,7 +63,7 @@ def write(changes: Changes, out: Path) -> list[Path]:
         html(
             Page(
                 title=changes.title,
-                kicker="What changed from A to B",
+                kicker="Changes from A to B",
                 lead=changes.lead,
                 findings=changes.findings,
                 tiles=changes.tiles,
@@ -77,7 +77,7 @@ def write(changes: Changes, out: Path) -> list[Path]:
 
 
 def diff(words: Sequence[str], store: Path) -> Changes:
-    """What changed from A to B, the two words of the command line: plan.json files, or studies (see `sides.side`).
+    """Changes from A to B, the two words of the command line: plan.json files, or studies (see `sides.side`).
 
     UserError for another number of words, a name nobody knows, and plans of different models.
     """
@@ -167,7 +167,7 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
         Section(
             "benchmarks",
             "Benchmarks",
-            "Every benchmark",
+            "All benchmarks",
             outputs=with_content([benchmarks]),
             filters={benchmarks.name: f"{block}|Of"},
         ),

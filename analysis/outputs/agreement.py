@@ -72,7 +72,7 @@ def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
         "kept: by each expert, in two plans of allocation=coverage that differ in nothing but what they divide a layer "
         "by, this estimate and the true value (mean over such pairs). Time: of the step that measures it. One forward "
         "pass gives all estimates but the ablation, so first and second order take the same time here. "
-        f"{MEASURED}{measured_on(machines)}Made with {of_pass(study)}",
+        f"{MEASURED}{measured_on(machines)}Based on {of_pass(study)}",
         frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
         blocks=text[:2],

@@ -191,7 +191,7 @@ def _per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None
     """The figure of every model with statistics, with what its numbers rest on in the caption."""
     models = list(dict.fromkeys(study.experts["model"]))
     figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
-    return [replace(one, caption=f"{one.caption} Made with {of_pass(study)}") for one in figures if one]
+    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
 
 
 @output(
@@ -208,7 +208,7 @@ def ablations(results: Results, name: str) -> list[Item]:
 @output("coverage.fig3", chapter="attribution", needs=SUMS)
 def attributions_by_depth(results: Results, name: str) -> list[Item]:
     """Statistics of experts by depth."""
-    study, title = results.study, "Which experts get what, and what they give"
+    study, title = results.study, "Routing and attribution by depth"
     caption = "Statistics of experts by depth, as gathered."
     return _per_model(
         study,
@@ -220,7 +220,7 @@ def attributions_by_depth(results: Results, name: str) -> list[Item]:
 @output("coverage.fig13", chapter="attribution", needs=SUMS)
 def activations_by_depth(results: Results, name: str) -> list[Item]:
     """Sizes of activations by depth."""
-    study, title = results.study, "How large activations are"
+    study, title = results.study, "Size of activations"
     caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
     return _per_model(
         study,

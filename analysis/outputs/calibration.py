@@ -214,7 +214,7 @@ def change_figure(study: Study, comparison: Comparison, *, name: str) -> Figure 
         f"number of benchmarks) is beyond zero; that is so at some number of tokens in {beyond.sum()} of {len(beyond)} "
         "lines."
     )
-    return Figure(name, f"What more calibration text changes: {comparison.model}", caption, drawing)
+    return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 
 
 def _beyond(moved: pd.DataFrame) -> pd.Series:
@@ -262,5 +262,5 @@ def calibration_sizes(results: Results, name: str) -> list[Item | None]:
 
 @output("aimer.fig1", chapter="task", needs="calibration sets that read different numbers of tokens of one text")
 def calibration_size_changes(results: Results, name: str) -> list[Item | None]:
-    """What more calibration text changes in each benchmark, in points (AIMER, Fig. 1)."""
+    """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1)."""
     return [change_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]

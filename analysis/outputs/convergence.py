@@ -181,7 +181,7 @@ def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -
         title=f"How the {what}s to keep settle with more calibration text",
         caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
         "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
-        f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Made with {of_pass(study)}",
+        f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Based on {of_pass(study)}",
         frame=frame,
         formats={
             "Tokens": "{:,.0f}",

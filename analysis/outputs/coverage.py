@@ -33,7 +33,7 @@ def coverage_table(study: Study, *, name: str = "coverage") -> Table:
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
-        f"Rare: fewer than a tenth of the tokens an even load would give. Made with {of_pass(study)}",
+        f"Rare: fewer than a tenth of the tokens an even load would give. Based on {of_pass(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[2:], "{:,.0f}"),
     )
@@ -135,5 +135,5 @@ def tokens_per_expert(results: Results, name: str) -> list[Item]:
     if study.coverage.empty:
         return []
     figure = coverage_figure(study.coverage, name=name)
-    caption = f"{figure.caption} Made with {of_pass(study)}"
+    caption = f"{figure.caption} Based on {of_pass(study)}"
     return [replace(figure, caption=caption), coverage_table(study, name=name)]

@@ -374,7 +374,7 @@ def kept_by_layer(results: Results, name: str) -> list[Item | None]:
 
 def _of_pass(study: Study, figures: Iterable[Figure | None]) -> list[Item | None]:
     """The figures there are, with what their numbers rest on in the captions."""
-    return [replace(one, caption=f"{one.caption} Made with {of_pass(study)}") for one in figures if one]
+    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
 
 
 @output(

@@ -51,7 +51,7 @@ def overlap_table(study: Study, overlaps: pd.DataFrame, *, name: str = "overlap"
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Made with {of_pass(study)}",
+        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Based on {of_pass(study)}",
         frame=frame,
         formats=shown,
         best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
@@ -72,7 +72,7 @@ def proxy_table(study: Study, found: pd.DataFrame, *, name: str = "proxy") -> Ta
         name=name,
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
-        f"layers, the lowest layer, and what random sets would share. Made with {of_pass(study)}",
+        f"layers, the lowest layer, and what random sets would share. Based on {of_pass(study)}",
         frame=frame,
         formats=dict.fromkeys(columns[3:], SCORE),
     )
@@ -202,7 +202,7 @@ def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
 
 def _of_pass(results: Results, figure: Figure) -> Figure:
     """The figure, whose caption says with which gate, seed and texts the passes behind it were made."""
-    return replace(figure, caption=f"{figure.caption} Made with {of_pass(results.study)}")
+    return replace(figure, caption=f"{figure.caption} Based on {of_pass(results.study)}")
 
 
 def _several_models(study: Study, items: Sequence[Item]) -> Sequence[Item]:

@@ -1,4 +1,4 @@
-"""What pruning does inside the model: token variance of hidden states (AIMER, Fig. 6) and entropy of the routers."""
+"""Token variance of hidden states (AIMER, Fig. 6) and entropy of the routers, by layer."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def profile_table(study: Study, comparisons: Sequence[Comparison], *, name: str)
         caption="Token variance: of the residual stream after the layer over the tokens of a text, the mean over its "
         "coordinates. Entropies in nats, means over tokens: of the router's softmax over the experts it chooses from, "
         "and of the gates of the chosen ones; load: of the shares of tokens that experts are given. A layer without "
-        f"experts has none. Made with {reading(study)}",
+        f"experts has none. Based on {reading(study)}",
         frame=frame.reindex(columns=[*text, *numbers]),
         formats=numbers,
         blocks=text[:4],

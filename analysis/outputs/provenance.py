@@ -28,7 +28,7 @@ def artefact_table(results: Results, name: str) -> Table:
     }
     return Table(
         name=name,
-        title="Where the artefacts are",
+        title="Files behind each row",
         caption=f"Folders inside {study.store}. Each holds its identity (step.json), how it came about "
         "(provenance.json) and checksums (manifest.json); evaluations also hold every item (samples.parquet).",
         frame=pd.DataFrame(text),

@@ -169,7 +169,7 @@ def rank_figure(comparison: Comparison, over: str, *, name: str) -> Figure | Non
         f"closer than the critical difference (CD, Nemenyi, {LEVEL:.0%}), or Friedman's test finds no difference at "
         "all, and the bar then joins everything. Methods with a gap have no average rank and are left out."
     )
-    return Figure(name, f"Which ranks differ, over {blocks}: {comparison.model}", caption, drawing)
+    return Figure(name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing)
 
 
 def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
@@ -230,7 +230,7 @@ def rank_test_table(study: Study, comparisons: Sequence[Comparison], *, name: st
     numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK, "Friedman χ²": RANK, "Friedman p": "{:.4f}"}
     return Table(
         name=name,
-        title="Which average ranks differ",
+        title="Critical differences of average ranks",
         caption="Friedman's test over columns or benchmarks (those that grade the same answers twice count once), then "
         f"Nemenyi's: average ranks further apart than CD differ at the {LEVEL:.0%} level. p to the best: Nemenyi's, "
         f"which corrects for looking at all pairs of one block. {setting(study)}",

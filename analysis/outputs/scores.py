@@ -125,7 +125,7 @@ def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: st
     )
     return Table(
         name=name,
-        title="Every benchmark",
+        title="All benchmarks",
         caption=f"{_metrics(study)} {setting(study)}",
         frame=frame[[*_PANEL, *map(names.benchmark, columns)]],
         formats={names.benchmark(column): SCORE for column in columns},

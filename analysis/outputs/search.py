@@ -168,11 +168,11 @@ def search_table(study: Study, *, name: str) -> Table:
     }
     return Table(
         name=name,
-        title="What the searches found and cost",
+        title="Results and cost of the searches",
         caption="Fitness of the uniform allocation and of the best one found, higher is better. Evaluated: schedules "
         "whose fitness was measured; full forwards: what they and the screening of proposals cost, counted in passes "
         "over the search set; layers run: share of the layers a schedule needed on average, the others were reused. "
-        f"Made with {reading(study)}",
+        f"Based on {reading(study)}",
         frame=pd.DataFrame({**text, **{column: values for column, (values, _) in numbers.items()}}),
         formats={column: form for column, (_, form) in numbers.items()},
     )

@@ -61,7 +61,7 @@ def cost_table(results: Results, name: str) -> Table:
         name=name,
         title="What searches cost, and what memory pruning saves",
         caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most, "
-        "beside it that on GPUs, where some were used; loading memory: the model in bfloat16. Made with "
+        "beside it that on GPUs, where some were used; loading memory: the model in bfloat16. Based on "
         f"{reading(study)}",
         frame=pd.DataFrame({shown: list(column) for shown, column in every.items()}),
         formats={shown: form for shown, (_, form) in values.items()},

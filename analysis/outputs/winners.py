@@ -34,7 +34,7 @@ from analysis.stats.winners import LEVEL, SETTINGS, label, wins
 
 @output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
 def pair_table(results: Results, name: str) -> Table:
-    """How many pairs of criteria are told apart in each column, by scores and by answer losses."""
+    """Pairs of criteria that differ significantly in each column, by scores and by answer losses."""
     study, found = results.study, results.decided_pairs
     frame = pd.DataFrame(
         {
@@ -52,7 +52,7 @@ def pair_table(results: Results, name: str) -> Table:
     numbers = ["Pairs", "By score", "By answer loss", "By both", "Opposite"]
     return Table(
         name=name,
-        title="How many pairs of criteria are told apart",
+        title="Pairs of criteria that differ significantly",
         caption=f"Of the pairs of criteria, those that differ at the {LEVEL:.0%} level by their scores and by their "
         "loss on right answers: paired tests on the same items (McNemar or t), corrected by Holm over the "
         f"pairs of a row; {MEAN}: of the displayed columns. By both: with the same better criterion. Opposite: with "
@@ -290,14 +290,14 @@ def _map_and_table(results: Results, found: pd.DataFrame, name: str, title: str)
 @output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")
 def all_winners(results: Results, name: str) -> list[Item]:
     """The winner map of all criteria."""
-    return _map_and_table(results, results.winners, name, "Who wins where, among all criteria")
+    return _map_and_table(results, results.winners, name, "Best criterion by task and calibration set")
 
 
 @output("winners.loss", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration", needs=LOSSES)
 def winners_by_loss(results: Results, name: str) -> list[Item]:
     """The winner map by the loss on right answers, where lower is better."""
     by_loss = results.by_answer_loss
-    title = "Who has the lowest loss on right answers, among all criteria"
+    title = "Criterion with the lowest loss on correct answers, by task and calibration set"
     items = _map_and_table(by_loss, by_loss.winners, name, title)
     return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
 
@@ -305,4 +305,6 @@ def winners_by_loss(results: Results, name: str) -> list[Item]:
 @output("unified.fig2")
 def baseline_winners(results: Results, name: str) -> list[Item]:
     """The winner map of the five baselines of Unified Expert Pruning."""
-    return _map_and_table(results, results.baseline_winners, name, "Who wins where, among the five baselines")
+    return _map_and_table(
+        results, results.baseline_winners, name, "Best of the five baselines by task and calibration set"
+    )

@@ -24,7 +24,7 @@ def published_chapter(results: Results) -> Section:
     return Section(
         "published",
         "Published",
-        "Beside the numbers that the papers print",
+        "Comparison with published numbers",
         beside_the_papers(tables),
         tables,
         filters={table.name: "Model|Pruned|Calibration|Criterion|Benchmark" for table in tables},

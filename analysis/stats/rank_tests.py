@@ -1,4 +1,4 @@
-"""Which average ranks differ: Friedman's test, then Nemenyi's critical difference (Demšar 2006, JMLR 7).
+"""Critical differences of average ranks: Friedman's test, then Nemenyi's critical difference (Demšar 2006, JMLR 7).
 
 Blocks are what methods are ranked in: displayed columns, or benchmarks. Two methods differ at the 5 % level when their
 average ranks are further apart than the critical difference; it says nothing where Friedman's test finds nothing.

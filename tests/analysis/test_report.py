@@ -195,7 +195,7 @@ def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
     said = text(report.write(store, "made_up", tmp_path / "out"))
     assert "One criterion chose which experts" in said and "one pruned model" in said
     assert "MC Avg is the mean of 1 of its 8 benchmarks" in said
-    assert "Do calibration sets agree" not in said
+    assert "Overlap of pruned experts across" not in said
 
 
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:

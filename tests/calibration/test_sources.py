@@ -231,7 +231,8 @@ LINES = "\n = Heading = \n \n One sentence . \n\n\n Another , after two empty ro
 @pytest.mark.parametrize("file", ["tiny", "wikitext2_test.txt", "wikitext2_valid.txt"])
 def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path) -> None:
     """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
-    from moe_lab.evaluation import mirror_make, perplexity
+    from moe_lab.evaluation import perplexity
+    from moe_lab.evaluation.mirror import make as mirror_make
 
     if file == "tiny":
         text = LINES

@@ -15,7 +15,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation.mirror_make import make
+from moe_lab.evaluation.mirror.make import make
 
 DATES = {"start_date": "2025-01-01", "end_date": "2025-04-30"}
 _STARTER = "class Solution:\n    def largest(self, numbers: List[int], times: int) -> List[int]:\n        "

@@ -9,7 +9,7 @@ from typing import Any
 from miniature import write_lines
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.mirror.make import benchmarks, make
 
 Rows = list[dict[str, Any]]
 

@@ -30,7 +30,7 @@ from moe_lab.evaluation import generation, mirror, run, sanitizing
 from moe_lab.evaluation.extraction import fenced_program
 from moe_lab.evaluation.generation import GenSpec, Messages
 from moe_lab.evaluation.harness_evalplus import ask, stops
-from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.programs import namespaces_missing
 from moe_lab.evaluation.sanitizing import longest_program, sanitized

@@ -21,7 +21,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import evalscope_code, evalscope_tasks, evalscope_worker, harness_evalscope, mirror, run, suite
 from moe_lab.evaluation.generation import Answer, GenSpec, Messages
-from moe_lab.evaluation.mirror_make import benchmarks
+from moe_lab.evaluation.mirror.make import benchmarks
 from moe_lab.evaluation.policy import NAMESPACES, Policy
 from moe_lab.evaluation.programs import namespaces_missing
 from moe_lab.start import command
@@ -386,7 +386,7 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
     from benchmarks.evaluation_evalscope import boxed, own_answers
-    from moe_lab.evaluation.mirror_make import make
+    from moe_lab.evaluation.mirror.make import make
 
     [benchmark] = benchmarks(["math500"], str(tmp_path))
     make(benchmark, shared_data)

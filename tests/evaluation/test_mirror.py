@@ -25,7 +25,7 @@ from mirrors import BOOLQ, RTE, mirrored, subject_rows
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, suite
-from moe_lab.evaluation.mirror_make import benchmarks, main, make
+from moe_lab.evaluation.mirror.make import benchmarks, main, make
 from moe_lab.evaluation.policy import Policy
 
 

@@ -27,7 +27,7 @@ from moe_lab.evaluation import lm_eval_tasks, mirror, perplexity, suite
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.graded import Graded
 from moe_lab.evaluation.harness_lm_eval import evaluate
-from moe_lab.evaluation.mirror_make import benchmarks, make
+from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.policy import Policy
 from moe_lab.evaluation.subject import Subject
 from moe_lab.paths import resolve

@@ -16,9 +16,10 @@ from endpoint import Endpoint, Reply, endpoint, message
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import generation, mirror, mirror_make, run, suite
+from moe_lab.evaluation import generation, mirror, run, suite
 from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation.generation import Answer, GenSpec, Messages, fitting
+from moe_lab.evaluation.mirror import make as mirror_make
 from moe_lab.evaluation.policy import Policy
 
 ALLOWED = Policy(allow_judge=True)

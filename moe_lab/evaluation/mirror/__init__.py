@@ -1,6 +1,6 @@
 """Local copies of benchmark data, laid out as on the hub, with a manifest of what is in them.
 
-`python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER]` makes them (mirror_make.py).
+`python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER]` makes them (make.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, end_with, unknown
+from moe_lab.errors import UserError, unknown
 
 MANIFEST = "moe_lab.json"
 _COMMAND = "python -m moe_lab.evaluation.mirror"
@@ -165,9 +164,3 @@ def _data_sets() -> Mapping[str, Any]:
 
     found: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8"))
     return found
-
-
-if __name__ == "__main__":
-    from moe_lab.evaluation.mirror_make import main
-
-    end_with(partial(main, sys.argv[1:]))

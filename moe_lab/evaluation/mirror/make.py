@@ -16,7 +16,7 @@ from filelock import FileLock
 from moe_lab.config import BenchmarkConfig, SuiteConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.mirror_sources import Part, parts
+from moe_lab.evaluation.mirror.sources import Part, parts
 from moe_lab.paths import conf
 
 
