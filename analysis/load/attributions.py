@@ -29,23 +29,40 @@ EXPERTS = (
 )
 """experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the gate, of the output's
 norm and of its attributions of first and second order; the sum of its squared channels and the largest; channels."""
+ROOTS = "channel_root_sum"
+"""A column that experts.parquet of an older moe_lab lacks: the sum over channels of their root mean squares."""
 LOSSES = ("layer", "layer_loss")
 """layers.parquet of such a pass: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the layer, y
 the residual stream after it."""
 ABLATIONS = ("layer", "expert", "ablation")
 """ablation.parquet: what the model's loss gains without the expert, nats per token."""
-CONCENTRATION = ("layer", "channels", "score")
-"""concentration.parquet of scores: which share of the layer's score its highest channels hold, by their share."""
+ENTROPIES = ("layer", "entropy", "tokens")
+"""entropy.parquet of a pass: tokens by the entropy of the layer's router, in equal bins that end at `entropy`, as a
+share of the logarithm of the number of experts."""
+GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
+"""gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of the squared gradient
+of the loss at a channel; the sum over channels of the root mean squares of that gradient; channels."""
+WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
+"""weights.parquet of a reading of the weights: sum |w|, sum w^2 and how many."""
+CONCENTRATION = ("layer", "expert", "channels", "score")
+"""expert_concentration.parquet of scores: which share of the expert's score its highest channels hold, by their
+share."""
 BUDGETS = ("layer", "coverage", "kept")
 """budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that are kept."""
 TABLES = {
     "experts.parquet": ("statistics.safetensors", EXPERTS),
     "layers.parquet": ("statistics.safetensors", LOSSES),
     "ablation.parquet": ("statistics.safetensors", ABLATIONS),
-    "concentration.parquet": ("scores.safetensors", CONCENTRATION),
+    "entropy.parquet": ("statistics.safetensors", ENTROPIES),
+    "gradients.parquet": ("statistics.safetensors", GRADIENTS),
+    "weights.parquet": ("statistics.safetensors", WEIGHTS),
+    "expert_concentration.parquet": ("scores.safetensors", CONCENTRATION),
     "budgets.parquet": ("scores.safetensors", BUDGETS),
 }
 """Table -> the arrays that it was made from, and its columns."""
+
+
+OLDER = "as an older moe_lab wrote none: remove this folder and run again"
 
 
 def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None = None) -> pd.DataFrame | None:
@@ -57,12 +74,15 @@ def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None 
     if folder is None:
         return None
     arrays, columns = TABLES[file]
+    where = str(folder.relative_to(reader.root))
     if (folder / file).is_file():
-        table = reader.table(folder, file, columns)
+        optional = (ROOTS,) if columns == EXPERTS else ()
+        table = reader.table(folder, file, columns, optional)
+        if table is not None and not {*optional} <= {*table.column_names}:
+            reader.gap(f"{file} lacks {ROOTS}, {OLDER}", where)
         return None if table is None else table.to_pandas()
     if ((arrays_in or folder) / arrays).is_file():
-        where = str(folder.relative_to(reader.root))
-        reader.gap(f"{file} is missing, as an older moe_lab wrote none: remove this folder and run again", where)
+        reader.gap(f"{file} is missing, {OLDER}", where)
     return None
 
 
@@ -76,6 +96,8 @@ MEASURES = {
     "ablation": "rise of the loss without it",
 }
 """Measure of an expert -> what it is."""
+STATISTICS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
+"""Raw statistics of an expert -> what they are."""
 MAGNITUDES = {"size": "root mean square of channels", "largest": "largest channel"}
 """Measures of an expert's channels, the inputs of its down projection, over its tokens."""
 ABLATION = "ablation"
@@ -95,11 +117,70 @@ def experts(study: Study) -> pd.DataFrame:
     """
     frames = [
         _measures(sums, _tokens(report))
-        .merge(_ablations(study, cells), on=["layer", "expert"], how="left")
+        .merge(_behind(study, cells, ABLATION), on=["layer", "expert"], how="left")
         .assign(model=model, calibration=calibration)
         for model, calibration, cells, sums, report in _passes(study, "experts.parquet")
     ]
     columns = [*KEYS, *MEASURES, *MAGNITUDES]
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+
+
+def raw_statistics(study: Study) -> pd.DataFrame:
+    """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic, mean, std, count.
+
+    weight       |w| over the expert's weights, where some criterion of the study reads weights of whole experts
+    activation   sqrt(1/N sum_t phi^2) over its channels
+    gradient     sqrt(1/N sum_t (dL/dphi)^2) over its channels, where some criterion reads gradients
+
+    mean and std over `count` weights or channels. Only experts with an ablation; without a token there is no statistic.
+    """
+    frames = []
+    for model, calibration, cells, sums, _ in _passes(study, "experts.parquet"):
+        ablations = _behind(study, cells, ABLATION)
+        if ablations.empty:
+            continue
+        own = study.cells[study.cells["model"] == model]
+        weights = _behind(study, own, "weights")
+        gradients = _behind(study, own[own["calibration"] == calibration], "gradients")
+        roots = sums[ROOTS] if ROOTS in sums else pd.Series(np.nan, sums.index)
+        found = [
+            _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(statistic="weight"),
+            _moments(sums, roots, sums["channel_square"] / _seen(sums), sums["channels"]).assign(
+                statistic="activation"
+            ),
+            _moments(
+                gradients,
+                gradients["gradient_root_sum"],
+                gradients["gradient_square"] / _seen(gradients),
+                gradients["channels"],
+            ).assign(statistic="gradient"),
+        ]
+        both = pd.concat([one for one in found if len(one)], ignore_index=True)
+        both = both.merge(ablations, on=["layer", "expert"]).assign(model=model, calibration=calibration)
+        frames.append(both.dropna(subset=["mean"]))
+    columns = [*KEYS, "ablation", "statistic", "mean", "std", "count"]
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+
+
+def _seen(sums: pd.DataFrame) -> pd.Series:
+    return sums["tokens"].where(sums["tokens"] > 0)
+
+
+def _moments(experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count: pd.Series) -> pd.DataFrame:
+    """layer, expert, mean and std of `count` values from their sum and the sum of their squares."""
+    mean = (total / count).where(squares.notna())
+    std = np.sqrt((squares / count - mean**2).clip(lower=0))
+    return experts[["layer", "expert"]].assign(mean=mean, std=std, count=count)
+
+
+def router_entropies(study: Study) -> pd.DataFrame:
+    """model, calibration, layer, entropy, tokens: how many tokens of each calibration set have a router entropy in the
+    bin that ends at `entropy`, as a share of the logarithm of the number of experts."""
+    frames = [
+        counts.assign(model=model, calibration=calibration)
+        for model, calibration, _, counts, _ in _passes(study, "entropy.parquet")
+    ]
+    columns = ["model", "calibration", *ENTROPIES]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
@@ -116,7 +197,7 @@ def layer_losses(study: Study) -> pd.DataFrame:
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
     """Means of experts from their sums."""
-    seen = sums["tokens"].where(sums["tokens"] > 0)
+    seen = _seen(sums)
     return pd.DataFrame(
         {
             "layer": sums["layer"],
@@ -151,11 +232,15 @@ def _passes(study: Study, file: str) -> Iterator[tuple[str, str, pd.DataFrame, p
             yield str(model), str(calibration), found.drop(columns="shown"), sums, report
 
 
-def _ablations(study: Study, cells: pd.DataFrame) -> pd.DataFrame:
-    """The ablations that some plan among `cells` read: layer, expert, ablation; empty when none did."""
+_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
+"""Kind of step -> the columns of the table that it leaves, which is called by the kind."""
+
+
+def _behind(study: Study, cells: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The table of the first step of this kind that some plan among `cells` rests on; empty when none does."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps.behind(row["plan_folder"], study.reader).items():
-            found = read(folder, "ablation.parquet", study.reader) if steps.kind(name) == ABLATION else None
+            found = read(folder, f"{kind}.parquet", study.reader) if steps.kind(name) == kind else None
             if found is not None:
                 return found
-    return pd.DataFrame(columns=list(ABLATIONS)).astype({"layer": int, "expert": int, "ablation": float})
+    return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype({"layer": int, "expert": int})

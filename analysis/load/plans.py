@@ -37,6 +37,9 @@ PROFILE = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy"
 """Columns of profile.parquet: the layer; variance of the residual stream after it over tokens, the mean over its
 coordinates; entropies in nats of the router's softmax, of the chosen experts' gates and of the experts' loads; and the
 experts the router chooses from. NaN where a layer has no router."""
+OUTPUT_LOSS = "output_loss"
+"""A column that profile.parquet of an older moe_lab lacks: what pruning this layer alone takes from its routed output,
+relative to the residual stream; NaN for the unpruned model."""
 
 TIMING = (
     "batch_size",
@@ -100,14 +103,18 @@ def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What a pass through every pruned model looks like, layer by layer: cell and PROFILE."""
+    """What a pass through every pruned model looks like, layer by layer: cell, PROFILE and OUTPUT_LOSS."""
     frames = {}
     for cell, name in cells["profile_folder"].dropna().items():
         folder = reader.folder(str(name))
-        table = reader.table(folder, "profile.parquet", PROFILE) if folder else None
-        if table is not None:
-            frames[int(str(cell))] = table.to_pandas()
-    return _by_cell(frames, PROFILE)
+        table = reader.table(folder, "profile.parquet", PROFILE, (OUTPUT_LOSS,)) if folder else None
+        if table is None:
+            continue
+        if OUTPUT_LOSS not in table.column_names:
+            older = "as an older moe_lab wrote none: remove this folder and run again"
+            reader.gap(f"profile.parquet lacks {OUTPUT_LOSS}, {older}", str(name))
+        frames[int(str(cell))] = table.to_pandas().reindex(columns=[*PROFILE, OUTPUT_LOSS])
+    return _by_cell(frames, (*PROFILE, OUTPUT_LOSS))
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What attributions say of experts (MoE-Slimming, Figs. 2, 3 and 13): against ablation, and over depth."""
+"""What attributions say of experts: against ablation, over depth, and smoothed (MoE-Slimming, Fig. 12)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from analysis.render.style import Figure
 from analysis.results import Results
 
 AGAINST = ("gate", "first", "second")
-"""What the published figure, and what attribution, would prune by: drawn against the ablation."""
+"""What routing, and what attribution, would prune by: drawn against the ablation."""
 SPREAD = (0.1, 0.9)
 """Quantiles of a layer's experts between which the band of a line lies."""
 _SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
 
 
 def ablation_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """Fig. 2: each expert's router weight and attributions against what the model's loss gains without it."""
+    """Each expert's router weight and attributions against what the model's loss gains without it."""
     chosen = found[(found["model"] == model) & found["ablation"].notna()]
     if chosen.empty:
         return None
@@ -187,42 +187,41 @@ def _legend(panels: Iterable[Axes], drawing: Drawing) -> None:
 SUMS = "the sums of a pass over a text in the store"
 
 
-def _per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Item]:
+def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Item]:
     """The figure of every model with statistics, with what its numbers rest on in the caption."""
     models = list(dict.fromkeys(study.experts["model"]))
     figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
     return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
 
 
-@output(
-    "coverage.fig2",
-    chapter="attribution",
-    needs="cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation",
-)
+ABLATED = "cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation"
+
+
+@output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
 def ablations(results: Results, name: str) -> list[Item]:
     """Attributions against the loss that ablating an expert causes."""
     study = results.study
-    return _per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
+    return per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
 
 
-@output("coverage.fig3", chapter="attribution", needs=SUMS)
+@output("attributions_by_depth", chapter="attribution", needs=SUMS)
 def attributions_by_depth(results: Results, name: str) -> list[Item]:
     """Statistics of experts by depth."""
     study, title = results.study, "Routing and attribution by depth"
     caption = "Statistics of experts by depth, as gathered."
-    return _per_model(
+    return per_model(
         study,
         name,
         lambda model, own: depth_figure(study.experts, MEASURES, model=model, name=own, title=title, caption=caption),
     )
 
 
-@output("coverage.fig13", chapter="attribution", needs=SUMS)
+@output("activations_by_depth", chapter="attribution", needs=SUMS)
 def activations_by_depth(results: Results, name: str) -> list[Item]:
     """Sizes of activations by depth."""
     study, title = results.study, "Size of activations"
     caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
-    return _per_model(
+    return per_model(
         study,
         name,
         lambda model, own: depth_figure(study.experts, MAGNITUDES, model=model, name=own, title=title, caption=caption),
@@ -233,4 +232,4 @@ def activations_by_depth(results: Results, name: str) -> list[Item]:
 def smoothings(results: Results, name: str) -> list[Item]:
     """Layer losses as each smoothing leaves them."""
     losses = layer_losses(results.study)
-    return _per_model(results.study, name, lambda model, own: smoothing_figure(losses, model=model, name=own))
+    return per_model(results.study, name, lambda model, own: smoothing_figure(losses, model=model, name=own))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -24,7 +25,7 @@ from analysis.results import Results
 from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 
-SMOOTHING = {"smoothing", "layer_smoothing"}
+SMOOTHING = ("layer_smoothing", "smoothing")
 """What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
 COMPETING = ["ratio", "calibration", "gate", "seed"]
@@ -100,7 +101,7 @@ def allocator_table(results: Results, name: str) -> Table:
     study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
-        chosen = cells[[SMOOTHING.isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
+        chosen = cells[[set(SMOOTHING).isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
         if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
             base = _only(chosen[chosen["allocation"] == "uniform"])
             blocks.append(
@@ -128,7 +129,7 @@ def smoothing_table(results: Results, name: str) -> Table:
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
         parsed = [settings.allocation(word) for word in cells["allocation"]]
-        chosen = cells[[allocation == "coverage" and set(found) <= SMOOTHING for allocation, found in parsed]]
+        chosen = cells[[allocation == "coverage" and set(found) <= set(SMOOTHING) for allocation, found in parsed]]
         if chosen["allocation"].nunique() > 1:
             words = chosen["allocation"].map(_smoothing)
             base = _only(chosen[words == DEFAULT_SMOOTHING])
@@ -314,6 +315,39 @@ def _unpruned(axes: Axes, comparison: Comparison, target: tuple[str, ...]) -> No
     axes.axhline(comparison.score(target)[full], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.9)
 
 
+def loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """Loss against the ratio, where a benchmark is a loss or a perplexity and a method was run at three ratios."""
+    results = study.results[study.results["metric"].astype(str).str.endswith(names.LOWER_IS_BETTER)]
+    lines = ratio_lines(plain(comparison))
+    drawable = [cell for found in lines.values() for cell in found.index]
+    results = results[results["cell"].isin([comparison.unpruned, *drawable])]
+    drawn = [str(benchmark) for benchmark in results["benchmark"].unique()] if lines else []
+    if not drawn:
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE, 2.8)
+        for axes, benchmark in zip(np.atleast_1d(drawing.subplots(1, len(drawn))), drawn, strict=True):
+            found = results[results["benchmark"] == benchmark].set_index("cell")
+            for at, (label, cells) in enumerate(lines.items()):
+                some = cells[cells.index.isin(found.index)]
+                errors = 1.96 * found.loc[some.index, "stderr"].astype(float).fillna(0)
+                axes.errorbar(
+                    some["ratio"] * 100, found.loc[some.index, "score"], errors,
+                    color=style.colour(cells["criterion"].iloc[0]), label=label,
+                    marker=style.MARKERS[at % 11], markersize=4, linewidth=1.2,
+                )  # fmt: skip
+            whole = found["score"][found.index == comparison.unpruned]
+            if len(whole):
+                axes.axhline(whole.iloc[0], color=style.INK, linestyle="--", linewidth=0.9)
+            axes.set(xlabel="routed parameters removed (%)", ylabel=str(found["metric"].iloc[0]).replace("_", " "))
+            axes.set_title(names.benchmark(benchmark))
+            axes.grid(axis="y")
+        handles, labels = axes.get_legend_handles_labels()
+        drawing.legend(handles, labels, loc="outside lower center", ncols=min(2, len(handles)))
+    caption = "Bars: 95 %, from standard errors over windows of the text. Dashed: the unpruned model. Lower is better."
+    return Figure(name, f"Loss against the ratio: {comparison.model}", caption, drawing)
+
+
 def _of_heapr(comparison: Comparison) -> bool:
     """Whether a method of HEAPr's tables was run."""
     pairs = zip(comparison.cells["criterion"], comparison.cells["allocation"], strict=True)
@@ -328,6 +362,12 @@ def accuracy_by_ratio(results: Results, name: str) -> list[Item | None]:
         for comparison, own in results.per_model(name)
         if _of_heapr(comparison)
     ]
+
+
+@output("loss_by_ratio", chapter="channels", needs="a perplexity at three ratios")
+def loss_by_ratio(results: Results, name: str) -> list[Item | None]:
+    """The model's loss or perplexity against the ratio."""
+    return [loss_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
 
 
 @output(

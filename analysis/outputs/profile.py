@@ -153,7 +153,7 @@ def token_variance(results: Results, name: str) -> list[Item | None]:
     return [*_figures(results, VARIANCE, name), profile_table(results.study, results.comparisons, name=name)]
 
 
-@output("coverage.fig11", chapter="inside", needs=PROFILED)
+@output("router_entropy", chapter="inside", needs=PROFILED)
 def router_entropy(results: Results, name: str) -> list[Item | None]:
     """Entropy of the router by layer."""
     return _figures(results, ENTROPY, name)

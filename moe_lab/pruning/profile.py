@@ -13,25 +13,28 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.decoder import run
-from moe_lab.models.discover import MoELayer, routed_layers
+from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.watch import watched
-from moe_lab.pruning.mask import mask
+from moe_lab.pruning.mask import mask, mask_layer
 from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.accumulate import EPSILON
 from moe_lab.statistics.gather import Batch
 
-COLUMNS = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts")
+COLUMNS = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
 """variance         of the residual stream after the layer over tokens, the mean over its coordinates
 router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over tokens
 gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
 load_entropy     of the shares of tokens that experts are given
 experts          that the router chooses from, or 0
+output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m the routed output, m'
+                 that of the pruned layer on the same input, y the residual stream after the unpruned layer
 
-Entropies are in nats; NaN in layers without a router."""
+Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also without a plan."""
 
 
 def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
     """Rows of COLUMNS, one per decoder layer, from one forward pass of `model` under `plan` (None: unpruned) over the
-    valid tokens of `batches`.
+    valid tokens of `batches`, and one of the unpruned model for the losses.
 
     UserError for no batches, a plan that does not fit, and naming the layer where the stream is not finite.
     """
@@ -48,7 +51,56 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
         for ids, valid in batches:
             seen.valid = valid.flatten()
             run(model, ids, valid)
-    return seen.rows()
+    losses = output_losses(model, plan, batches) if plan is not None else {}
+    return [(*row, losses.get(row[0], float("nan"))) for row in seen.rows()]
+
+
+def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
+    """MoE layer -> output_loss (see COLUMNS) of `plan` in that layer alone."""
+    losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
+    with torch.no_grad(), ExitStack() as hooks:
+        for loss in losses:
+            around = model.get_submodule(f"{loss.layer.stack}.{loss.layer.index}")
+            hooks.callback(loss.layer.experts.register_forward_hook(loss.after_experts).remove)
+            hooks.callback(loss.layer.block.register_forward_hook(loss.after_block, with_kwargs=True).remove)
+            hooks.callback(around.register_forward_hook(loss.after_layer).remove)
+        for ids, valid in batches:
+            for loss in losses:
+                loss.valid = valid.flatten()
+            run(model, ids, valid)
+    return {loss.layer.index: loss.total / loss.tokens for loss in losses}
+
+
+class _Loss:
+    """Runs the block of one layer a second time, pruned, and sums how far its routed output is off."""
+
+    def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
+        self.model, self.layer, self.plan = model, layer, plan
+        self.valid = torch.zeros(0, dtype=torch.bool)
+        self.again = False
+        self.total, self.tokens = 0.0, 0
+
+    def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The routed output (T, H)."""
+        self.routed = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+
+    def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        """The same input once more, under the mask."""
+        if self.again:  # the call below comes here, too
+            return
+        whole, self.again = self.routed, True
+        with mask_layer(self.model, self.layer, self.plan):
+            module(*inputs, **named)
+        self.again = False
+        self.off = (whole.double() - self.routed.double()).square().sum(-1)
+
+    def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The residual stream (B, S, H) after the layer."""
+        stream = (output[0] if isinstance(output, tuple) else output).flatten(0, -2).double()
+        valid = self.valid.to(stream.device)
+        off = self.off.to(stream.device) / (stream.square().sum(-1) + EPSILON)
+        self.total += float(off[valid].sum())
+        self.tokens += int(valid.sum())
 
 
 class _Seen:
@@ -84,7 +136,7 @@ class _Seen:
         self.load[layer.index] = self.load.get(layer.index, 0) + counts
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """COLUMNS of every layer."""
+        """COLUMNS of every layer but the last one."""
         return [(layer, self._variance(layer), *self._routing(layer)) for layer in sorted(self.sums)]
 
     def _variance(self, layer: int) -> float:

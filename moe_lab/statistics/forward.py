@@ -6,6 +6,7 @@ those the model's own router gave, so no routing rule is known here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.statistics.accumulate import Call
 from moe_lab.statistics.observe import Observer, Tap
+
+ENTROPY_BINS = 50
+"""Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
 
 
 class ForwardTap(Tap):
@@ -25,6 +29,8 @@ class ForwardTap(Tap):
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
         self.softmax_router = "sums_double_softmax" in start if start else None
+        # a pass that goes on from sums without the histogram would count only the rest of the tokens
+        self.counts_entropies = not start or "router_entropy" in start
         self.logits: torch.Tensor | None = None
         self.call: Call | None = None
 
@@ -54,6 +60,8 @@ class ForwardTap(Tap):
         if call is not None:
             for name, sums in call.finish(mixed.detach()).items():
                 self.add(name, sums)
+            if self.logits is not None and self.counts_entropies:
+                self.add("router_entropy", entropy_histogram(self.logits, call.valid))
         self.call = call
         return mixed
 
@@ -74,6 +82,14 @@ class ForwardTap(Tap):
             return {}
         full = self.logits.double().softmax(-1)
         return {"full_softmax": full.gather(-1, index), "double_softmax": full.softmax(-1).gather(-1, index)}
+
+
+def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """How many tokens have a router entropy in each of ENTROPY_BINS equal bins between 0 and ln E; `logits` (T, E)."""
+    logits = logits if valid is None else logits[valid]
+    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(max(2, logits.shape[-1]))
+    bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
+    return torch.bincount(bins, minlength=ENTROPY_BINS)
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -12,6 +12,8 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream after
     ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)
     layer_loss           ()        sum over all valid tokens of ||m||^2 / (||y||^2 + eps)
+    router_entropy       (B,)      valid tokens by the entropy of softmax(logits) over all experts, in B equal bins
+                                   from 0 to ln E, of routers that give logits
     channel_square       (E, I)    sum_t phi^2
     channel_max          (E, I)    max_t |phi|
     gate_channel_square  (E, I)    sum_t (g phi)^2

@@ -211,7 +211,7 @@ WORK: Mapping[str, Work] = {
     "convergence": _passes(1.1),
     "channel_convergence": _passes(3.3),
     "cost": _passes(1),
-    "profile": _passes(1.1),
+    "profile": _passes(3.3),
     "timing": _timing,
     "evaluate": _evaluate,
     "generate": _evaluate,

@@ -57,7 +57,7 @@ def write(root: Path) -> Path:
         root, name="channels", criteria=("channel_activation",), ratios=(0.5,), allocations=spread, **general, **usual
     )
     write_store(root, name="weights", criteria=("channel_weight",), ratios=(0.5,), allocations=("coverage",), **usual)
-    synthetic_sums.add(root, "channels", "coverage")
+    synthetic_sums.add(root, "channels", "coverage", ("channel_activation",))
     _same_text(root)
     _weight_scores(root)
     _fail_one(root)

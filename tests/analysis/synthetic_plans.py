@@ -10,7 +10,7 @@ import numpy as np
 LAYERS, EXPERTS, WIDTH, TOP_K = 4, 32, 64, 4
 EXPERT_PARAMETERS, ROUTER_PARAMETERS = 3 * 128 * 64, 128
 PARAMETERS = 3_700_000
-CHANNEL_CRITERIA = ("heapr", "camera", "channel_weight", "channel_activation", "channel_random")
+CHANNEL_CRITERIA = ("heapr", "camera", "channel_weight", "channel_activation", "snip", "channel_random")
 SEARCHED = "evolutionary"
 GENERATIONS, POPULATION = 6, 8
 
@@ -105,6 +105,7 @@ def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
                 "gate_entropy": entropy / 2,
                 "load_entropy": entropy,
                 "experts": 0 if layer == 0 else left,
+                "output_loss": axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan"),
             }
         )
     return rows

@@ -28,10 +28,22 @@ def sums() -> dict[int, dict[str, np.ndarray]]:
         one |= {"ala_first": drawn.integers(-9, 40, EXPERTS) / 8, "ala_second": drawn.integers(0, 40, EXPERTS) / 8}
         one |= {"sums_model": drawn.integers(0, 99, (EXPERTS, 3, 3)) / 8, "layer_loss": np.array(70.0 + layer)}
         one |= {name: drawn.integers(0, 32, (EXPERTS, WIDTH)) / 8 for name in ("channel_square", "channel_max")}
+        one |= {"channel_gradient_square": drawn.integers(0, 32, (EXPERTS, WIDTH)) / 512}
+        one |= {"router_entropy": drawn.integers(0, 9, 50)}
         for name, values in one.items():
-            if name != "layer_loss":
+            if name not in ("layer_loss", "router_entropy"):
                 values[SILENT] = 0
         found[layer] = one
+    return found
+
+
+def weights() -> dict[int, dict[str, np.ndarray]]:
+    """Sums over the weights of each expert, layer by layer, of 64 weights each."""
+    found = {}
+    for layer in range(LAYERS):
+        drawn = np.abs(rng("weights", layer).normal(0, 1 + layer / 4, (EXPERTS, 64)))
+        squares = np.square(drawn).sum(axis=1)
+        found[layer] = {"abs_sum": drawn.sum(axis=1), "square_sum": squares, "count": np.array(64.0)}
     return found
 
 
@@ -52,9 +64,9 @@ def best_channels(cell: dict[str, Any]) -> np.ndarray:
     return places < channel_masks(cell).sum(axis=-1, keepdims=True)
 
 
-def add(root: Path, study: str, ablated: str) -> None:
+def add(root: Path, study: str, ablated: str, reads: tuple[str, ...] = ()) -> None:
     """Give every cell of channels in `study` its sums and scores, and all their steps a time; plans with the allocation
-    `ablated` rest on an ablation too."""
+    `ablated` rest on an ablation too, and plans by the criteria `reads` on weights and gradients."""
     document = json.loads((root / "studies" / f"{study}.json").read_text())
     for entry in document["cells"]:
         if entry["cell"]["granularity"] != "channel":
@@ -63,11 +75,12 @@ def add(root: Path, study: str, ablated: str) -> None:
         _save(root / statistics, sums())
         write_table(root / statistics / "experts.parquet", tables.EXPERTS, tables.experts(sums()))
         write_table(root / statistics / "layers.parquet", tables.LOSSES, tables.losses(sums()))
+        write_table(root / statistics / "entropy.parquet", tables.ENTROPIES, tables.entropies(sums()))
         _describe(root, statistics, {"model": model}, 2.5, 300)
         (root / scored).mkdir(parents=True, exist_ok=True)
         layers = dict(enumerate(scores()))
         save_file({str(at): values for at, values in layers.items()}, root / scored / "scores.safetensors")
-        write_table(root / scored / "concentration.parquet", tables.CONCENTRATION, tables.concentration(layers))
+        write_table(root / scored / "expert_concentration.parquet", tables.CONCENTRATION, tables.concentration(layers))
         kept = dict(enumerate(best_channels(entry["cell"])))
         write_table(root / entry["plan"] / "budgets.parquet", tables.BUDGETS, tables.budgets(layers, kept))
         _describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200)
@@ -78,7 +91,21 @@ def add(root: Path, study: str, ablated: str) -> None:
             _save(folder, ablations())
             write_table(folder / "ablation.parquet", tables.ABLATIONS, tables.ablations(ablations()))
             _describe(root, inputs["ablation"], {"model": model}, 40.0, 100)
+        if entry["cell"]["criterion"] in reads:
+            inputs |= _other_readings(root, model)
         _describe(root, entry["plan"], inputs, 0.5, 1)
+
+
+def _other_readings(root: Path, model: str) -> dict[str, str]:
+    """Steps that read weights and gradients, as inputs of a plan."""
+    made = {"weights": "weights/made-up-0123456789ab", "gradients": "gradients/made-up-0123456789ab"}
+    _save(root / made["weights"], weights())
+    write_table(root / made["weights"] / "weights.parquet", tables.WEIGHTS, tables.weights(weights()))
+    _save(root / made["gradients"], sums())
+    write_table(root / made["gradients"] / "gradients.parquet", tables.GRADIENTS, tables.gradients(sums()))
+    for name in made.values():
+        _describe(root, name, {"model": model}, 1.0, 100)
+    return made
 
 
 def _save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, study_of
 
-from analysis.outputs import channels, layer_budgets
+from analysis.outputs import channels, kept_shares
 
 AXES = [
     UNPRUNED,
@@ -62,16 +62,16 @@ KEPT = pd.concat(
 
 
 def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
-    shares = layer_budgets.layer_shares(cells_of(BUDGETS), KEPT)
+    shares = kept_shares.layer_shares(cells_of(BUDGETS), KEPT)
     assert shares.index.tolist() == ["uniform\nlayerwise", "coverage\ncoverage, prior usage"]
     assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
 
 
 def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
     comparison = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    layers = layer_budgets.layer_figure(comparison, KEPT, name="coverage.fig")
+    layers = kept_shares.layer_figure(comparison, KEPT, name="coverage.fig")
     assert layers is not None and len(layers.drawing.axes[0].lines) == 2
-    experts = layer_budgets.expert_figure(comparison, KEPT, name="coverage.fig.experts")
+    experts = kept_shares.expert_figure(comparison, KEPT, name="coverage.fig.experts")
     assert experts is not None
     titles = [axes.get_title(loc="left") for axes in experts.drawing.axes]
     assert titles == ["layerwise", "coverage"], "others keep the same of every expert of a layer"
@@ -80,9 +80,28 @@ def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
 
 def test_without_coverage_or_plans_nothing_is_drawn() -> None:
     comparison = comparison_of(BUDGETS[:3], {"gsm8k": [[1, 1], [1, 0], [1, 0]]})
-    assert layer_budgets.layer_figure(comparison, KEPT, name="f") is None
-    assert layer_budgets.expert_figure(comparison, KEPT, name="f") is None
+    assert kept_shares.layer_figure(comparison, KEPT, name="f") is None
+    assert kept_shares.expert_figure(comparison, KEPT, name="f") is None
     none = pd.DataFrame(columns=["cell", "layer", "expert", "share", "null"])
     both = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    assert layer_budgets.layer_figure(both, none, name="f") is None
-    assert layer_budgets.expert_figure(both, none, name="f") is None
+    assert kept_shares.layer_figure(both, none, name="f") is None
+    assert kept_shares.expert_figure(both, none, name="f") is None
+
+
+def test_perplexity_is_drawn_against_the_ratio() -> None:
+    comparison = comparison_of(AXES[:4], {"wikitext": [[1.0]] * 4})
+    study = study_of(comparison)
+    scores = {
+        "cell": range(4),
+        "benchmark": "wikitext",
+        "metric": "perplexity",
+        "score": [9.0, 10, 14, 12],
+        "stderr": 0.1,
+    }
+    study.results = pd.DataFrame(scores)
+    figure = channels.loss_figure(study, comparison, name="loss_by_ratio")
+    assert figure is not None
+    [points] = [line for line in figure.drawing.axes[0].lines if len(line.get_xdata()) == 3]
+    assert np.asarray(points.get_xydata()).tolist() == [[20, 10], [40, 12], [60, 14]]
+    study.results["metric"] = "acc"
+    assert channels.loss_figure(study, comparison, name="loss_by_ratio") is None

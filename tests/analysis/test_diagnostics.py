@@ -107,9 +107,9 @@ def test_the_figure_ends_where_all_text_is_read(results: Results) -> None:
 
 
 def test_profiles_stand_beside_the_unpruned_model(results: Results) -> None:
-    made = make(["aimer.fig6", "coverage.fig11"], results)
+    made = make(["aimer.fig6", "router_entropy"], results)
     figure, table = made["aimer.fig6"]
-    [entropy] = made["coverage.fig11"]
+    [entropy] = made["router_entropy"]
     row = table.frame[(table.frame["Criterion"] == "MAN") & (table.frame["Layer"] == "2")].iloc[0]
     whole = table.frame[(table.frame["Criterion"] == "Unpruned") & (table.frame["Layer"] == "2")].iloc[0]
     assert row["Of the unpruned"] == pytest.approx(row["Token variance"] / whole["Token variance"])

@@ -50,14 +50,26 @@ WORDS = {
     "aimer.fig1": ("change of the score (points)", "65k", "calibration tokens read", "GSM8K"),
     "heapr.fig3": ("calibration tokens read", "REAP, text_65k", "8k", "65k"),
     "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P (one-shot)"),
-    "coverage.fig2": ("mean router weight", "rise of the loss (nats a token)", "layer 3"),
-    "coverage.fig3": ("mean output norm", "attribution, second order", "rise of the loss without it", "General"),
-    "coverage.fig4": ("share of the layer's score", "Channel activation, General", "layer 0"),
-    "coverage.fig7": ("Loss of the layer", "Score kept (%)", "Channels kept (%)"),
+    "attributions_and_ablation": ("mean router weight", "rise of the loss (nats a token)", "layer 3"),
+    "attributions_by_depth": (
+        "mean output norm",
+        "attribution, second order",
+        "rise of the loss without it",
+        "General",
+    ),
+    "activations_by_depth": ("root mean square of channels", "largest channel"),
+    "attribution_by_layer": ("Share of the attribution", "Share of what is kept", "decoder layer"),
+    "router_entropy": ("router entropy (nats)", "decoder layer", "Magnitude"),
+    "coverage.fig2": ("mean router weight", "tokens", "rise of the loss (nats a token)", "the loss falls without it"),
+    "coverage.fig3": ("(a) weights", "(a) activations", "(a) gradients", "(b) gradients, layer 1", "decoder layer"),
+    "coverage.fig4": ("share of the expert's score", "Channel activation, General", "layer 0"),
+    "coverage.fig4.loss": ("loss of the output", "channels of the layer kept", "HEAPr-G", "layer 3"),
+    "coverage.fig7": ("layer loss", "score coverage", "channels kept", "decoder layer"),
+    "coverage.fig11": ("layer loss", "smoothed loss", "score coverage", "channels kept"),
     "coverage.fig12": ("target, mean 1", "sqrt", "huber", "decoder layer"),
-    "coverage.fig13": ("root mean square of channels", "largest channel"),
-    "coverage.fig14": ("Share of the attribution", "Share of what is kept", "decoder layer"),
-    "coverage.fig11": ("router entropy (nats)", "decoder layer", "Magnitude"),
+    "coverage.fig13": ("router entropy / ln(experts)", "General", "decoder layer"),
+    "coverage.fig14": ("root mean square of channels", "Layer 0", "Layer 3", "General"),
+    "coverage.fig15": ("channels kept", "highest tenth of the channels", "attribution, of the highest", "Layer 1"),
 }
 """What each figure must say."""
 WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
@@ -73,8 +85,11 @@ ELSEWHERE = {
     "coverage.table2",
     "coverage.fig6",
     "coverage.fig10",
+    "coverage.fig16",
+    "loss_by_ratio",
 }
-"""What this store has nothing for, and test_answer_losses.py, test_items.py and test_timing_outputs.py have."""
+"""What this store has nothing for, and test_attribution_figures.py, test_channel_figures.py, test_answer_losses.py,
+test_items.py and test_timing_outputs.py have."""
 
 
 @pytest.fixture(scope="module")

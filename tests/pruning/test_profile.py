@@ -9,6 +9,8 @@ import torch
 from moe_lab.errors import UserError
 from moe_lab.models.decoder import run
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.profile import profile
 
 
@@ -63,7 +65,7 @@ def test_entropies_are_those_of_the_routers_decisions(ratio: float | None) -> No
     row = profile(model, tiny.plan(model, ratio) if ratio else None, batches())[layer.index]
     hook.remove()
     valid = torch.cat([valid.flatten() for _, valid in batches()])
-    logits, gates, chosen = (torch.cat([call[part] for call in calls])[valid].double() for part in range(3))
+    logits, gates, chosen = (torch.cat([call[part] for call in calls[:2]])[valid].double() for part in range(3))
     tokens = len(logits)
     kept = 8 if ratio else 16
     assert row[5] == kept == logits.shape[-1]
@@ -78,6 +80,50 @@ def test_every_architecture_has_a_profile() -> None:
     for name in tiny.ARCHITECTURES:
         rows = profile(tiny.build(name), None, batches(2)[:1])
         assert all(row[1] > 0 for row in rows) and any(row[5] > 0 and row[4] > 0 for row in rows), name
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "gpt_oss"])
+def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
+    model = tiny.build(name)
+    layers = moe_layers(model)
+    none = Plan({layer.index: tuple(range(layer.n_experts)) for layer in layers}, counts(layers), {})
+    assert all(row[6] == 0 or math.isnan(row[6]) for row in profile(model, none, batches()))
+    plan = tiny.plan(model, 0.5)
+    found = {row[0]: row[6] for row in profile(model, plan, batches())}
+    assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.experts)
+    last = layers[-1]
+    whole, stream = outputs_of(model, last)
+    alone = Plan({**none.experts, last.index: plan.experts[last.index]}, counts(layers), {})
+    with mask(model, alone):
+        pruned, _ = outputs_of(model, last)
+    terms = [
+        float((m - other).square().sum() / (y.square().sum() + 1e-6))
+        for m, other, y in zip(whole, pruned, stream, strict=True)
+    ]
+    assert found[last.index] == pytest.approx(sum(terms) / len(terms), rel=1e-4) and found[last.index] > 0
+
+
+def counts(layers) -> dict[int, int]:
+    return {layer.index: layer.n_experts for layer in layers}
+
+
+def outputs_of(model, layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The routed outputs of a layer and the residual stream after it, valid token by token."""
+    calls: list = []
+    streams: list = []
+    around = model.get_submodule(f"{layer.stack}.{layer.index}")
+    hooks = [
+        layer.experts.register_forward_hook(lambda m, args, out: calls.append(out)),
+        around.register_forward_hook(lambda m, args, out: streams.append(out[0] if isinstance(out, tuple) else out)),
+    ]
+    with torch.no_grad():
+        for ids, valid in batches():
+            run(model, ids, valid)
+    for hook in hooks:
+        hook.remove()
+    valid = torch.cat([valid.flatten() for _, valid in batches()])
+    routed, stream = (torch.cat([part.flatten(0, -2) for part in parts])[valid].double() for parts in (calls, streams))
+    return list(routed), list(stream)
 
 
 def test_nothing_to_read_is_a_sentence() -> None:

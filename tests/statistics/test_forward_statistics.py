@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import naive
@@ -13,7 +14,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import sort_by_expert
 from moe_lab.statistics import dispatch
 from moe_lab.statistics.accumulate import Call
-from moe_lab.statistics.forward import ForwardTap, inside_backward, is_softmax
+from moe_lab.statistics.forward import ENTROPY_BINS, ForwardTap, inside_backward, is_softmax
 from moe_lab.statistics.observe import Observer
 
 SOFTMAX_ROUTERS = {
@@ -94,6 +95,23 @@ def check_ala(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
         second = expert.gate.square() * expert.f.square().sum(-1) / energy[expert.token]
         assert abs(named["ala_first"][j] - terms.sum()) <= 1e-5 * terms.abs().sum()
         assert naive.relative(named["ala_second"][j], second.sum()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+def test_router_entropies_are_counted_token_by_token(name: str) -> None:
+    model, (ids, valid) = naive.model(name), naive.batch()
+    layer = moe_layers(model)[0]
+    calls: list[torch.Tensor] = []
+    hook = layer.router.register_forward_hook(lambda m, args, out: calls.append(out[0]))
+    counts = observed(model, ids, valid)[layer.index]["router_entropy"]
+    hook.remove()
+    expected = [0.0] * ENTROPY_BINS
+    for line in calls[0].reshape(-1, layer.n_experts)[valid.flatten()].double().tolist():
+        shares = [math.exp(z - max(line)) for z in line]
+        shares = [share / sum(shares) for share in shares]
+        entropy = -sum(share * math.log(share) for share in shares if share) / math.log(len(shares))
+        expected[min(int(entropy * ENTROPY_BINS), ENTROPY_BINS - 1)] += 1
+    assert counts.tolist() == expected and sum(expected) == int(valid.sum())
 
 
 def test_padding_changes_no_statistic() -> None:

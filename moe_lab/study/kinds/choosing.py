@@ -33,7 +33,7 @@ def scores(job: Job) -> None:
         from safetensors.numpy import save_file
 
         save_file({str(layer): values for layer, values in found.items()}, job.output(CHANNEL_SCORES))
-        write_table(job.output("concentration.parquet"), tables.CONCENTRATION, tables.concentration(found))
+        write_table(job.output("expert_concentration.parquet"), tables.CONCENTRATION, tables.concentration(found))
         return
     table = [(layer, expert, float(value)) for layer, values in found.items() for expert, value in enumerate(values)]
     write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)

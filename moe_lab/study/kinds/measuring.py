@@ -46,6 +46,7 @@ def statistics(job: Job) -> None:
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
     write_table(job.output("experts.parquet"), tables.EXPERTS, tables.experts(sums.layers))
     write_table(job.output("layers.parquet"), tables.LOSSES, tables.losses(sums.layers))
+    write_table(job.output("entropy.parquet"), tables.ENTROPIES, tables.entropies(sums.layers))
 
 
 def forward_sums(job: Job, parts: int) -> Any:
@@ -91,6 +92,7 @@ def gradients(job: Job) -> None:
     else:
         sums = gradient_sums(job, job.runtime["calibration"]["snapshots"])
     sums.save(job.output(STATISTICS))
+    write_table(job.output("gradients.parquet"), tables.GRADIENTS, tables.gradients(sums.layers))
 
 
 def weight_gradients(job: Job) -> None:
@@ -146,7 +148,9 @@ def weights(job: Job) -> None:
     from moe_lab.statistics.weights import weigh
 
     folder, device = _checkpoint(job)
-    weigh(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
+    sums = weigh(folder, fingerprint=job.settings, device=device)
+    sums.save(job.output(STATISTICS))
+    write_table(job.output("weights.parquet"), tables.WEIGHTS, tables.weights(sums.layers))
 
 
 def channel_weights(job: Job) -> None:

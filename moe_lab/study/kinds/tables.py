@@ -28,18 +28,23 @@ EXPERTS = (
     "channel_square",
     "channel_max",
     "channels",
+    "channel_root_sum",
 )
 LOSSES = ("layer", "layer_loss")
+ENTROPIES = ("layer", "entropy", "tokens")
+GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
+WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
 ABLATIONS = ("layer", "expert", "ablation")
-CONCENTRATION = ("layer", "channels", "score")
+CONCENTRATION = ("layer", "expert", "channels", "score")
 BUDGETS = ("layer", "coverage", "kept")
-POINTS = 101
-"""Points of a layer's curve of concentration at most."""
+POINTS = 21
+"""Points of an expert's curve of concentration at most."""
 
 
 def experts(layers: Layers) -> list[Row]:
     """EXPERTS of every expert: tokens; sums over them of the gate and of the output's norm; its attributions of first
-    and second order; the sum of its squared channels, and the largest of any; and how many channels it has."""
+    and second order; the sum of its squared channels, and the largest of any; how many channels it has; and the sum
+    over channels of their root mean squares, for the mean and the spread of channels."""
     rows = []
     for layer, named in layers.items():
         sums, square, largest = (_array(named[name]) for name in ("sums_model", "channel_square", "channel_max"))
@@ -53,13 +58,49 @@ def experts(layers: Layers) -> list[Row]:
             largest.max(axis=1),
         )
         for expert, values in enumerate(zip(*map(np.ndarray.tolist, columns), strict=True)):
-            rows.append((layer, expert, *values, square.shape[1]))
+            roots = _root_sum(square[expert], values[0])
+            rows.append((layer, expert, *values, square.shape[1], roots))
     return rows
+
+
+def _root_sum(squares: Array, tokens: float) -> float:
+    """The sum over channels of sqrt(sum_t x^2 / N) from their sums over N tokens; 0 for none."""
+    return float(np.sqrt(squares / tokens).sum()) if tokens > 0 else 0.0
 
 
 def losses(layers: Layers) -> list[Row]:
     """LOSSES: the sum over all valid tokens of ||m||^2 / (||y||^2 + eps) in every layer."""
     return [(layer, float(named["layer_loss"])) for layer, named in layers.items()]
+
+
+def entropies(layers: Layers) -> list[Row]:
+    """ENTROPIES: how many tokens have a router entropy between `entropy` minus a bin's width and `entropy`, as a share
+    of the logarithm of the number of experts; nothing for layers whose router gives no logits of all experts."""
+    rows = []
+    for layer, named in layers.items():
+        counts = _array(named.get("router_entropy", ()))
+        rows += [(layer, (at + 1) / len(counts), count) for at, count in enumerate(counts.tolist())]
+    return rows
+
+
+def gradients(layers: Layers) -> list[Row]:
+    """GRADIENTS of every expert: tokens; the sum over them and over its channels of the squared gradient at a channel;
+    the sum over channels of the root mean square of that gradient; and channels."""
+    rows = []
+    for layer, named in layers.items():
+        squares, tokens = _array(named["channel_gradient_square"]), _array(named["tokens"]).tolist()
+        for expert, (square, count) in enumerate(zip(squares, tokens, strict=True)):
+            rows.append((layer, expert, count, float(square.sum()), _root_sum(square, count), len(square)))
+    return rows
+
+
+def weights(layers: Layers) -> list[Row]:
+    """WEIGHTS of every expert: sum |w|, sum w^2 and the number of its weights."""
+    rows = []
+    for layer, named in layers.items():
+        sums = zip(_array(named["abs_sum"]).tolist(), _array(named["square_sum"]).tolist(), strict=True)
+        rows += [(layer, expert, *values, float(named["count"])) for expert, values in enumerate(sums)]
+    return rows
 
 
 def ablations(layers: Layers) -> list[Row]:
@@ -72,13 +113,18 @@ def ablations(layers: Layers) -> list[Row]:
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """CONCENTRATION: which share of a layer's score (E, I) its highest channels hold, for at most POINTS shares of its
+    """CONCENTRATION: which share of an expert's score (I,) its highest channels hold, for at most POINTS shares of its
     channels between 0 and 1. Negative scores count as 0; NaN where no channel has a score."""
-    return [(layer, *point) for layer, values in scores.items() for point in _curve(values)]
+    return [
+        (layer, expert, *point)
+        for layer, values in scores.items()
+        for expert, one in enumerate(values)
+        for point in _curve(one)
+    ]
 
 
 def _curve(values: Array) -> Iterator[tuple[float, float]]:
-    ordered = np.sort(_positive(values), axis=None)[::-1]
+    ordered = np.sort(_positive(values))[::-1]
     total = ordered.sum()
     held = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
     places = np.unique(np.linspace(0, ordered.size, POINTS).round().astype(int))
