@@ -9,7 +9,7 @@ from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.expected import compare
 from moe_lab.models.files import local_folder
-from moe_lab.models.load import skeleton
+from moe_lab.models.load import check_sizes, skeleton
 from moe_lab.models.parts import linears
 from moe_lab.models.top_k import set_top_k
 
@@ -24,9 +24,11 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     without experts too. `shared_width`: channels of a layer's shared experts together, 0 where there are none.
     `parameters`: all of them, and those of one routed expert by layer, so that the size of any plan follows. Where
     experts of a layer have unequal widths, `width` and `expert_parameters` are rounded means, and `widths` lists them
-    all. Raises UserError for a model that is not supported, or is not what is expected.
+    all. Raises UserError for a model that is not supported, is not what is expected, or has weights of another size.
     """
-    model = skeleton(local_folder(settings), trust_remote_code=settings.trust_remote_code)
+    folder = local_folder(settings)
+    model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    check_sizes(model, folder, settings)
     compare(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
     return {"model": settings.name, **model_facts(model)}

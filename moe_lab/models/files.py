@@ -143,9 +143,11 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
         for value in stated if isinstance(stated, list) else [stated]:
             if value is not None and (type(value) is not int or not least <= value <= most):
                 raise UserError(f"{file} has {field}={value!r:.40}: expected a whole number from {least} to {most}")
-    experts, top_k = (
-        next((text[name] for name in names if name in text), None) for names in (COUNT_FIELDS, TOP_K_FIELDS)
-    )
+    counts = {name: text[name] for name in COUNT_FIELDS if name in text}
+    if counts and all(count == 0 for count in counts.values()):
+        raise UserError(f"{file} has {next(iter(counts))}=0: expected a model with routed experts")
+    experts = next(iter(counts.values()), None)
+    top_k = next((text[name] for name in TOP_K_FIELDS if name in text), None)
     if isinstance(experts, int) and isinstance(top_k, int) and experts > 1 and not 1 <= top_k <= experts:
         raise UserError(f"{file} gives a token to {top_k} experts of {experts}: expected from 1 to {experts}")
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import cpu_experts
-from moe_lab.models.checkpoint import read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.files import (
     PICKLES,
@@ -57,6 +58,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         empty = skeleton(folder, trust_remote_code=settings.trust_remote_code)
         set_top_k(empty, settings.top_k)
         routed_layers(empty)
+        check_sizes(empty, folder, settings)
         check_room(empty, folder, settings, dtype, device)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
@@ -161,6 +163,18 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
             f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
         )
     return model
+
+
+def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> None:
+    """UserError when a tensor that is stored plainly has not as many numbers as config.json asks for.
+
+    Numbers are compared, not shapes: some experts are stored transposed.
+    """
+    if has_pickles_only(folder) or quantization(settings) is not None:
+        return
+    stored, asked = open_checkpoint(folder).tensors, skeleton.state_dict()
+    shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in asked.items() if name in stored)
+    check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
 
 
 def check_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:

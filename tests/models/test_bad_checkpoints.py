@@ -23,6 +23,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.facts import facts
 from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder, quantization
 from moe_lab.models.load import load_model, load_tokenizer, skeleton
 from moe_lab.models.streamed import StreamedModel
@@ -360,6 +361,7 @@ def test_an_adapter_beside_a_model_does_not_fetch_another_one(tmp_path: Path) ->
     [
         ({"hidden_size": -128}, "hidden_size=-128"),
         ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"num_experts": 0}, "num_experts=0"),
         ({"num_experts_per_tok": 17}, "17 experts of 16"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
@@ -372,6 +374,16 @@ def test_numbers_that_no_model_has_are_refused_before_anything_is_built(
     tiny.save("olmoe", tmp_path)
     reconfigure(tmp_path, **changes)
     refused(lambda: check(settings(tmp_path)), sentence)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 33}, {"num_attention_heads": 5}, {"num_experts": 12}])
+def test_sizes_that_the_weights_contradict_are_refused_by_the_first_step(
+    changes: dict[str, int], tmp_path: Path
+) -> None:
+    """Whatever else runs the model on the meta device, such as counting FLOPs, would end in a sentence of torch's."""
+    tiny.save("olmoe", tmp_path)
+    reconfigure(tmp_path, **changes)
+    refused(lambda: facts(settings(tmp_path)), "config.json asks for")
 
 
 def test_a_tokenizer_json_without_a_tokenizer_is_refused_first(tmp_path: Path) -> None:
