@@ -44,7 +44,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("names", nargs="*", help="see above; by default report", metavar="NAME")
+    parser.add_argument("names", nargs="*", help="what to make, by default report", metavar="NAME")
     parser.add_argument("--store", type=Path, default=Path("store"), help="the folder a run wrote to")
     parser.add_argument("--study", help="which study in it, several with commas between, or all; by default the newest")
     parser.add_argument("--out", type=Path, help="where to write; by default STORE/reports/STUDY")
@@ -78,13 +78,13 @@ def _dashed(word: str) -> str:
 
 
 def _names() -> str:
-    from analysis.registry import also, outputs
+    from analysis.registry import outputs
 
-    others = ", ".join(f"{name} ({of})" for name, of in also().items())
-    return (
-        "NAME: report (the page with everything; the default), all (every table and figure), or any of\n"
-        f"{', '.join(outputs())};\nand, with the same numbers as what stands in brackets, {others}"
-    )
+    lines = ["NAME is report (the page with everything; the default), all (every table and figure), or one of:", ""]
+    for output in outputs().values():
+        others = f" ({', '.join(output.also)} too)" if output.also else ""
+        lines.append(f"  {output.name:25} {output.title}{others}")
+    return "\n".join(lines)
 
 
 def main(words: Sequence[str]) -> int:

@@ -58,6 +58,11 @@ class Output:
     also: tuple[str, ...]
     """Published tables and figures that have the same numbers here: all models of a study stand in one table."""
 
+    @property
+    def title(self) -> str:
+        """What it shows: the first line of its function's docstring."""
+        return (self.make.__doc__ or "").strip().partition("\n")[0]
+
     def items(self, results: Results) -> list[Item]:
         """Its tables and figures; a table without a row is left out."""
         made = self.make(results, self.name)

@@ -134,7 +134,7 @@ def _after(layers: pd.DataFrame) -> dict[str, float]:
     needs="a run with calibration.snapshots=8",
 )
 def convergence(results: Results, name: str) -> list[Item]:
-    """Figures and tables about experts, then about channels."""
+    """Change of the experts, and of the channels, to keep with the calibration tokens."""
     study = results.study
     items: list[Item] = []
     for what, stem, found in (

@@ -53,7 +53,7 @@ def loading_memory(study: Study) -> pd.DataFrame:
 
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results, name: str) -> Table:
-    """T3: bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
+    """Bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
     study = results.study
     found = loading_memory(study)
     columns = ["Model", "Pruned", "Before (MiB)", "After (MiB)", "Saved", "Before (bytes)", "After (bytes)"]

@@ -226,7 +226,7 @@ def pooled_overlap(results: Results, name: str) -> list[Item]:
     needs="a run with overlap=true and two calibration sets",
 )
 def overlap_per_model(results: Results, name: str) -> list[Item]:
-    """The same for each model."""
+    """Overlap of the experts to prune over calibration sets, model by model."""
     return [] if results.overlaps.empty else [_of_pass(results, per_model_figure(results.overlaps, name=name))]
 
 

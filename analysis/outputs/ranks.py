@@ -319,7 +319,7 @@ def all_ranks(results: Results, name: str) -> Table | None:
 
 @output("unified.table1")
 def published_ranks(results: Results, name: str) -> Table | None:
-    """The same of the criteria that Unified Expert Pruning ranks."""
+    """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
     if not results.comparisons or not set(results.study.cells["method"]) & set(names.RANKED):
         return None
     return rank_table(results.study, results.comparisons, name=name, criteria=names.RANKED)

@@ -156,13 +156,13 @@ BOTH_TASKS = "a calibration set about code and one about mathematics"
 
 @output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
 def task_specific(results: Results, name: str) -> Table:
-    """Calibrated on the task, all criteria."""
+    """All criteria, calibrated on the task that they are evaluated on."""
     return task_specific_table(results.study, results.comparisons, name=name)
 
 
 @output("unified.table2", needs=BOTH_TASKS)
 def published_task_specific(results: Results, name: str) -> Table:
-    """Calibrated on the task, the criteria of Unified Expert Pruning."""
+    """The criteria of Unified Expert Pruning, calibrated on the task that they are evaluated on."""
     return task_specific_table(results.study, results.comparisons, name=name, criteria=names.TASK_SPECIFIC)
 
 

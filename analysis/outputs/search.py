@@ -360,25 +360,25 @@ def searched_averages(results: Results, name: str) -> Table:
 
 @output("evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)")
 def searched_after_general_text(results: Results, name: str) -> Table:
-    """The same of searches calibrated on general text, whatever they were searched on."""
+    """Group averages of searched and uniform allocations that were calibrated on general text."""
     return _scores(results, name, GROUPS, "calibrated on general text", general_pairs)
 
 
 @output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
 def searched_coding(results: Results, name: str) -> Table:
-    """Coding benchmarks."""
+    """Searched and uniform allocations: coding benchmarks."""
     return _scores(results, name, CODING, "coding")
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
 def searched_writing_and_mathematics(results: Results, name: str) -> Table:
-    """Writing and mathematics."""
+    """Searched and uniform allocations: writing and mathematics."""
     return _scores(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
 def searched_multiple_choice(results: Results, name: str) -> Table:
-    """Multiple choice."""
+    """Searched and uniform allocations: multiple choice."""
     return _scores(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
 

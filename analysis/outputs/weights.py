@@ -139,19 +139,19 @@ def weight_averages(results: Results, name: str) -> Table:
 
 @output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
 def weight_writing_and_mathematics(results: Results, name: str) -> Table:
-    """Writing and mathematics."""
+    """Criteria that read weights alone, and others: writing and mathematics."""
     return _scores(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
 def weight_coding(results: Results, name: str) -> Table:
-    """Coding benchmarks."""
+    """Criteria that read weights alone, and others: coding benchmarks."""
     return _scores(results, name, CODING, "coding")
 
 
 @output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
 def weight_multiple_choice(results: Results, name: str) -> Table:
-    """Multiple choice."""
+    """Criteria that read weights alone, and others: multiple choice."""
     return _scores(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
 
