@@ -92,7 +92,8 @@ class Config:
     overlap: bool = False
     """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
     profile: bool = False
-    """Also measure hidden states and routing of each pruned model layer by layer, on flops_text."""
+    """Also measure hidden states and routing of each pruned model layer by layer, and what pruning each layer alone
+    takes from its output, on flops_text."""
     timing: bool = False
     """Also measure how fast each model reads and writes, and its memory, on the device it runs on, with prompts from
     flops_text."""

@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Steps over 8 rows in 4 batches: with three snapshots asked of the pass, and without any."""
     root = tmp_path_factory.mktemp("steps")
     model = perform(root, "model", {})
-    found = {}
+    found = {"model": model}
     for name, snapshots in (("with", 4), ("without", 0)):
         statistics = perform(root, "statistics", {"snapshots": snapshots})
         asked = {"convergence": {"gate": "model", "snapshots": 4}}
@@ -88,6 +88,38 @@ def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
         assert row["channel_square"] == pytest.approx(sum(one["channel_square"][expert].tolist()))
     losses = pd.read_parquet(folder / "layers.parquet").set_index("layer")["layer_loss"]
     assert losses.to_dict() == {layer: float(named["layer_loss"]) for layer, named in sums.items()}
+    roots = [(square / row["tokens"]) ** 0.5 for square in one["channel_square"][expert].tolist()]
+    assert row["channel_root_sum"] == pytest.approx(sum(roots))
+    entropies = pd.read_parquet(folder / "entropy.parquet")
+    assert set(entropies["layer"]) == set(sums) and entropies["entropy"].max() == 1
+    top_k = json.loads((made["model"] / "facts.json").read_text())["layers"][str(layer)]["top_k"]
+    tokens = entropies.groupby("layer")["tokens"].sum().to_dict()
+    assert {at: count * top_k for at, count in tokens.items()} == {at: sums[at]["tokens"].sum() for at in sums}
+
+
+def test_weights_gradients_and_scores_leave_their_tables(made: dict[str, Path], tmp_path: Path) -> None:
+    weights, gradients = perform(tmp_path, "weights", {}), perform(tmp_path, "gradients", {})
+    asked = {"criterion": {"criterion": "heapr", "parameters": {}}}
+    scores = perform(tmp_path, "scores", asked, model=made["model"], gradients=gradients)
+    files = {"weights": weights, "gradients": gradients, "expert_concentration": scores}
+    found = {
+        name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
+        for name, folder in files.items()
+    }
+    for name, table in found.items():
+        assert table.index.nunique() == sum(experts_of(made).values()), name
+    layer = max(read(weights / "statistics.safetensors"))
+    one = read(weights / "statistics.safetensors")[layer]
+    assert found["weights"].loc[(layer, 3)].tolist() == [one["abs_sum"][3], one["square_sum"][3], one["count"]]
+    squares = read(gradients / "statistics.safetensors")[layer]["channel_gradient_square"][3]
+    assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
+    curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
+    assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
+
+
+def experts_of(made: dict[str, Path]) -> dict[str, int]:
+    layers = json.loads((made["model"] / "facts.json").read_text())["layers"]
+    return {layer: about["n_experts"] for layer, about in layers.items()}
 
 
 def naive_best(scores: np.ndarray, share: float) -> set[int]:
