@@ -20,9 +20,18 @@ class Results:
         self.study = study
 
     @cached_property
+    def _models(self) -> list[Comparison]:
+        return compare(self.study)
+
+    @cached_property
     def measured(self) -> list[Comparison]:
         """Models with at least one result."""
-        return [comparison for comparison in compare(self.study) if comparison.parts]
+        return [comparison for comparison in self._models if comparison.parts]
+
+    @cached_property
+    def pruned(self) -> list[Comparison]:
+        """Models with at least one pruned cell, evaluated or not: for what is made without scores."""
+        return [comparison for comparison in self._models if comparison.panels]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
@@ -31,8 +40,11 @@ class Results:
 
     def per_model(self, name: str) -> list[tuple[Comparison, str]]:
         """Each of `comparisons` with the name of its output: NAME, or NAME.MODEL where there are several models."""
-        several = len(self.comparisons) > 1
-        return [(one, f"{name}.{one.model}" if several else name) for one in self.comparisons]
+        return _named(self.comparisons, name)
+
+    def per_pruned_model(self, name: str) -> list[tuple[Comparison, str]]:
+        """As `per_model`, of each of `pruned`."""
+        return _named(self.pruned, name)
 
     @cached_property
     def winners(self) -> pd.DataFrame:
@@ -64,3 +76,7 @@ class Results:
     def proxy(self) -> pd.DataFrame:
         """Overlap of proxy and exact damage."""
         return overlap.proxy_overlap(self.study.family, self.study.damage)
+
+
+def _named(comparisons: list[Comparison], name: str) -> list[tuple[Comparison, str]]:
+    return [(one, f"{name}.{one.model}" if len(comparisons) > 1 else name) for one in comparisons]

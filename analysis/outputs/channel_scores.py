@@ -237,7 +237,7 @@ def channel_scores(results: Results, name: str) -> list[Item | None]:
     """How concentrated the channel scores of experts are, and the loss of layers against the kept share."""
     study = results.study
     figures = []
-    for comparison, own in results.per_model(name):
+    for comparison, own in results.per_pruned_model(name):
         figures.append(concentration_figure(study, comparison, name=own))
         figures.append(output_loss_figure(study, comparison, name=f"{own}.loss"))
     return of_passes(study, figures)
@@ -250,7 +250,7 @@ IN_STORE = f"{BUDGETED}, and their scores in the store"
 def expert_bars(results: Results, name: str) -> list[Item | None]:
     """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a deep layer."""
     study, figures = results.study, []
-    for comparison, own in results.per_model(name):
+    for comparison, own in results.per_pruned_model(name):
         cells = _first_by(coverage_cells(comparison), ACTIVATION)
         stacks = stacks_of(study, comparison, int(cells.index[0])) if len(cells) else {}
         if stacks:
@@ -275,7 +275,7 @@ def _first_by(cells: pd.DataFrame, criterion: str) -> pd.DataFrame:
 def expert_bars_by_score(results: Results, name: str) -> list[Item | None]:
     """The same in one layer, by scores from activations and from gradients of weights."""
     study, figures = results.study, []
-    for comparison, own in results.per_model(name):
+    for comparison, own in results.per_pruned_model(name):
         pair = _same_plan_by_two_scores(coverage_cells(comparison))
         by_score = [(names.criterion(score), stacks_of(study, comparison, cell)) for score, cell in pair.items()]
         if not pair or not all(stacks for _, stacks in by_score):

@@ -157,7 +157,7 @@ def _expert_axes(axes: Axes, kept: pd.DataFrame, *, names_layers: bool) -> None:
 def kept_by_layer(results: Results, name: str) -> list[Item | None]:
     """How much of each layer is kept, and of each expert."""
     figures: list[Item | None] = []
-    for comparison, own in results.per_model(name):
+    for comparison, own in results.per_pruned_model(name):
         figures.append(layer_figure(comparison, results.study.kept, name=own))
         figures.append(expert_figure(comparison, results.study.kept, name=f"{own}.experts"))
     return figures

@@ -190,7 +190,7 @@ _MEANING = (
 def _strips(results: Results, name: str, strips: Iterable[str], title: str, caption: str) -> list[Item | None]:
     study = results.study
     losses, figures = layer_losses(study), []
-    for comparison, own in results.per_model(name):
+    for comparison, own in results.per_pruned_model(name):
         budgets = budget_strips(layer_budgets(study, comparison), losses[losses["model"] == comparison.model])
         said = {"title": f"{title}: {comparison.model}", "caption": caption}
         figures.append(strip_figure(budgets, strips, name=own, **said))
@@ -229,4 +229,6 @@ def smoothed_losses_and_budgets(results: Results, name: str) -> list[Item | None
 def attribution_stacks(results: Results, name: str) -> list[Item | None]:
     """Experts of each layer by attribution and by budget, one above the other."""
     study = results.study
-    return of_passes(study, (stack_figure(study, one, study.experts, name=own) for one, own in results.per_model(name)))
+    return of_passes(
+        study, (stack_figure(study, one, study.experts, name=own) for one, own in results.per_pruned_model(name))
+    )

@@ -150,7 +150,7 @@ PROFILED = "a run with profile=true"
 @output("aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED)
 def token_variance(results: Results, name: str) -> list[Item | None]:
     """Token variance of hidden states by layer."""
-    return [*_figures(results, VARIANCE, name), profile_table(results.study, results.comparisons, name=name)]
+    return [*_figures(results, VARIANCE, name), profile_table(results.study, results.pruned, name=name)]
 
 
 @output("router_entropy", chapter="inside", needs=PROFILED)
@@ -160,4 +160,7 @@ def router_entropy(results: Results, name: str) -> list[Item | None]:
 
 
 def _figures(results: Results, measure: str, name: str) -> list[Item | None]:
-    return [profile_figure(results.study, comparison, measure, name=own) for comparison, own in results.per_model(name)]
+    return [
+        profile_figure(results.study, comparison, measure, name=own)
+        for comparison, own in results.per_pruned_model(name)
+    ]

@@ -66,7 +66,7 @@ def labels(comparison: Comparison) -> dict[int, str]:
 @output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMED)
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every model that was timed."""
-    study, comparisons = results.study, results.comparisons
+    study, comparisons = results.study, results.pruned
     found = requests(study)
     rows, low, high = [], [], []
     for comparison in comparisons:
@@ -211,7 +211,7 @@ def _heat(axes: Axes, found: pd.DataFrame, column: str) -> None:
 @output("coverage.fig6", chapter="cost", needs=TIMED)
 def memory(results: Results, name: str) -> list[Item | None]:
     """Memory of every model that was timed."""
-    return [memory_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
+    return [memory_figure(results.study, comparison, name=own) for comparison, own in results.per_pruned_model(name)]
 
 
 @output(
@@ -221,4 +221,4 @@ def memory(results: Results, name: str) -> list[Item | None]:
 )
 def speed_and_memory_by_blocks(results: Results, name: str) -> list[Item | None]:
     """Tokens a second and peak memory by the block that channels are rounded to and the smallest expert."""
-    return [blocks_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
+    return [blocks_figure(results.study, comparison, name=own) for comparison, own in results.per_pruned_model(name)]

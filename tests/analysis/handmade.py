@@ -85,5 +85,5 @@ def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Resul
     """Results of a study with these comparisons, which a study made by hand cannot be asked for."""
     results = Results(study)
     if comparisons is not None:
-        results.comparisons = comparisons
+        results.comparisons = results.pruned = comparisons
     return results

@@ -17,6 +17,7 @@ from analysis.load.reader import Reader
 from analysis.load.study import load
 from analysis.outputs import timing
 from analysis.registry import make, outputs
+from analysis.render.table import Table
 from analysis.results import Results
 
 MIB = 2**20
@@ -121,6 +122,36 @@ def test_memory_that_was_not_told_is_a_dash(tmp_path: Path) -> None:
     speed, memory = figure.drawing.axes
     assert len(speed.texts) == 3 and [text.get_text() for text in memory.texts] == ["–"] * 3
     assert memory.get_title(loc="left").endswith("peak memory (MiB)")
+
+
+def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Path) -> None:
+    """As sweeps with suite=none are: coverage_fig6, coverage_fig10 and aimer_fig6."""
+    allocations = {"coverage aligned 64": (64, 128), "coverage aligned 128": (128, 128)}
+    root = write_store(
+        tmp_path / "store", criteria=("channel_activation",), allocations=tuple(allocations), ratios=(0.25,),
+        calibrations=("pocket_general",), tasks=(), overlap=False,
+    )  # fmt: skip
+    record = root / "studies" / "made_up.json"
+    document = json.loads(record.read_text())
+    for number, entry in enumerate(document["cells"]):
+        entry["timing"] = f"timing/{number}"
+        about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25, "weight_bytes": 8 * MIB}
+        write_json(root / entry["timing"] / "timing.json", about)
+        rows = pd.DataFrame(times(4, 50, [0.4] * 3, [1.0] * 3), columns=list(TIMING))
+        rows.to_parquet(root / entry["timing"] / "timing.parquet", index=False)
+        if entry["plan"]:
+            block, least = allocations[entry["cell"]["allocation"]]
+            plan = json.loads((root / entry["plan"] / "plan.json").read_text())
+            align = {"align": {"block": block, "min_channels": least}}
+            plan["provenance"] = {"allocation": {"name": "coverage", "parameters": align}}
+            write_json(root / entry["plan"] / "plan.json", plan)
+    write_json(record, document)
+    results = Results(load(root, "made_up"))
+    assert results.comparisons == [] and results.study.results.empty
+    made = make(["coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6"], results)
+    assert all(made.values()), {name: len(items) for name, items in made.items()}
+    [table] = made["coverage.table2"]
+    assert isinstance(table, Table) and table.frame[timing.DECODE].tolist() == [40.0] * 3
 
 
 def test_a_store_without_timings_says_what_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
