@@ -17,6 +17,7 @@ from moe_lab.config import (
     ProtocolConfig,
     SuiteConfig,
 )
+from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError
 from moe_lab.grid import Files, benchmarks, cells, chosen
 
@@ -24,18 +25,24 @@ CONF = Path(__file__).parents[1] / "conf"
 
 
 class Counting:
-    """The real configuration files, counting how often each is read."""
+    """The real choices of groups, criteria without a file included, counting how often each is read."""
 
     def __init__(self) -> None:
         self.reads: list[str] = []
 
     def files(self, **overrides: object) -> Files:
         named = tuple((key.replace("__", "."), value) for key, value in overrides.items())
-        return Files(lambda group: sorted(f.stem for f in (CONF / group).glob("*.yaml")), self.load, named)
+        return Files(self.names, self.load, named)
+
+    def names(self, group: str) -> list[str]:
+        return sorted(
+            {file.stem for file in (CONF / group).glob("*.yaml")} | set(CRITERIA if group == "criterion" else ())
+        )
 
     def load(self, group: str, name: str) -> DictConfig:
         self.reads.append(f"{group}/{name}")
-        content = OmegaConf.load(CONF / group / f"{name}.yaml")
+        file = CONF / group / f"{name}.yaml"
+        content = OmegaConf.load(file) if file.exists() else OmegaConf.create({"name": name})
         assert isinstance(content, DictConfig)
         return content
 
