@@ -1,4 +1,5 @@
-"""What accuracy costs: every cell's Avg against parameters, FLOPs and bytes, and the cells nothing else beats."""
+"""Accuracy against cost: every cell's Avg against parameters, FLOPs and bytes, and the cells that no other beats; and
+channels beside whole experts (MoE-Slimming, Table 10 and Fig. 9)."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from analysis import names
 from analysis.frames import groups, records
 from analysis.load import settings
 from analysis.load.study import Study
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import SLIMMING, setting
+from analysis.outputs.recovery import MEBIBYTE, STORED
+from analysis.outputs.score_rows import Block, block_table
 from analysis.registry import Item, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
 from analysis.results import Results
-from analysis.stats.cell_scores import not_averaged
+from analysis.stats.cell_scores import MEAN, averaged, cost, mean_target, not_averaged
 from analysis.stats.comparison import Comparison
 
 AXES = {
@@ -250,7 +253,7 @@ def _share(value: float, _: int) -> str:
     return f"{value * 100:.4g} %"
 
 
-@output("pareto", chapter="cost", filters="Model|Pruned|Removes", also=("coverage.table10", "coverage.fig9"))
+@output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
     """Accuracy against parameters, FLOPs and storage, and the plans that no other beats."""
     if results.study.costs.empty or not results.comparisons:
@@ -261,3 +264,106 @@ def accuracy_and_cost(results: Results, name: str) -> list[Item]:
         if cells.loc[cells["method"] != "none", "avg"].notna().any():
             figures.append(pareto_figure(cells, model=comparison.model, name=own))
     return [*figures, pareto_table(results.study, results.comparisons, name=name)]
+
+
+BOTH = f"cells of channels and of whole experts, without recovery, at several ratios, and {SLIMMING}"
+
+
+def both_granularities(comparison: Comparison) -> pd.DataFrame:
+    """The pruned cells that were not recovered, where some lost channels and some whole experts; empty elsewhere."""
+    cells = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")]
+    cells = cells[cells["ratio"] > 0].sort_values("ratio", kind="stable")
+    return cells if cells["granularity"].nunique() > 1 else cells[:0]
+
+
+@output("coverage.table10", chapter="cost", filters="Model|Pruned", needs=BOTH)
+def channels_and_experts(results: Results, name: str) -> Table:
+    """MoE-Slimming's Table 10: channels beside whole experts, benchmark by benchmark, at each ratio."""
+    blocks = []
+    for comparison in results.comparisons:
+        cells = both_granularities(comparison)
+        for key, found in groups(cells, ["ratio"]) if len(cells) else ():
+            labels = settings.method_labels(found)
+            words = {int(str(cell)): str(label) for cell, label in labels.items()}
+            blocks.append(Block(comparison, names.ratio(key["ratio"]), words))
+    return block_table(
+        results.study,
+        blocks,
+        columns=(*names.COMMON_SENSE, MEAN),
+        name=name,
+        title="Channels and whole experts, benchmark by benchmark",
+        caption="Kept: share of the parameters of routed experts. Storage: weights on disk.",
+        costs=STORED,
+    )
+
+
+def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """One row per cell of `both_granularities`: label (its method), granularity, ratio, storage (MiB), score (mean of
+    `names.COMMON_SENSE`), low, high (95 %), and front: no other has at least its score with fewer bytes."""
+    cells = both_granularities(comparison)
+    columns = ["label", "granularity", "ratio", "storage", "score", "low", "high", "front"]
+    target = mean_target(comparison, list(cells.index), names.COMMON_SENSE)
+    if not target:
+        return pd.DataFrame(columns=columns)
+    low, high = comparison.interval(target)
+    found = pd.DataFrame(
+        {
+            "label": settings.method_labels(cells),
+            "granularity": cells["granularity"],
+            "ratio": cells["ratio"],
+            "storage": cost(study, list(cells.index), "storage_bytes") / MEBIBYTE,
+            "score": comparison.score(target)[cells.index],
+            "low": low[cells.index],
+            "high": high[cells.index],
+        }
+    )
+    return found.assign(front=front(found["storage"], found["score"]))[columns]
+
+
+def frontier_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+    """Fig. 9 from `storage_frontier`: a line per method over its ratios, hollow marks for whole experts."""
+    found = storage_frontier(study, comparison).dropna(subset=["storage", "score"])
+    if found["ratio"].nunique() < FEWEST_RATIOS or found["granularity"].nunique() < len(("channel", "expert")):
+        return None
+    with style.look():
+        drawing = style.drawing(style.PAGE * 0.75, 3.0)
+        axes = drawing.add_subplot()
+        for at, (key, line) in enumerate(groups(found, ["label", "granularity"])):
+            line = line.sort_values("storage", kind="stable")
+            shade, marker = _LINES[at % len(_LINES)], style.MARKERS[at % len(style.MARKERS)]
+            face = style.SURFACE if key["granularity"] == "expert" else shade
+            axes.vlines(line["storage"], line["low"], line["high"], color=shade, linewidth=1.0, alpha=0.5)
+            axes.plot(
+                line["storage"],
+                line["score"],
+                marker,
+                linestyle="-",
+                linewidth=1.2,
+                markersize=4.5,
+                color=shade,
+                markerfacecolor=face,
+                label=key["label"],
+            )
+        best = found[found["front"]].sort_values("storage", kind="stable")
+        axes.step(best["storage"], best["score"], where="post", zorder=1, **_FRONT)
+        axes.set(xlabel="storage (MiB)", ylabel="mean of six benchmarks")
+        axes.grid()
+        drawing.legend(loc="outside lower center", ncols=3, fontsize=7)
+    target = mean_target(comparison, list(found.index), names.COMMON_SENSE)
+    caption = (
+        f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against what the weights take on disk: a line "
+        "per method over its ratios, hollow marks where whole experts were removed. The steps join the models that no "
+        "other beats with as few bytes."
+    )
+    return Figure(name, f"Channels and whole experts, accuracy against storage: {comparison.model}", caption, drawing)
+
+
+FEWEST_RATIOS = 2
+"""Ratios from which on there is a line to draw."""
+_LINES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc6677", "#44aa99")
+
+
+@output("coverage.fig9", chapter="cost", needs=BOTH)
+def accuracy_by_granularity(results: Results, name: str) -> list[Item | None]:
+    """MoE-Slimming's Figure 9: the front of accuracy and storage of channels and of whole experts."""
+    return [frontier_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]

@@ -65,6 +65,7 @@ WORDS = {
     "coverage.fig4": ("share of the expert's score", "Channel activation, General", "layer 0"),
     "coverage.fig4.loss": ("loss of the output", "channels of the layer kept", "HEAPr-G", "layer 3"),
     "coverage.fig7": ("layer loss", "score coverage", "channels kept", "decoder layer"),
+    "coverage.fig9": ("storage (MiB)", "mean of six benchmarks"),
     "coverage.fig11": ("layer loss", "smoothed loss", "score coverage", "channels kept"),
     "coverage.fig12": ("target, mean 1", "sqrt", "huber", "decoder layer"),
     "coverage.fig13": ("router entropy / ln(experts)", "General", "decoder layer"),

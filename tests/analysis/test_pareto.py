@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from synthetic import write_store
 
 from analysis.load.study import load
 from analysis.outputs import pareto
 from analysis.outputs.pareto import TELLABLE, against_cost, front, pareto_figure, pareto_table
+from analysis.registry import find
 from analysis.render import style
 from analysis.results import Results
 
@@ -103,3 +105,46 @@ def test_the_figure_tells_methods_apart_or_else_families(tmp_path: Path, criteri
         expected = ["whole experts", "whole experts, 4 bits", "channels", "channels, 4 bits"]
     assert texts == [*expected, "front", "Unpruned"]
     assert [axes.get_title(loc="left") for axes in figure.drawing.axes] == list(pareto.AXES.values())
+
+
+AXES = [
+    UNPRUNED,
+    *(cell(name, place, ratio) for ratio in (0.5, 0.25) for name, place in (("reap", "uniform"), ("heapr", "global"))),
+]
+"""reap and heapr at one half, then at a quarter."""
+
+
+def granular(axes: list[dict]) -> Results:
+    solved = {"arc_easy": (9, 4, 6, 6, 7), "piqa": (9, 2, 6, 8, 7)}
+    outcomes = {
+        name: [[1] * count + [0] * (10 - count) for count in counts[: len(axes)]] for name, counts in solved.items()
+    }
+    comparison = comparison_of(axes, outcomes)
+    sizes = [8, 4, 4.5, 6, 6.5]
+    costs = [{"storage_bytes": size * 2**20, "routed_kept": size / 8} for size in sizes[: len(axes)]]
+    return results_of(study_of(comparison, costs), [comparison])
+
+
+def test_channels_stand_beside_whole_experts_at_each_ratio() -> None:
+    [table] = find("coverage.table10").items(granular(AXES))
+    frame = table.frame
+    assert frame["Pruned"].tolist() == ["25 %"] * 3 + ["50 %"] * 3
+    assert frame["Criterion"].tolist() == ["Unpruned", "REAP", "HEAPr-G"] * 2
+    assert frame["Mean"].tolist() == pytest.approx([0.9, 0.7, 0.7, 0.9, 0.3, 0.6])
+    assert frame["Storage (MiB)"].tolist() == [8, 6, 6.5, 8, 4, 4.5] and "PIQA" in frame
+    one = granular(AXES[:2])
+    assert find("coverage.table10").items(one) == [] == find("coverage.fig9").items(one), "no channels"
+
+
+def test_the_front_of_storage_joins_what_nothing_beats_with_as_few_bytes() -> None:
+    results = granular(AXES)
+    [comparison] = results.comparisons
+    found = pareto.storage_frontier(results.study, comparison).set_index("storage")
+    assert found["score"].to_dict() == pytest.approx({6.0: 0.7, 6.5: 0.7, 4.0: 0.3, 4.5: 0.6})
+    assert found["front"].to_dict() == {6.0: True, 6.5: False, 4.0: True, 4.5: True}
+    assert (found["low"] <= found["score"]).all() and (found["score"] <= found["high"]).all()
+    [figure] = find("coverage.fig9").items(results)
+    [axes] = figure.drawing.axes
+    lines = {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
+    assert lines["REAP"].get_xdata().tolist() == [4, 6] and lines["HEAPr-G"].get_xdata().tolist() == [4.5, 6.5]
+    assert lines["REAP"].get_markerfacecolor() == style.SURFACE != lines["HEAPr-G"].get_markerfacecolor()
