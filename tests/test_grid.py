@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+import choices
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from moe_lab.config import (
     CalibrationConfig,
@@ -17,11 +17,8 @@ from moe_lab.config import (
     ProtocolConfig,
     SuiteConfig,
 )
-from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError
 from moe_lab.grid import Files, benchmarks, cells, chosen
-
-CONF = Path(__file__).parents[1] / "conf"
 
 
 class Counting:
@@ -32,19 +29,11 @@ class Counting:
 
     def files(self, **overrides: object) -> Files:
         named = tuple((key.replace("__", "."), value) for key, value in overrides.items())
-        return Files(self.names, self.load, named)
-
-    def names(self, group: str) -> list[str]:
-        return sorted(
-            {file.stem for file in (CONF / group).glob("*.yaml")} | set(CRITERIA if group == "criterion" else ())
-        )
+        return Files(choices.names, self.load, named)
 
     def load(self, group: str, name: str) -> DictConfig:
         self.reads.append(f"{group}/{name}")
-        file = CONF / group / f"{name}.yaml"
-        content = OmegaConf.load(file) if file.exists() else OmegaConf.create({"name": name})
-        assert isinstance(content, DictConfig)
-        return content
+        return choices.load(group, name)
 
 
 def config(**grid: object) -> Config:

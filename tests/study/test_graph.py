@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 from budgets import within
-from omegaconf import DictConfig, OmegaConf
 
 from moe_lab.config import (
     AllocationConfig,
@@ -31,13 +31,7 @@ CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
 
 
-def _load(group: str, name: str) -> DictConfig:
-    content = OmegaConf.load(CONF / group / f"{name}.yaml")
-    assert isinstance(content, DictConfig)
-    return content
-
-
-FILES = Files(lambda group: sorted(file.stem for file in (CONF / group).glob("*.yaml")), _load)
+FILES = Files(choices.names, choices.load)
 
 
 def graph(suite: list[str] = SUITE, overlap: bool = False, **grid: object) -> Graph:

@@ -186,7 +186,7 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
         (["criterion=man", "allocation=layerwise"], "allocates channels, but the criterion scores experts"),
         (["allocation=pocket_evolutionary", "allocation.search=pocket_math"], "holds no answers"),
         (["allocation=reconstruction"], "is the largest feasible ratio"),
-        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=7"], "8 is the nearest block"),
+        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "64 channels"),
         (["recovery=nf5"], "did you mean nf4"),
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
         (["export=natural", "recovery=nf4"], "expected recovery=none in a study that exports"),
