@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from analysis.load.study import Study
 from analysis.render.style import Figure
@@ -99,10 +100,16 @@ def output(
 def outputs() -> Mapping[str, Output]:
     """Every output by name: those of one module stand together, modules in the order of their names; gaps, which the
     others add to, are last."""
+    _import_modules()
+    return dict(sorted(REGISTERED.items(), key=_place))
+
+
+@cache
+def _import_modules() -> None:
+    """Let every module of analysis.outputs register what it makes; looked for once, as each name asks for it."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
-    return dict(sorted(REGISTERED.items(), key=_place))
 
 
 def _place(named: tuple[str, Output]) -> tuple[bool, str]:

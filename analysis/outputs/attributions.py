@@ -204,28 +204,27 @@ def ablations(results: Results, name: str) -> list[Item]:
     return per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
 
 
-@output("attributions_by_depth", chapter="attribution", needs=SUMS)
-def attributions_by_depth(results: Results, name: str) -> list[Item]:
-    """Statistics of experts by depth."""
-    study, title = results.study, "Routing and attribution by depth"
-    caption = "Statistics of experts by depth, as gathered."
+def _by_depth(results: Results, name: str, measures: Mapping[str, str], title: str, caption: str) -> list[Item]:
+    study = results.study
     return per_model(
         study,
         name,
-        lambda model, own: depth_figure(study.experts, MEASURES, model=model, name=own, title=title, caption=caption),
+        lambda model, own: depth_figure(study.experts, measures, model=model, name=own, title=title, caption=caption),
     )
+
+
+@output("attributions_by_depth", chapter="attribution", needs=SUMS)
+def attributions_by_depth(results: Results, name: str) -> list[Item]:
+    """Statistics of experts by depth."""
+    caption = "Statistics of experts by depth, as gathered."
+    return _by_depth(results, name, MEASURES, "Routing and attribution by depth", caption)
 
 
 @output("activations_by_depth", chapter="attribution", needs=SUMS)
 def activations_by_depth(results: Results, name: str) -> list[Item]:
     """Sizes of activations by depth."""
-    study, title = results.study, "Size of activations"
     caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
-    return per_model(
-        study,
-        name,
-        lambda model, own: depth_figure(study.experts, MAGNITUDES, model=model, name=own, title=title, caption=caption),
-    )
+    return _by_depth(results, name, MAGNITUDES, "Size of activations", caption)
 
 
 @output("coverage.fig12", chapter="attribution", needs=SUMS)

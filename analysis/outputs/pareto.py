@@ -323,7 +323,7 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
 def frontier_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Fig. 9 from `storage_frontier`: a line per method over its ratios, hollow marks for whole experts."""
     found = storage_frontier(study, comparison).dropna(subset=["storage", "score"])
-    if found["ratio"].nunique() < FEWEST_RATIOS or found["granularity"].nunique() < len(("channel", "expert")):
+    if found["ratio"].nunique() < FEWEST_RATIOS or found["granularity"].nunique() < 2:
         return None
     with style.look():
         drawing = style.drawing(style.PAGE * 0.75, 3.0)

@@ -31,6 +31,7 @@ from analysis.stats.comparison import Comparison
 
 MEBIBYTE = 2**20
 STORAGE = "Storage (MiB)"
+STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 PLAIN = "16 bits"
 """What a model that was neither quantised nor fine-tuned is called here."""
 SWEPT = ["criterion", "allocation", "calibration", "gate", "seed"]
@@ -73,7 +74,7 @@ def recovery_table(results: Results, name: str) -> Table:
         title="Pruning and recovery together",
         caption="Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits at the "
         "same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
-        costs={**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)},
+        costs=STORED,
     )
 
 
@@ -175,9 +176,6 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
         f"{PLAIN} without fine-tuning (95 % interval {names.signed(found['low'])} to {names.signed(found['high'])}, "
         f"{where}), which is {noise} noise{size}."
     )
-
-
-STORED = {**KEPT, "Storage (MiB)": Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 
 
 def recovered_table(

@@ -168,6 +168,16 @@ class Plan:
         return layers
 
 
+def router_limits(layers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, int]]:
+    """What plans must respect, as `make_plan` takes it: top_k, n_group and topk_group -> layer -> number.
+
+    `layers`: layer -> facts of it (`models.facts`).
+    """
+    return {
+        name: {layer: about[name] for layer, about in layers.items()} for name in ("top_k", "n_group", "topk_group")
+    }
+
+
 def make_plan(
     scores: Mapping[int, Sequence[float]],
     remove: Mapping[int, int],

@@ -14,7 +14,6 @@ from moe_lab.study.kinds.shared import (
     facts,
     is_streamed,
     model_and_tokenizer,
-    routers,
     rows,
     streamed_model,
     sums,
@@ -66,14 +65,14 @@ def family(job: Job) -> None:
 def plan(job: Job) -> None:
     """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
     from moe_lab.allocation import listed
-    from moe_lab.pruning.plan import Plan
+    from moe_lab.pruning.plan import Plan, router_limits
 
     scored = _channel_scores(job)
     made = _channel_plan(job, scored) if scored else _expert_plan(job)
     path = job.runtime["path"]
     if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
         made = Plan.load(path)
-        made.check(**routers(facts(job)["layers"]))
+        made.check(**router_limits(facts(job)["layers"]))
         if sha256 := facts(job).get("sha256"):  # which facts of older stores lack
             made.check_origin(sha256, "this model")
     made.save(job.output("plan.json"))
@@ -91,21 +90,21 @@ def _channel_scores(job: Job) -> dict[int, Any]:
 
 def _expert_plan(job: Job) -> Any:
     from moe_lab.allocation import allocate
-    from moe_lab.pruning.plan import make_plan
+    from moe_lab.pruning.plan import make_plan, router_limits
 
     model = facts(job)
     scored = expert_scores(job)
     remove = allocate(_settings(job), model["layers"], scored, _evidence(job), model)
-    return make_plan(scored, remove, **routers(model["layers"]), provenance=_provenance(job))
+    return make_plan(scored, remove, **router_limits(model["layers"]), provenance=_provenance(job))
 
 
 def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
     from moe_lab.allocation import budgets, zero_expert
-    from moe_lab.pruning.plan import make_channel_plan
+    from moe_lab.pruning.plan import make_channel_plan, router_limits
 
     model, settings = facts(job), _settings(job)
     keep = budgets(settings, model["layers"], scored, _evidence(job), model)
-    limits = routers(model["layers"])
+    limits = router_limits(model["layers"])
     return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **limits, provenance=_provenance(job))
 
 
@@ -147,7 +146,7 @@ def search(job: Job) -> None:
 def reconstruction(job: Job) -> None:
     """The plan that reproduces the layers' outputs best, of all there are."""
     from moe_lab.allocation import routed_ratio
-    from moe_lab.pruning.plan import Plan
+    from moe_lab.pruning.plan import Plan, router_limits
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
     from moe_lab.statistics.streaming import stream
 
@@ -171,7 +170,7 @@ def reconstruction(job: Job) -> None:
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
     made = Plan(found.kept, counts, {"allocation": settings, "model_sha256": model.get("sha256")})
-    made.check(**routers(model["layers"]))
+    made.check(**router_limits(model["layers"]))
     made.save(job.output("plan.json"))
     write_table(job.output("errors.parquet"), COLUMNS, found.errors)
 
@@ -183,7 +182,7 @@ def sequential(job: Job) -> None:
     """
     from moe_lab import criteria
     from moe_lab.allocation import allocate, budgets, zero_expert
-    from moe_lab.pruning.plan import make_channel_plan, make_plan
+    from moe_lab.pruning.plan import make_channel_plan, make_plan, router_limits
     from moe_lab.search.sequential import prune_sequentially
 
     network, tokenizer, budget = streamed_model(job, "text")
@@ -195,9 +194,9 @@ def sequential(job: Job) -> None:
         scored = _score(job, {layer: {**weights.get(layer, {}), **sums}}, here)
         if not of_channels:
             remove = allocate({**settings, "name": "uniform"}, here, scored, model=model)
-            return make_plan(scored, remove, **routers(here), provenance={})
+            return make_plan(scored, remove, **router_limits(here), provenance={})
         keep = budgets({**settings, "name": "layerwise"}, here, scored, model=model)
-        return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **routers(here), provenance={})
+        return make_channel_plan(scored, keep, zero_expert=zero_expert(settings), **router_limits(here), provenance={})
 
     made = prune_sequentially(
         network,
@@ -208,5 +207,5 @@ def sequential(job: Job) -> None:
         budget=budget,
         provenance={**job.settings, "model_sha256": model.get("sha256")},
     )
-    made.check(**routers(model["layers"]))
+    made.check(**router_limits(model["layers"]))
     made.save(job.output("plan.json"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -104,13 +103,6 @@ def expert_scores(job: Job, role: str = "scores") -> dict[int, list[float]]:
     for row in parquet.read_table(job.input(role, "scores.parquet")).to_pylist():
         scored.setdefault(row["layer"], []).append(row["score"])
     return scored
-
-
-def routers(layers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, int]]:
-    """What plans must respect, by name: layer -> number."""
-    return {
-        name: {layer: about[name] for layer, about in layers.items()} for name in ("top_k", "n_group", "topk_group")
-    }
 
 
 def write_table(path: Path, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
