@@ -1,6 +1,6 @@
 """How fast a model in fp32 computes on the CPU as it is loaded: `python -m benchmarks.generation`.
 
-The loaded model, whose experts run by moe_lab/models/cpu_experts.py, against the same model with the eager experts of
+The loaded model, whose experts run by moe_lab/models/experts.py, against the same model with the eager experts of
 transformers: what an evaluation does (generation; scoring of answers, in batches of short rows), and one layer with
 more and more tokens, by which the number FEW was chosen. Each ratio is the median over rounds in which all ways ran
 one after the other in this process; the bits of all results are compared, too. Bar for generation and scoring: below
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moe_lab.config import ModelConfig
-from moe_lab.models import cpu_experts
+from moe_lab.models import experts
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.load import load_model
 
@@ -33,7 +33,7 @@ def main() -> int:
     """Measure, print, compare with the bar."""
     arguments = _arguments()
     model, _ = load_model(ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32"))
-    if model.get_experts_implementation()[""] != cpu_experts.NAME:
+    if model.get_experts_implementation()[""] != experts.CPU_EXPERTS:
         print(f"{arguments.model}: its experts stay eager, there is nothing to compare")
         return 1
     layers = moe_layers(model)
@@ -104,7 +104,7 @@ def _both(model: Any, work: Work) -> dict[str, Work]:
 
         return run
 
-    return {EAGER: switched(EAGER), "loaded": switched(cpu_experts.NAME)}
+    return {EAGER: switched(EAGER), "loaded": switched(experts.CPU_EXPERTS)}
 
 
 def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
@@ -115,13 +115,13 @@ def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
     repeat = range(max(1, 512 // tokens))
 
     def run(few: int | None) -> torch.Tensor:
-        experts.config._experts_implementation_internal = EAGER if few is None else cpu_experts.NAME
-        found, cpu_experts.FEW = cpu_experts.FEW, few or 0
+        experts.config._experts_implementation_internal = EAGER if few is None else experts.CPU_EXPERTS
+        found, experts.FEW = experts.FEW, few or 0
         try:
             results: list[torch.Tensor] = [experts(hidden, index, weights) for _ in repeat]
             return results[-1]
         finally:
-            cpu_experts.FEW = found
+            experts.FEW = found
 
     return {EAGER: lambda: run(None), "together": lambda: run(tokens), "one by one": lambda: run(0)}
 

@@ -32,8 +32,8 @@ import torch
 from benchmarks.machine import describe, peak
 from benchmarks.published import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch
-from moe_lab.models.cpu_experts import choose
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.experts import use_cpu_experts
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gather import gather
@@ -135,7 +135,7 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         experts_implementation="eager" if cpu else "grouped_mm",
     ).eval()
     if cpu:
-        choose(model, moe_layers(model))
+        use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
     with tempfile.TemporaryDirectory() as folder:

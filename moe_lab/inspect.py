@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError, end_with
-from moe_lab.models.size import Size, size_of
+from moe_lab.models.config_json import Size, size_of
 from moe_lab.paths import conf
 
 USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [calibration=NAME] [grid.ratio=[0.25,0.5]] [...]
@@ -69,7 +69,6 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
     """(title, what there is to say of config.model in rows of two words or more, whether moe_lab can work with it)."""
     from moe_lab.calibration import settings as calibrations
     from moe_lab.grid import check_ratio
-    from moe_lab.models.anatomy import anatomy
     from moe_lab.models.files import check_running, configuration_folder
     from moe_lab.study import resources
 
@@ -86,7 +85,9 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
         said = f"{_ABSENT}: this is what is expected of it; gate rule and exports are told once config.json is there"
         return title, [("configuration", said), *_costs(config, None)], True
     try:
-        found = anatomy(folder, config.model)
+        from moe_lab.models import facts  # loads torch
+
+        found = facts.describe(folder, config.model)
     except UserError as error:
         return title, [("supported", f"no: {error}")], False
     config = _sized(config, found)
@@ -179,7 +180,7 @@ def _calibration(config: Config) -> Iterator[Row]:
 
 def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
-    from moe_lab.models.files import quantization
+    from moe_lab.models.config_json import quantization
     from moe_lab.pruning.channels import refusal
     from moe_lab.pruning.export_form import SHAPES
     from moe_lab.pruning.layout import can_bar

@@ -1,16 +1,19 @@
-"""What a configuration alone tells about a model: its MoE layers and where its parameters are."""
+"""What a configuration alone tells about a model: layers, experts, parameters by part, and the rule of each router."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_lab.config import ExpectedConfig, ModelConfig
-from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
-from moe_lab.models.expected import compare
+from moe_lab.models.config_json import compare
+from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, skeleton
-from moe_lab.models.parts import linears
 from moe_lab.models.top_k import set_top_k
 
 BYTES_LOADED = 2
@@ -80,3 +83,125 @@ def _about(layer: MoELayer) -> dict[str, Any]:
         "router_parameters_per_expert": sum(part.tensor.numel() for part in layer.routing) // layer.n_experts,
     }
     return {**about, "widths": list(layer.widths)} if is_ragged(layer.experts) else about
+
+
+def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
+    """model_type; `layers`, the number of decoder layers; `moe`: number of such a layer -> its experts and gate rule in
+    words; `parameters`: part -> how many, each counted once.
+
+    `shape`: what model.expected would say of it; `moe_layers`: its MoE layers, without weights; `routing`: names of
+    all tensors that decide where tokens go. The model is built on the meta device. UserError, with the reason, for one
+    that is not supported, or is not what is expected.
+    """
+    model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    shape = architecture(model)
+    compare(asdict(shape), settings)
+    set_top_k(model, settings.top_k)
+    layers = routed_layers(model)
+    return {
+        "model_type": model.config.model_type,
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "moe": {
+            layer.index: f"{_experts_in_words(layer)}; {rule}"
+            for layer, rule in zip(layers, _gate_rules(layers), strict=True)
+        },
+        "parameters": _parameters_by_part(model, layers),
+        "shape": shape,
+        "moe_layers": layers,
+        "routing": [name for layer in layers for name in _routing_names(layer)],
+    }
+
+
+def _experts_in_words(layer: MoELayer) -> str:
+    least, most = min(layer.widths), max(layer.widths)
+    channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
+
+
+def _gate_rules(layers: list[MoELayer]) -> list[str]:
+    """The gate rule of each layer; routers of one class and the same numbers have one, and are run once."""
+    known: dict[tuple[object, ...], str] = {}
+    found = []
+    for layer in layers:
+        alike = (type(layer.router), layer.n_experts, layer.top_k, layer.n_group, layer.topk_group)
+        if alike not in known:
+            known[alike] = gate_rule(layer)
+        found.append(known[alike])
+    return found
+
+
+def _routing_names(layer: MoELayer) -> list[str]:
+    places = {id(module): path for path, module in layer.block.named_modules(prefix=layer.name.rpartition(".")[0])}
+    return [f"{places[id(part.module)]}.{part.name}" for part in layer.routing]
+
+
+def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
+    routers = {id(part.tensor) for layer in layers for part in layer.routing}
+    counted = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
+    words = {"experts": "routed experts", "shared_experts": "shared experts"}
+    for name, weight in model.named_parameters():
+        part = part_of(name)
+        counted["routers" if id(weight) in routers else words.get(part, part)] += weight.numel()
+    return {part: count for part, count in counted.items() if count}
+
+
+_TOKENS = 64
+_SAME = 1e-4
+"""Spread of the ratios of gates to a rule's, relative to their mean, up to which they are the rule's."""
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+
+
+def gate_rule(layer: MoELayer) -> str:
+    """The rule of a router in words, such as "softmax of all experts, the best 8, renormalized".
+
+    A copy of the router with random weights routes random tokens on the CPU, so a model on the meta device will do. Its
+    gates are compared with the softmax and the sigmoid of its logits, as they are or renormalized over the chosen
+    experts, times a constant; "a rule of its own" where neither fits.
+    """
+    draws = torch.Generator().manual_seed(0)
+    router = copy.deepcopy(layer.router).to_empty(device="cpu").float().eval()
+    for tensor in [*router.parameters(), *router.buffers()]:
+        tensor.data.normal_(generator=draws)
+    passed = [torch.randn(part.tensor.shape, generator=draws) for part in layer.routing if part.module is layer.block]
+    hidden = torch.randn(_TOKENS, layer.hidden, generator=draws) / layer.hidden**0.5
+    with torch.no_grad():
+        gates, chosen = _route(router, hidden, passed)
+        logits = _logits(layer, router, hidden)
+    words = [_formula(gates, chosen, logits), f"the best {layer.top_k}"]
+    if any(part.name in _CORRECTIONS for part in layer.routing):
+        words.append("chosen with a correction bias")
+    if layer.n_group > 1:
+        words.append(f"from {layer.topk_group} of {layer.n_group} groups")
+    return ", ".join(words)
+
+
+def _route(router: Any, hidden: torch.Tensor, passed: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gates and ids, (T, K) each; routers differ in whether they take a batch."""
+    try:
+        _, gates, chosen = router(hidden, *passed)
+    except ValueError:
+        _, gates, chosen = router(hidden[None], *passed)
+    return gates.reshape(_TOKENS, -1).double(), chosen.reshape(_TOKENS, -1)
+
+
+def _logits(layer: MoELayer, router: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What the router's linear map gives, (T, E)."""
+    named = dict(router.named_parameters())
+    paths = {id(module): path for path, module in layer.router.named_modules()}
+    own = {
+        part.name: named[f"{paths[id(part.module)]}.{part.name}".lstrip(".")]
+        for part in layer.routing
+        if part.name in ("weight", "bias") and part.module is not layer.block
+    }
+    return torch.nn.functional.linear(hidden, own["weight"], own.get("bias")).double()
+
+
+def _formula(gates: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> str:
+    for name, weights in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
+        plain = weights.gather(1, chosen)
+        for words, found in ((name, plain), (f"renormalized {name}", plain / plain.sum(-1, keepdim=True))):
+            ratio = gates / found
+            factor = float(ratio.mean())
+            if float(ratio.std()) <= _SAME * abs(factor):
+                return words if abs(factor - 1) < _SAME else f"{words} times {factor:.4g}"
+    return "a rule of its own"

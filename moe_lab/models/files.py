@@ -64,10 +64,6 @@ LARGEST_TOKENIZER = 1 << 27
 """Bytes of a tokenizer.json that is looked into before anything is loaded."""
 
 
-UNPACKED = ("mxfp4",)
-"""Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
-
-
 def check(settings: ModelConfig) -> None:
     """Everything about a model that can be found wrong without torch and without network; raises UserError.
 
@@ -161,54 +157,6 @@ def _check_tokenizer(folder: Path) -> None:
         and not isinstance(read_json(file).get("model"), dict)
     ):
         raise UserError(f"{file} is damaged: it has no model, expected the tokenizer that the model was trained with")
-
-
-def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them, or as they are
-    expected of a model that is not on this machine; None when neither says how many experts it has. model.top_k counts
-    before both."""
-    folder = Path(resolve(settings.path)).expanduser()
-    if not folder.is_dir():
-        if (expected := settings.expected) is None:
-            return None
-        return {"n_experts": expected.experts, "top_k": settings.top_k or expected.top_k, "width": expected.width}
-    config = read_json(folder / "config.json")
-    text = config.get("text_config", config)
-    fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
-    stated = {fact: next((text[name] for name in names if name in text), None) for fact, names in fields.items()}
-    stated["top_k"] = settings.top_k or stated["top_k"]
-    found = {fact: value for fact, value in stated.items() if isinstance(value, int)}
-    return found if {"n_experts", "top_k"} <= set(found) else None
-
-
-def has_uneven_layers(settings: ModelConfig) -> bool:
-    """Whether config.json lists layers whose experts differ in width; False for a model that is not on this machine."""
-    file = Path(resolve(settings.path)).expanduser() / "config.json"
-    return file.is_file() and bool(read_json(file).get("expert_widths"))
-
-
-def quantization(settings: ModelConfig) -> str | None:
-    """How config.json says the weights are quantised, such as fp8 or gptq; None for plain ones, and for a model that is
-    not on this machine."""
-    folder = Path(resolve(settings.path)).expanduser()
-    if not (folder / "config.json").is_file():
-        return None
-    config = read_json(folder / "config.json")
-    stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
-
-
-def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
-    """UserError when a model on this machine has no chat template, which `benchmark` asks through."""
-    folder = Path(resolve(settings.path)).expanduser()
-    if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
-        return
-    described = folder / "tokenizer_config.json"
-    if not described.is_file() or not read_json(described).get("chat_template"):
-        raise UserError(
-            f"benchmark {benchmark} asks through a chat template, and model={settings.name} has none: expected an "
-            f"instruction-tuned model, or protocol.benchmarks.{benchmark}.chat=false to have the text continued"
-        )
 
 
 def local_folder(settings: ModelConfig) -> Path:

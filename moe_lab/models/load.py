@@ -20,23 +20,14 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import cpu_experts
+from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json
+from moe_lab.models.config_json import UNPACKED, quantization
+from moe_lab.models.device import check_room, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
-from moe_lab.models.files import (
-    PICKLES,
-    UNPACKED,
-    check_code,
-    check_running,
-    has_pickles_only,
-    local_folder,
-    quantization,
-)
+from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
-from moe_lab.models.room import check_room
 from moe_lab.models.top_k import set_top_k
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -66,7 +57,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     check_finite(model)
     set_top_k(model, settings.top_k)
     if device == "cpu":
-        cpu_experts.choose(model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)])
+        experts.use_cpu_experts(model, [layer for layer in routed_layers(model) if not is_ragged(layer.experts)])
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
@@ -201,28 +192,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
             raise UserError(f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected one of them")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def place(settings: ModelConfig) -> str:
-    """The device, or the way to spread over devices, that `settings` ask for. UserError for what is not there."""
-    check_running(settings)
-    device = settings.device
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = device.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, cpu is there"
-        )
-    return device
-
-
-def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype of the weights once loaded; auto for that of the checkpoint."""
-    check_running(settings)
-    if settings.dtype == "auto":
-        return torch.float32 if place(settings) == "cpu" else "auto"
-    return DTYPES[settings.dtype]
 
 
 @contextmanager

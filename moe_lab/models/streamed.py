@@ -20,24 +20,17 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.ahead import Ahead
-from moe_lab.models.assembly import Memory, assemble
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
-from moe_lab.models.decoder import output_of, run, stand_in
+from moe_lab.models.checkpoint_reader import ReadAhead
+from moe_lab.models.config_json import quantization
+from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
-from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder, quantization
-from moe_lab.models.load import (
-    DTYPES,
-    check_finite,
-    check_shapes,
-    load_tokenizer,
-    place,
-    precision,
-    quiet,
-    skeleton,
-)
+from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder
+from moe_lab.models.load import check_finite, check_shapes, load_tokenizer, quiet, skeleton
+from moe_lab.models.partial_forward import output_of, run, stand_in
 from moe_lab.models.top_k import set_top_k
+from moe_lab.models.transformers_private import Memory, assemble
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 REST = -1
@@ -99,7 +92,7 @@ class StreamedModel:
         """Where the decoder layers are in the model, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self._names = self._by_layer()
-        self._ahead, self._memory = Ahead(), Memory(device)
+        self._ahead, self._memory = ReadAhead(), Memory(device)
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         _compute_buffers(self.model, self.model, device)
         self._ask(REST)

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.parts import linears
+from moe_lab.models.discover import MoELayer, linears, moe_layers, routed_layers
 from moe_lab.pruning.flops import Routing, channel_parameters, even_routing, flops_per_token, kept_widths
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.surgery import check_fit

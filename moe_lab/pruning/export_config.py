@@ -15,8 +15,8 @@ from moe_lab.models.families import (
     PORTS,
     TOP_K_FIELDS,
     UNGROUPED_METHODS,
+    port_of,
 )
-from moe_lab.models.sources import port_of
 from moe_lab.pruning.export_form import Form
 from moe_lab.pruning.export_remote import differing
 from moe_lab.pruning.plan import Plan

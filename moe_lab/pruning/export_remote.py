@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
-from moe_lab.models.sources import Family, port_of, read_family
+from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, Family, port_of, read_family
 from moe_lab.pruning.export_form import Form
 from moe_lab.pruning.remote.generate import code
 from moe_lab.pruning.widths import RAGGED_FIELD

@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
-from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
+from moe_lab.models.experts import watch_routing
 from moe_lab.models.families import DISK_SHARED
-from moe_lab.models.watch import watched
+from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.gather import Batch
@@ -101,7 +101,7 @@ def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequenc
     check_batches(batches)
     layers = routed_layers(model)
     routed = Routed(layers)
-    with mask(model, plan) if plan is not None else nullcontext(), watched(layers, routed.add), torch.no_grad():
+    with mask(model, plan) if plan is not None else nullcontext(), watch_routing(layers, routed.add), torch.no_grad():
         for ids, valid in batches:
             routed.valid = valid.flatten()
             run(model, ids, valid)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from moe_lab.models.discover import moe_layers, routed_layers
+from moe_lab.models.experts import watch_routing
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.models.watch import watched
 from moe_lab.pruning.flops import Routed, Routing, check_batches
 from moe_lab.pruning.mask import mask_layer
 from moe_lab.pruning.plan import Plan
@@ -34,7 +34,7 @@ def layered_routing(
     routed = Routed(layers)
     states = States(out / "states", budget)
     last = max(streamed.moe)
-    with watched(layers, routed.add), torch.no_grad():
+    with watch_routing(layers, routed.add), torch.no_grad():
         for number in range(last + 1):
             if number < last:
                 streamed.prefetch(number + 1)

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
-from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.watch import watched
+from moe_lab.models.experts import watch_routing
+from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask, mask_layer
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.accumulate import EPSILON
@@ -43,7 +43,7 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
     routed = routed_layers(model)
     seen = _Seen()
     masked = mask(model, plan) if plan is not None else nullcontext()
-    with masked, torch.no_grad(), ExitStack() as hooks, watched(routed, seen.chosen):
+    with masked, torch.no_grad(), ExitStack() as hooks, watch_routing(routed, seen.chosen):
         for index, layer in enumerate(model.get_submodule(routed[0].stack).children()):
             hooks.callback(layer.register_forward_hook(partial(seen.stream, index)).remove)
         for one in routed:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.parts import linears
+from moe_lab.models.discover import linears
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.fourbit import FourBitLinear, FourBitMatrices
 from moe_lab.recovery.parts import experts_of, storage

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moe_lab.models.discover import is_experts
+from moe_lab.models.discover import decoder_layer, is_experts, part_of
 from moe_lab.models.families import ROUTERS
-from moe_lab.models.parts import decoder_layer, part_of
 from moe_lab.pruning.ragged import RaggedExperts
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.watch import chosen_experts, watched
+from moe_lab.models.experts import chosen_experts, watch_routing
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics.gather import CHECKPOINT, Batch, description
@@ -123,7 +123,7 @@ class _Reader:
         self.copies = max(1, _tokens_at_once(model) // ids.numel())
         self.states: States = {}
         self.used: dict[int, torch.Tensor] = {}
-        with watched(layers, self._note):
+        with watch_routing(layers, self._note):
             self.whole = self._likelihood(1, (0,) * len(layers), self.states)
         if not bool(self.whole.isfinite().all()):
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import intermediate, output, sort_by_expert
+from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask
 from moe_lab.search.schedules import Plans
 from moe_lab.statistics.dispatch import ExpertsFunction, replaced

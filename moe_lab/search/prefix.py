@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.decoder import stand_in
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.partial_forward import stand_in
 
 Schedule = tuple[int, ...]
 """Experts removed per MoE layer, in layer order; also the beginning of one."""

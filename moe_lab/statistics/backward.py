@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_lab.errors import UserError
-from moe_lab.models.decoder import run
+from moe_lab.models.partial_forward import run
 
 SCALE = 2.0**8
 """Gradients that flow back are those of the loss times this, so that half precision does not round small ones to zero;

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
-from moe_lab.models.decoder import run
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.partial_forward import run
 from moe_lab.statistics.dispatch import not_called, replaced
 from moe_lab.statistics.sums import Layers, combine
 

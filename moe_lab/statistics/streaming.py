@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.models.decoder import run, stand_in
+from moe_lab.models.partial_forward import run, stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.backward import differentiable, loss_gradient
 from moe_lab.statistics.gather import Batch, description

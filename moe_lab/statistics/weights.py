@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
-from moe_lab.models.staging import read_tensors
+from moe_lab.models.checkpoint_reader import read_tensors
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16

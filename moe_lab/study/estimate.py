@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.config import ModelConfig
-from moe_lab.models.size import Size, size_of
+from moe_lab.models.config_json import Size, size_of
 from moe_lab.paths import PREFIX
 from moe_lab.search.settings import FitnessSettings
 from moe_lab.study.estimate_memory import BASE, LAYERED, PROMPT, is_layered, layered_memory, resident_memory, text_of

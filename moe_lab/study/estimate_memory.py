@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_lab.models.size import Size
+from moe_lab.models.config_json import Size
 from moe_lab.study.identity import Step
 
 BASE = 600 * 2**20

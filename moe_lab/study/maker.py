@@ -11,13 +11,7 @@ from typing import Any, TypeVar
 from moe_lab import allocation, criteria, plugins
 from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
-from moe_lab.config import (
-    AllocationConfig,
-    CalibrationConfig,
-    Config,
-    CriterionConfig,
-    ModelConfig,
-)
+from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.paths import resolve

@@ -16,8 +16,8 @@ from moe_lab.evaluation import backend, suite
 from moe_lab.evaluation.policy import SANDBOXES
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import LATE, masked
-from moe_lab.models import files
-from moe_lab.models.expected import check_expected
+from moe_lab.models import config_json, files
+from moe_lab.models.config_json import check_expected
 from moe_lab.paths import check_name, resolve
 from moe_lab.pruning import layout
 from moe_lab.pruning.export_form import SHAPES
@@ -75,7 +75,7 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
         yield from said(partial(files.check, cell.model))
         yield from said(partial(check_expected, cell.model))
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):
-            yield from said(partial(files.check_chat_template, cell.model, benchmark.name))
+            yield from said(partial(config_json.check_chat_template, cell.model, benchmark.name))
     for cell in _each(cells, "criterion"):
         yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
     yield from _check_calibrations(cells)
@@ -127,7 +127,7 @@ def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[B
 def _check_top_k(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     """Another number of experts a token must be there, and is set once a model is loaded: its files do not have it."""
     for cell in (cell for cell in _each(cells, "model") if cell.model.top_k is not None):
-        top_k, shape = cell.model.top_k or 0, files.expert_shape(cell.model)
+        top_k, shape = cell.model.top_k or 0, config_json.expert_shape(cell.model)
         if shape and not 1 <= top_k <= shape["n_experts"]:
             yield f"model.top_k={top_k}: {cell.model.path} has {shape['n_experts']} experts in a layer to choose from"
         asked = {"backend=server": config.backend.name == "server", f"export={config.export}": config.export}
@@ -265,7 +265,7 @@ def _try_ratio(cell: Cell) -> None:
 
     A share of all parameters (ratio_basis=model) is left to the plan step, which knows how many there are.
     """
-    shape = files.expert_shape(cell.model)
+    shape = config_json.expert_shape(cell.model)
     if shape is None or cell.allocation.ratio_basis != "routed":
         return
     layer = {**shape, "n_group": 1, "topk_group": 1}
@@ -283,7 +283,7 @@ def _try_ratio(cell: Cell) -> None:
 def _check_plain_weights(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     """A quantised checkpoint can be read and masked; whatever needs its weights as numbers cannot be done."""
     for cell in cells:
-        if cell.criterion.name not in criteria.CRITERIA or (method := files.quantization(cell.model)) is None:
+        if cell.criterion.name not in criteria.CRITERIA or (method := config_json.quantization(cell.model)) is None:
             continue
         criterion = criteria.get(cell.criterion.name)
         wants = {

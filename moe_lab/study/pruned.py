@@ -12,7 +12,7 @@ from moe_lab.evaluation import suite
 from moe_lab.evaluation.policy import LIMITED
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import identified
-from moe_lab.models.files import has_uneven_layers
+from moe_lab.models.config_json import has_uneven_layers
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.device import here
 from moe_lab.study.identity import Part, Step

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from moe_lab.config import ModelConfig
-from moe_lab.models.files import quantization
+from moe_lab.models.config_json import Size, quantization, size_of
 from moe_lab.models.memory import main_memory
-from moe_lab.models.size import Size, size_of
 from moe_lab.study.estimate import items, loads_model
 from moe_lab.study.estimate_memory import LAYERED, is_layered, states_of
 from moe_lab.study.identity import Step

@@ -22,9 +22,10 @@ from moe_lab import inspect
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
+from moe_lab.models.config_json import quantization
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder, quantization
+from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder
 from moe_lab.models.load import load_model, load_tokenizer, skeleton
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.export import export
@@ -201,7 +202,7 @@ def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     each = needed // devices - 20_000 if changes["device"] == "balanced" else needed - 20_000
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (each, 1 << 40))
-    monkeypatch.setattr("moe_lab.models.room.GIB", 1 << 10)
+    monkeypatch.setattr("moe_lab.models.device.GIB", 1 << 10)
     with monkeypatch.context() as patch:
         patch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
         refused(lambda: load_model(settings(original, **changes)), f"model=m takes [1-9].*{says}")

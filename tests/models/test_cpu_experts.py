@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.models import cpu_experts
+from moe_lab.models import experts
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -25,7 +25,7 @@ ALIGNED = 32
 
 def build(name: str, **changes: Any) -> Any:
     model = tiny.build(name, **changes)
-    cpu_experts.choose(model, moe_layers(model))
+    experts.use_cpu_experts(model, moe_layers(model))
     return model
 
 
@@ -65,15 +65,13 @@ def generated(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", SERVED)
 def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(name)
-    assert implementation(model) == cpu_experts.NAME
+    assert implementation(model) == experts.CPU_EXPERTS
     used = []
     for way in ("_together", "_one_by_one"):
-        original = getattr(cpu_experts, way)
-        monkeypatch.setattr(
-            cpu_experts, way, lambda *args, way=way, original=original: used.append(way) or original(*args)
-        )
+        original = getattr(experts, way)
+        monkeypatch.setattr(experts, way, lambda *args, way=way, original=original: used.append(way) or original(*args))
     prefill, long, one = tiny.tokens(), tiny.tokens(6, 60), tiny.tokens(1, 1)
-    assert long.numel() > cpu_experts.FEW > prefill.numel()
+    assert long.numel() > experts.FEW > prefill.numel()
     found = [logits(model, input_ids=ids) for ids in (prefill, long, one)] + [generated(model, prefill)]
     assert set(used) == ({"_together", "_one_by_one"} if make is aligned else {"_one_by_one"})
     model.set_experts_implementation("eager")
@@ -90,11 +88,11 @@ def test_masks_and_statistics_keep_their_bits(name: str, tokens: tuple[int, int]
     plain = logits(model, input_ids=ids)
     with Observer(model, ForwardTap):
         assert torch.equal(logits(model, input_ids=ids), plain)
-    assert implementation(model) == cpu_experts.NAME
+    assert implementation(model) == experts.CPU_EXPERTS
     with mask(model, plan):
         masked = logits(model, input_ids=ids)
     pruned = prune(model, plan)
-    assert implementation(pruned) == cpu_experts.NAME
+    assert implementation(pruned) == experts.CPU_EXPERTS
     assert torch.equal(logits(pruned, input_ids=ids), masked)
     for each in (model, pruned):
         each.set_experts_implementation("eager")
@@ -108,7 +106,7 @@ def test_channels_are_masked_and_the_choice_comes_back() -> None:
     plan = Plan(dict.fromkeys(keep, tuple(range(16))), dict.fromkeys(keep, 16), {}, keep)
     with mask(model, plan):
         masked = logits(model, input_ids=ids)
-    assert implementation(model) == cpu_experts.NAME
+    assert implementation(model) == experts.CPU_EXPERTS
     torch.testing.assert_close(logits(prune(model, plan), input_ids=ids), masked, rtol=0, atol=1e-5)
     assert not torch.equal(masked, logits(model, input_ids=ids))
 
@@ -139,7 +137,7 @@ def test_a_family_that_computes_otherwise_stays_eager(monkeypatch: pytest.Monkey
     layer = moe_layers(model)[0]
     original = layer.experts.forward
     monkeypatch.setattr(layer.experts, "forward", lambda hidden, index, gates: original(hidden * 1.0001, index, gates))
-    cpu_experts.choose(model, moe_layers(model))
+    experts.use_cpu_experts(model, moe_layers(model))
     assert implementation(model) == "eager"
 
 
@@ -156,4 +154,4 @@ def test_gradients_flow_as_in_the_eager_forward() -> None:
 
 def test_the_choice_is_not_written_to_checkpoints(tmp_path: Any) -> None:
     build("olmoe").save_pretrained(tmp_path)
-    assert cpu_experts.NAME not in (tmp_path / "config.json").read_text()
+    assert experts.CPU_EXPERTS not in (tmp_path / "config.json").read_text()

@@ -9,9 +9,8 @@ import tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moe_lab.models.families import COUNT_FIELDS, PORTS
+from moe_lab.models.families import COUNT_FIELDS, PORTS, read_family
 from moe_lab.models.ports import ask_family
-from moe_lab.models.sources import read_family
 from moe_lab.pruning import export_remote
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan

@@ -11,9 +11,8 @@ import torch
 
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
-from moe_lab.models.anatomy import anatomy
 from moe_lab.models.discover import routed_layers
-from moe_lab.models.gate import gate_rule
+from moe_lab.models.facts import describe, gate_rule
 
 BIAS = "chosen with a correction bias"
 RULES = {  # as their papers and configurations say
@@ -48,7 +47,7 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
     for name in ("deepseek_v2", "ernie4_5_moe", "qwen2_moe"):
         model = tiny.build(name)
         tiny.save(name, tmp_path / name)
-        found = anatomy(tmp_path / name, ModelConfig(name=name, path=str(tmp_path / name)))
+        found = describe(tmp_path / name, ModelConfig(name=name, path=str(tmp_path / name)))
         assert sum(found["parameters"].values()) == sum(weight.numel() for weight in model.parameters())
         experts = sum(weight.numel() for layer in routed_layers(model) for weight in layer.experts.parameters())
         assert found["parameters"]["routed experts"] == experts and found["parameters"]["shared experts"] > 0

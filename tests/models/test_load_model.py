@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import cpu_experts
+from moe_lab.models import experts
 from moe_lab.models.load import load_model
 
 
@@ -29,7 +29,7 @@ def settings(path: object, **changes: object) -> ModelConfig:
 def test_loaded_model_is_ready_to_be_scored(original: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = load_model(settings(original, device="cpu", threads=1))
     assert model.dtype == torch.float32 and not model.training
-    assert set(model.get_experts_implementation().values()) == {cpu_experts.NAME}
+    assert set(model.get_experts_implementation().values()) == {experts.CPU_EXPERTS}
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert tokenizer.pad_token == "</s>" and model.generation_config.pad_token_id is not None
     assert capfd.readouterr() == ("", "")

@@ -12,7 +12,7 @@ import torch
 
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import files
+from moe_lab.models import config_json
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.families import TOP_K_FIELDS
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_read_with_it_and_is_another_model(tmp_path: Path) -> No
     asked = ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=2, expected=expected)
     assert asked.name == "m_top2" and ModelConfig(**vars(asked)) == asked
     assert {about["top_k"] for about in facts(asked)["layers"].values()} == {2}
-    assert files.expert_shape(asked) == {"n_experts": 16, "top_k": 2, "width": 24}
+    assert config_json.expert_shape(asked) == {"n_experts": 16, "top_k": 2, "width": 24}
     loaded, streamed = load_model(asked)[0], open_streamed(asked)[0]
     assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe.values()]} == {2}
     for wrong in (0, 17):

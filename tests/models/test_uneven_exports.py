@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import cpu_experts
+from moe_lab.models import experts
 from moe_lab.models.discover import is_ragged, moe_layers, routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check
@@ -78,7 +78,7 @@ def test_it_computes_what_the_pruned_model_does(case: Case) -> None:
     model, tokenizer = load_model(settings(case.folder))
     pruned = prune(tiny.build(case.name), case.plan)
     torch.testing.assert_close(logits(model), logits(pruned), rtol=0, atol=1e-5)
-    assert model.get_experts_implementation()[""] == cpu_experts.NAME and tokenizer.pad_token
+    assert model.get_experts_implementation()[""] == experts.CPU_EXPERTS and tokenizer.pad_token
     asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(tiny.tokens(), **asked), pruned.generate(tiny.tokens(), **asked))
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.parts import linears
+from moe_lab.models.discover import linears
 from moe_lab.recovery.adapters import attach, merge, trainable
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.parts import experts_of

@@ -10,8 +10,7 @@ import tiny
 import torch
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
-from moe_lab.models.parts import linears
+from moe_lab.models.discover import linears, moe_layers
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.plan import Plan, make_channel_plan
 from moe_lab.pruning.ragged import RaggedExperts

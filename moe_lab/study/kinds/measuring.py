@@ -163,8 +163,8 @@ def channel_weights(job: Job) -> None:
 
 def _checkpoint(job: Job) -> tuple[Path, str]:
     """The folder of the job's model, and the one device that is to sum over its weights."""
+    from moe_lab.models.device import place
     from moe_lab.models.files import DEVICE_MAPS, local_folder
-    from moe_lab.models.load import place
 
     settings = ModelConfig(**job.runtime["model"])
     device = place(settings)

@@ -15,14 +15,10 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import moe_lab.models.ports  # noqa: F401  # makes more families known to transformers
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.anatomy import anatomy
-from moe_lab.models.expected import FIELDS, check_expected
-from moe_lab.models.facts import architecture, facts
-from moe_lab.models.files import expert_shape
-from moe_lab.models.size import Size, size_of
+from moe_lab.models.config_json import FIELDS, Size, check_expected, expert_shape, size_of
+from moe_lab.models.facts import architecture, describe, facts
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf" / "model"
@@ -347,7 +343,7 @@ def test_a_model_that_differs_is_refused_in_a_sentence(tmp_path: Path, name: str
     with pytest.raises(UserError, match=message):
         facts(settings)
     with pytest.raises(UserError, match=message):
-        anatomy(tmp_path, settings)
+        describe(tmp_path, settings)
     if name in FIELDS:  # before anything is loaded
         with pytest.raises(UserError, match=message):
             check_expected(settings)

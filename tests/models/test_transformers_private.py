@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_lab.errors import UserError
-from moe_lab.models import ahead
-from moe_lab.models.assembly import Memory, assemble
+from moe_lab.models import checkpoint_reader
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.models.transformers_private import Memory, assemble
 
 STORED = {torch.float32: torch.float16, torch.bfloat16: torch.bfloat16}
 """Precision of the model -> that of the checkpoint."""
@@ -69,9 +69,9 @@ def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], 
 def test_bytes_are_read_once_in_long_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
-        ahead, "_read", lambda ranges: read.extend((path.name, start, size) for path, start, size in ranges)
+        checkpoint_reader, "_read", lambda ranges: read.extend((path.name, start, size) for path, start, size in ranges)
     )
-    reader = ahead.Ahead()
+    reader = checkpoint_reader.ReadAhead()
     for _ in range(2):
         reader.ask(
             7, [(tmp_path / "b", 5, 5), (tmp_path / "a", 10, 2), (tmp_path / "b", 0, 5), (tmp_path / "a", 20, 1)]

@@ -8,8 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moe_lab.models.families import PORTS
-from moe_lab.models.sources import Family
+from moe_lab.models.families import PORTS, Family
 
 
 def causal_language_model(kind: str) -> str | None:
@@ -30,7 +29,7 @@ def ask_family(kind: str) -> Family | None:
 
 def _register() -> None:
     for kind, port in PORTS.items():
-        module = import_module(f"moe_lab.models.{port.file}")
+        module = import_module(f"moe_lab.models.ports.{port.file}")
         config = getattr(module, f"{port.base}Config")
         AutoConfig.register(kind, config, exist_ok=True)
         AutoModelForCausalLM.register(config, getattr(module, f"{port.base}ForCausalLM"), exist_ok=True)

@@ -1,0 +1,181 @@
+"""What config.json and the settings state about a model, before it is loaded: experts, size, quantisation. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
+from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
+from moe_lab.models.files import has_pickles_only
+from moe_lab.paths import resolve
+
+UNPACKED = ("mxfp4",)
+"""Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
+
+
+def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
+    """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them, or as they are
+    expected of a model that is not on this machine; None when neither says how many experts it has. model.top_k counts
+    before both."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if not folder.is_dir():
+        if (expected := settings.expected) is None:
+            return None
+        return {"n_experts": expected.experts, "top_k": settings.top_k or expected.top_k, "width": expected.width}
+    config = read_json(folder / "config.json")
+    text = config.get("text_config", config)
+    fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
+    stated = {fact: next((text[name] for name in names if name in text), None) for fact, names in fields.items()}
+    stated["top_k"] = settings.top_k or stated["top_k"]
+    found = {fact: value for fact, value in stated.items() if isinstance(value, int)}
+    return found if {"n_experts", "top_k"} <= set(found) else None
+
+
+def has_uneven_layers(settings: ModelConfig) -> bool:
+    """Whether config.json lists layers whose experts differ in width; False for a model that is not on this machine."""
+    file = Path(resolve(settings.path)).expanduser() / "config.json"
+    return file.is_file() and bool(read_json(file).get("expert_widths"))
+
+
+def quantization(settings: ModelConfig) -> str | None:
+    """How config.json says the weights are quantised, such as fp8 or gptq; None for plain ones, and for a model that is
+    not on this machine."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
+
+
+def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
+    """UserError when a model on this machine has no chat template, which `benchmark` asks through."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
+        return
+    described = folder / "tokenizer_config.json"
+    if not described.is_file() or not read_json(described).get("chat_template"):
+        raise UserError(
+            f"benchmark {benchmark} asks through a chat template, and model={settings.name} has none: expected an "
+            f"instruction-tuned model, or protocol.benchmarks.{benchmark}.chat=false to have the text continued"
+        )
+
+
+FIELDS = {
+    "layers": ("num_hidden_layers",),
+    "experts": COUNT_FIELDS,
+    "top_k": TOP_K_FIELDS,
+    "hidden": ("hidden_size",),
+    "width": WIDTH_FIELDS,
+}
+"""Name in model.expected -> fields of config.json, of which the first that is there states it."""
+
+
+def check_expected(settings: ModelConfig) -> None:
+    """UserError if the config.json of a model on this machine states another number than `model.expected`."""
+    folder = Path(resolve(settings.path)).expanduser()
+    if settings.expected is not None and (folder / "config.json").is_file():
+        config = read_json(folder / "config.json")
+        text = config.get("text_config", config)
+        stated = {name: next((text[of] for of in fields if of in text), None) for name, fields in FIELDS.items()}
+        compare({name: value for name, value in stated.items() if isinstance(value, int)}, settings)
+
+
+def compare(found: Mapping[str, int], settings: ModelConfig) -> None:
+    """UserError naming the first number of `found` that is not as `model.expected` says, if that says anything; the sum
+    of all parameters tells least, so it comes last."""
+    expected = {} if settings.expected is None else asdict(settings.expected)
+    for name, value in sorted(expected.items(), key=lambda item: item[0] == "parameters"):
+        if (there := found.get(name, value)) != value:
+            raise UserError(
+                f"model={settings.name}: {settings.path} has {name}={there}, but model.expected.{name}={value}: "
+                "give the path and revision of that model, or model=local, which expects nothing"
+            )
+
+
+EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
+"""A tensor of routed experts in a checkpoint, with the number of its decoder layer."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What costs follow from."""
+
+    parameters: int
+    """All parameters."""
+    moe_layers: int
+    """Decoder layers with routed experts."""
+    experts: int
+    """Routed experts of such a layer."""
+    top_k: int
+    """Routed experts a token is given to."""
+    hidden: int
+    """Numbers in the residual stream of a token."""
+    width: int
+    """Channels of a routed expert."""
+    bytes_per_parameter: int
+    """In the precision the model is loaded in."""
+
+    @property
+    def expert(self) -> int:
+        """Parameters of a routed expert; biases are left out."""
+        return 3 * self.hidden * self.width
+
+    @property
+    def active(self) -> int:
+        """Parameters a token is multiplied with, and the embeddings; biases of experts are left out."""
+        return self.parameters - self.moe_layers * (self.experts - self.top_k) * self.expert
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights once loaded."""
+        return self.parameters * self.bytes_per_parameter
+
+
+def size_of(settings: ModelConfig) -> Size | None:
+    """The size of a model; None when it is neither on this machine nor said what it should be.
+
+    What is expected counts before what is there: a folder that differs from it is refused (`expected.check_expected`).
+    """
+    if (expected := settings.expected) is None:
+        return _size_of_folder(settings.path, settings.dtype)
+    return Size(
+        parameters=expected.parameters,
+        moe_layers=expected.moe_layers,
+        experts=expected.experts,
+        top_k=settings.top_k or expected.top_k,
+        hidden=expected.hidden,
+        width=expected.width,
+        bytes_per_parameter=BYTES.get(settings.dtype, 2),
+    )
+
+
+@lru_cache(maxsize=64)
+def _size_of_folder(path: str, dtype: str) -> Size | None:
+    shape = expert_shape(ModelConfig(name=path, path=path))
+    folder = Path(resolve(path)).expanduser()
+    if shape is None or "width" not in shape or has_pickles_only(folder):
+        return None
+    config = read_json(folder / "config.json")
+    config = config.get("text_config", config)
+    if not isinstance(hidden := config.get("hidden_size"), int):
+        return None
+    tensors = open_checkpoint(folder).tensors
+    stored = BYTES.get(stated_dtype(config), 4)
+    return Size(
+        parameters=sum(prod(entry.shape) for entry in tensors.values()),
+        moe_layers=len({match[1] for name in tensors if (match := EXPERTS.search(name))}),
+        experts=shape["n_experts"],
+        top_k=shape["top_k"],
+        hidden=hidden,
+        width=shape["width"],
+        bytes_per_parameter=BYTES.get(dtype, stored),
+    )
