@@ -1,4 +1,5 @@
 # make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
+# make docs: the pages of docs/ and a reference of the code as a site, in site/; a link that leads nowhere is an error.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
 # told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
@@ -11,7 +12,7 @@ JOBS ?= 2
 ARGS ?=
 TESTS ?=
 
-.PHONY: run test check evalscope clean
+.PHONY: run test check docs evalscope clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
@@ -38,6 +39,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt --group dev
 	touch $@
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt --group docs
+	touch $@
+
 evalscope: $(EVALSCOPE)/.installed
 
 $(EVALSCOPE)/.installed: constraints-evalscope.txt
@@ -46,4 +54,4 @@ $(EVALSCOPE)/.installed: constraints-evalscope.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(EVALSCOPE) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(EVALSCOPE) build dist site .mypy_cache .ruff_cache .pytest_cache
