@@ -76,7 +76,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
 def main() -> int:
     """Judge each program twice and print where that differs."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from moe_lab.evaluation.evalscope_code import CodeSettings, Programs
+    from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings, Programs
 
     del sys.path[0]
     from evalscope.benchmarks.live_code_bench import evaluate_utils

@@ -32,11 +32,12 @@ from transformers import AutoTokenizer
 from benchmarks import choices
 from benchmarks.random_model import random_model
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import lm_eval_tasks, mirror
-from moe_lab.evaluation.definitions import folder
+from moe_lab.evaluation import mirror
+from moe_lab.evaluation.harnesses import lm_eval_tasks
+from moe_lab.evaluation.harnesses.lm_eval_folders import folder
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.mirror.make import benchmarks, make
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
 CHOICES = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
@@ -49,7 +50,7 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
-    subject = Subject(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
+    subject = LocalModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
     failed = False
     with tempfile.TemporaryDirectory() as root:
         wanted = benchmarks([*CHOICES, *TEXTS], root)
@@ -79,8 +80,8 @@ def _arguments() -> argparse.Namespace:
 # 1. The same numbers.
 
 
-def _same_items(subject: Subject, benchmark: BenchmarkConfig) -> bool:
-    from moe_lab.evaluation.harness_lm_eval import evaluate
+def _same_items(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
+    from moe_lab.evaluation.harnesses.lm_eval import evaluate
 
     metrics = ["acc"] if benchmark.name in ("mmlu", "winogrande") else ["acc", "acc_norm"]
     graded = evaluate(subject, replace(benchmark, reports={metric: metric for metric in metrics}), Policy())
@@ -108,22 +109,22 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
-    from moe_lab.evaluation.harness_lm_eval import first_items
+    from moe_lab.evaluation.harnesses.lm_eval import first_items
 
     return first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
 
 
-def _same_text(subject: Subject, benchmark: BenchmarkConfig) -> bool:
+def _same_text(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
     model, tokenizer = subject.model, subject.tokenizer
     if benchmark.harness == "perplexity":
-        from moe_lab.evaluation.perplexity import evaluate
+        from moe_lab.evaluation.harnesses.perplexity import evaluate
 
         text = "\n\n".join(row["text"] for row in mirror.rows(benchmark))
         naive = choices.perplexity(model, tokenizer, text, benchmark.parameters["length"], benchmark.limit)
     else:
         from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-        from moe_lab.evaluation.harness_lm_eval import evaluate
+        from moe_lab.evaluation.harnesses.lm_eval import evaluate
 
         pages = [(wikitext_detokenizer(row), row["page"]) for row in mirror.rows(benchmark)[: benchmark.limit]]
         naive = choices.word_perplexity(model, tokenizer, pages, subject.max_length or 0)
@@ -136,7 +137,7 @@ def _same_text(subject: Subject, benchmark: BenchmarkConfig) -> bool:
 # 2. As fast.
 
 
-def _speed(subject: Subject, few: Sequence[BenchmarkConfig], rounds: int) -> bool:
+def _speed(subject: LocalModel, few: Sequence[BenchmarkConfig], rounds: int) -> bool:
     ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
         ("evaluating", lambda: _adapter(subject, few), lambda: _plain(subject, few)),
         ("building the tasks and evaluating", lambda: _fresh(subject, few), lambda: _plain_fresh(subject, few)),
@@ -163,24 +164,24 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def _adapter(subject: Subject, few: Sequence[BenchmarkConfig]) -> None:
-    from moe_lab.evaluation.harness_lm_eval import evaluate
+def _adapter(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
+    from moe_lab.evaluation.harnesses.lm_eval import evaluate
 
     for benchmark in few:
         evaluate(subject, benchmark, Policy())
 
 
-def _plain(subject: Subject, few: Sequence[BenchmarkConfig]) -> None:
+def _plain(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
     """lm-eval's evaluate() on the same tasks and items."""
     for benchmark in few:
         _evaluate(subject, lm_eval_tasks.tasks(benchmark), benchmark)
 
 
-def _evaluate(subject: Subject, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
+def _evaluate(subject: LocalModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from moe_lab.evaluation.harness_lm_eval import first_items
+    from moe_lab.evaluation.harnesses.lm_eval import first_items
 
     evaluator.evaluate(
         lm=HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=benchmark.batch_size),
@@ -190,12 +191,12 @@ def _evaluate(subject: Subject, tasks: dict[str, Any], benchmark: BenchmarkConfi
     )
 
 
-def _fresh(subject: Subject, few: Sequence[BenchmarkConfig]) -> None:
+def _fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
     lm_eval_tasks._built.clear()
     _adapter(subject, few)
 
 
-def _plain_fresh(subject: Subject, few: Sequence[BenchmarkConfig]) -> None:
+def _plain_fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
     """With tasks built by lm-eval, from the mirror and without an index of all its definitions."""
     from lm_eval.tasks import TaskManager
 

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import evalscope_tasks, harness_evalscope, mirror
+from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation.harnesses import evalscope, evalscope_tasks
 from moe_lab.evaluation.mirror.make import benchmarks, make
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.evaluation.sandbox.policy import Policy
 
 PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")
@@ -71,14 +72,14 @@ def _arguments() -> argparse.Namespace:
 
 def _check(benchmark: BenchmarkConfig) -> bool:
     clock = _clock()
-    questions = harness_evalscope.ask(benchmark)
+    questions = evalscope.ask(benchmark)
     print(f"{benchmark.name}: {len(questions)} questions, {clock()}", flush=True)
     own = own_answers(benchmark, questions)
     failed = False
     for kind, change, right in (("own answers", _own, 1.0), ("plus one", _plus_one, 0.0), ("others'", _others, 0.0)):
         given = [change(own, number) for number in range(len(own))]
         answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
-        graded = harness_evalscope.grade(answers, benchmark, Policy())
+        graded = evalscope.grade(answers, benchmark, Policy())
         score = round(sum(sample["outcome"] for sample in graded.samples))
         print(f"{benchmark.name}: {kind}: {score}/{len(questions)} right, {clock()}", flush=True)
         for sample, wanted, text in zip(graded.samples, own, given, strict=True):

@@ -28,10 +28,10 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harness_evalplus import ask, grade
+from moe_lab.evaluation.harnesses.evalplus import ask, grade
 from moe_lab.evaluation.mirror.make import benchmarks, make
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.evaluation.sandbox.policy import Policy
 
 BAR = 300.0
 CORES = 2

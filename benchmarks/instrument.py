@@ -29,7 +29,7 @@ from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.criteria.registry import Need
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
@@ -53,7 +53,7 @@ def main() -> int:
     failures: list[str] = []
     for name in arguments.models:
         model, tokenizer = load_model(ModelConfig(name=name, path=f"pocket:{name}", threads=1))
-        subject = Subject(model, tokenizer)
+        subject = LocalModel(model, tokenizer)
         chance = [random_scores(model, seed) for seed in range(arguments.seeds)]
         for skill in SKILLS:
             failures += _skill(subject, name, skill, chance, arguments)
@@ -73,7 +73,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _skill(
-    subject: Subject, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
+    subject: LocalModel, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
 ) -> list[str]:
     """Print the losses of one model on one skill; what is not below the random plans."""
     items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[: arguments.items]]
@@ -103,14 +103,14 @@ def items_of(benchmark: str) -> list[tuple[str, str]]:
     return [(row["prompt"], row.get("canonical_solution") or f" {row['target']}") for row in rows]
 
 
-def mean_loss(subject: Subject, items: Sequence[tuple[str, str]]) -> float:
+def mean_loss(subject: LocalModel, items: Sequence[tuple[str, str]]) -> float:
     """The mean loss in bits per byte."""
     prompts, answers = zip(*items, strict=True)
     losses = subject.answer_losses(prompts, answers, GenSpec(1))
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
-def pruned_loss(subject: Subject, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
+def pruned_loss(subject: LocalModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
     """The same without the experts of lowest score in every layer."""
     with mask(subject.model, _plan(subject.model, scores, ratio)):
         return mean_loss(subject, items)
@@ -134,7 +134,7 @@ def _score(name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed:
     return {layer: [float(value) for value in values] for layer, values in found.items()}
 
 
-def rankings(subject: Subject, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
+def rankings(subject: LocalModel, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
     """The exact ablation, then every criterion of whole experts that reads the calibration set of the skill."""
     model, tokenizer = subject.model, subject.tokenizer
     few = _rows(skill, ablation_tokens, tokenizer)

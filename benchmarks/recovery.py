@@ -23,9 +23,9 @@ import yaml
 
 from moe_lab.allocation.uniform import uniform
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan, make_plan
@@ -102,7 +102,7 @@ def _conf(name: str) -> dict[str, Any]:
 def _print_model(name: str, model: Any, tokenizer: Any, limit: int | None) -> None:
     benchmark = BenchmarkConfig(**_conf("benchmark/pocket_gsm8k"), limit=limit)
     with tempfile.TemporaryDirectory() as folder:
-        result = evaluate(Subject(model, tokenizer), benchmark, Path(folder), policy=Policy())[0]
+        result = evaluate(LocalModel(model, tokenizer), benchmark, Path(folder), policy=Policy())[0]
     held = storage(model)
     print(
         f"{name:18} word problems {result['score']:.3f} of {result['n']}, experts {held['experts']:9,} bytes, "

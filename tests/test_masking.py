@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from moe_lab.compose import Groups, addable, from_environment, register, requests
 from moe_lab.config import BackendConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.backend import words
+from moe_lab.evaluation.server import command_line
 from moe_lab.masking import MASK, hidden, identified, is_secret, mask, masked, revealed, shell
 from moe_lab.paths import conf
 from moe_lab.study import record
@@ -205,7 +205,7 @@ def test_a_command_takes_secrets_as_words_and_other_variables_as_text(monkeypatc
     monkeypatch.setenv("START", "serve {checkpoint}")
     monkeypatch.setenv("HF_TOKEN", "a {b} c")
     backend = BackendConfig("server", "${oc.env:START} {port} --token ${oc.env:HF_TOKEN}")
-    assert words(backend, Path("x"), 7, "n") == ["serve", "x", "7", "--token", "a {b} c"]
+    assert command_line(backend, Path("x"), 7, "n") == ["serve", "x", "7", "--token", "a {b} c"]
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="HF_TOKEN"):
-        words(backend, Path("x"), 7, "n")
+        command_line(backend, Path("x"), 7, "n")

@@ -54,9 +54,9 @@ def test_it_works_outside_a_checkout(site: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
     """A folder whose modules are called like ours and like some that we import, and fail when they are."""
-    for name in ("moe_lab", "analysis", "moe_lab/study", "moe_lab/evaluation"):
+    for name in ("moe_lab", "analysis", "moe_lab/study", "moe_lab/evaluation", "moe_lab/evaluation/sandbox"):
         (tmp_path / name).mkdir()
-        for module in ("__init__", "__main__", "worker", "runner", "grade"):
+        for module in ("__init__", "__main__", "worker", "runner", "evalplus_grader"):
             (tmp_path / name / f"{module}.py").write_text("raise SystemExit('a module of the current folder')")
     for name in ("torch", "pandas", "json", "inspect"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the current folder')")
@@ -81,7 +81,7 @@ def test_what_is_started_is_this_installation(variables: dict[str, str], hostile
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("-u", "-m", "moe_lab.evaluation.runner", "limited") == '{"ready": true}\n'
+    assert run("-u", "-m", "moe_lab.evaluation.sandbox.runner", "limited") == '{"ready": true}\n'
     assert "unified.table1" in run("-m", "analysis", "help")
 
 

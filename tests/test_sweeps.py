@@ -27,7 +27,8 @@ from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import UserError
-from moe_lab.evaluation import evalscope_tasks, suite
+from moe_lab.evaluation import suite
+from moe_lab.evaluation.harnesses import evalscope_tasks
 from moe_lab.study import record, run
 from moe_lab.study.estimate import hours
 from moe_lab.study.graph import Graph, build

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.masking import identified, revealed
 
 LOWEST, HIGHEST = 1.0, 10.0

@@ -12,18 +12,18 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, suite
 from moe_lab.evaluation.generation import Answer, Generator, GenSpec
-from moe_lab.evaluation.graded import Graded
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.results import SCHEMA, Result, ResultFile
 from moe_lab.versions import installed
 
 HARNESSES = {
-    "lm_eval": "moe_lab.evaluation.harness_lm_eval",
-    "evalplus": "moe_lab.evaluation.harness_evalplus",
-    "evalscope": "moe_lab.evaluation.harness_evalscope",
-    "wildbench": "moe_lab.evaluation.harness_wildbench",
-    "stories": "moe_lab.evaluation.stories",
-    "perplexity": "moe_lab.evaluation.perplexity",
+    "lm_eval": "moe_lab.evaluation.harnesses.lm_eval",
+    "evalplus": "moe_lab.evaluation.harnesses.evalplus",
+    "evalscope": "moe_lab.evaluation.harnesses.evalscope",
+    "wildbench": "moe_lab.evaluation.harnesses.wildbench",
+    "stories": "moe_lab.evaluation.harnesses.stories",
+    "perplexity": "moe_lab.evaluation.harnesses.perplexity",
 }
 """Harness -> module, imported when first used. Those in `suite.TWO_PHASES` have
 
@@ -49,7 +49,7 @@ def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
 
 
 def evaluate(subject: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
-    """Run the benchmark on a loaded model (`subject.Subject`) and write out/result.json and out/samples.parquet.
+    """Run the benchmark on a loaded model (`local_model.LocalModel`) and write out/result.json and out/samples.parquet.
 
     A benchmark that fails raises; nothing is averaged over the items that are left. Raises UserError for what
     `suite.preflight` would have said.

@@ -11,8 +11,9 @@ from typing import Any
 from moe_lab.calibration.sources import FOREIGN, check_text, file_format, is_json, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation import definitions, evalscope_tasks, mirror, rubric
-from moe_lab.evaluation.policy import LIMITED, Policy
+from moe_lab.evaluation import mirror, rubric
+from moe_lab.evaluation.harnesses import evalscope_tasks, lm_eval_folders
+from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 from moe_lab.versions import installed
 
@@ -184,7 +185,7 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if benchmark.data is not None:
         yield from said(lambda: mirror.check(benchmark))
     if benchmark.harness == "lm_eval" and benchmark.data is not None:
-        yield from definitions.problems(benchmark)
+        yield from lm_eval_folders.problems(benchmark)
     if benchmark.harness == "wildbench":
         yield from rubric.problems(benchmark, policy)
     if benchmark.harness == "evalscope":

@@ -12,8 +12,8 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
-from moe_lab.evaluation import backend, suite
-from moe_lab.evaluation.policy import SANDBOXES
+from moe_lab.evaluation import server, suite
+from moe_lab.evaluation.sandbox.policy import SANDBOXES
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import LATE, masked
 from moe_lab.models import config_json, files
@@ -50,7 +50,7 @@ def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Be
         for named in dict.fromkeys(cell.model.device for cells, _ in asked for cell in cells):
             found += said(partial(_check_device, named))
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
-        found += said(partial(backend.check_installed, config.backend))
+        found += said(partial(server.check_installed, config.backend))
     return list(dict.fromkeys(found))
 
 
@@ -107,7 +107,7 @@ def _check_calibrations(cells: Sequence[Cell]) -> Iterator[str]:
 
 def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
-    yield from said(partial(backend.check, config.backend))
+    yield from said(partial(server.check_command, config.backend))
     by_model = [one for one in benchmarks if one.harness not in suite.TWO_PHASES and one.max_new_tokens]
     if by_model and (config.backend.name == "server" or config.backend.continuous):
         yield (

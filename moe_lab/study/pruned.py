@@ -9,7 +9,7 @@ from typing import Any
 from moe_lab import criteria
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, RecoveryConfig
 from moe_lab.evaluation import suite
-from moe_lab.evaluation.policy import LIMITED
+from moe_lab.evaluation.sandbox.policy import LIMITED
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import identified
 from moe_lab.models.config_json import has_uneven_layers

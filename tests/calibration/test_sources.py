@@ -20,7 +20,8 @@ from moe_lab.calibration.settings import check, identity
 from moe_lab.calibration.sources import digest, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import perplexity, suite
+from moe_lab.evaluation import suite
+from moe_lab.evaluation.harnesses import perplexity
 from moe_lab.paths import conf
 
 Settings = Callable[..., CalibrationConfig]
@@ -231,7 +232,7 @@ LINES = "\n = Heading = \n \n One sentence . \n\n\n Another , after two empty ro
 @pytest.mark.parametrize("file", ["tiny", "wikitext2_test.txt", "wikitext2_valid.txt"])
 def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path) -> None:
     """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
-    from moe_lab.evaluation import perplexity
+    from moe_lab.evaluation.harnesses import perplexity
     from moe_lab.evaluation.mirror import make as mirror_make
 
     if file == "tiny":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.study.job import code_state
 
 from . import commands, kills, models, programs

@@ -20,8 +20,8 @@ from unittest import mock
 import psutil
 from miniature import problem, write_lines
 
-from moe_lab.evaluation.grade import GradeRequest
-from moe_lab.evaluation.harness_evalplus import run_grader
+from moe_lab.evaluation.harnesses.evalplus import run_grader
+from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ FILES = [
     _attempt("reads another process's environment", "open('/proc/1/environ').read()"),
     _attempt("reads its parent's memory", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
     _attempt("goes through a process's root", "os.listdir('/proc/self/root/home')"),
-    _attempt("reads our code", "import moe_lab.evaluation.grade"),
+    _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus_grader"),
     _attempt(
         "finds a key in the environment",
         "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sandbox.client import namespaces_missing
 
 from . import commands, kills, models, programs
 from .commands import answers, every_command

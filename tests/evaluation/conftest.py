@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moe_lab.config import ModelConfig
-from moe_lab.evaluation.programs import Runner, namespaces_missing
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.sandbox.client import Runner, namespaces_missing
 from moe_lab.models.load import load_model
 from moe_lab.paths import shipped
 
@@ -32,8 +32,8 @@ def confined() -> Any:
 
 
 @pytest.fixture(scope="session")
-def subject() -> Subject:
+def subject() -> LocalModel:
     """The shipped model."""
     if "olmoe" not in shipped():
         pytest.skip("the pocket model is not there")
-    return Subject(*load_model(ModelConfig(name="pocket", path="pocket:olmoe", threads=1)))
+    return LocalModel(*load_model(ModelConfig(name="pocket", path="pocket:olmoe", threads=1)))

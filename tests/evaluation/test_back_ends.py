@@ -12,11 +12,10 @@ import tiny
 
 from moe_lab.config import BackendConfig, JudgeConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.continuous import ContinuousSubject
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.judge import Judge
+from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
 from moe_lab.evaluation.server import serving
-from moe_lab.evaluation.subject import Subject
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 
@@ -33,7 +32,7 @@ def prompts(name: str, count: int) -> list[str]:
 
 
 @pytest.fixture
-def chatty(tmp_path: Path, subject: Subject) -> Path:
+def chatty(tmp_path: Path, subject: LocalModel) -> Path:
     """The shipped model with a chat template, and settings of generation that would change every text."""
     folder = tmp_path / "chatty"
     folder.mkdir()
@@ -63,7 +62,7 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path, tmp_path: Path
     if server == "stand-in" and real:
         pytest.skip("the server it stands in for is there")
     model = ModelConfig(name="chatty", path=str(chatty), threads=1)
-    loaded = Subject(*load_model(model))
+    loaded = LocalModel(*load_model(model))
     asked = [*prompts("gsm8k", 3), *prompts("wildbench", 3), *prompts("humaneval", 4)]
     endings = {prompt[-1] for prompt in asked}
     specs = [
@@ -87,14 +86,14 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_continuous_batching_writes_the_same_where_it_can(subject: Subject) -> None:
+def test_continuous_batching_writes_the_same_where_it_can(subject: LocalModel) -> None:
     """On the CPU, where it is slow; the sizes keep it from planning for a GPU."""
     sizes = {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256}
     asked = [*prompts("gsm8k", 2), *prompts("wildbench", 2), *prompts("humaneval", 3)]
     spec = GenSpec(32, stop=("\ndef ", ")"), batch_size=3)
-    continuous = ContinuousSubject(subject.model, subject.tokenizer, sizes=sizes)
+    continuous = ContinuousModel(subject.model, subject.tokenizer, sizes=sizes)
     assert continuous.generate(asked, spec) == subject.generate(asked, spec)
-    latent = ContinuousSubject(tiny.build("deepseek_v2"), subject.tokenizer, sizes=sizes)
+    latent = ContinuousModel(tiny.build("deepseek_v2"), subject.tokenizer, sizes=sizes)
     with pytest.raises(
         UserError, match=r"continuous batching fails with this model .*: expected backend\.continuous=false"
     ):

@@ -18,16 +18,18 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 
 ALLOWED = Policy(allow_code_execution=True, sandbox="auto" if not namespaces_missing() else "none")
 TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
 
 
-def test_programs_are_completed_and_graded(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_completed_and_graded(
+    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Right answers are made to be what the model writes; one problem wants something else."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = Path(suite.resolve("pocket:benchmarks/humaneval.jsonl")).read_text().splitlines()[:3]
@@ -73,9 +75,9 @@ def test_programs_are_completed_and_graded(subject: Subject, tmp_path: Path, mon
 
 
 def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: "not on this machine")
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: "not on this machine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shipped = BenchmarkConfig(
         name="code",
@@ -96,7 +98,7 @@ def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run
     assert evaluate(subject, foreign, tmp_path / "other", policy=Policy(True, "none"))[0]["n"] == 4
 
 
-def test_stories_are_scored_by_the_share_of_their_rules(subject: Subject, tmp_path: Path) -> None:
+def test_stories_are_scored_by_the_share_of_their_rules(subject: LocalModel, tmp_path: Path) -> None:
     prompt = (
         "Write a story about Karl, a spoon and the mill. Karl feels tired. End with: Then it began to rain.\nStory:"
     )
@@ -121,7 +123,7 @@ def test_stories_are_scored_by_the_share_of_their_rules(subject: Subject, tmp_pa
     assert (first["item"], first["outcome"], first["output"], first["extracted"]) == ("a", 0.5, story, "[true, false]")
 
 
-def test_perplexity_equals_an_independent_computation(subject: Subject, tmp_path: Path) -> None:
+def test_perplexity_equals_an_independent_computation(subject: LocalModel, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     benchmark = BenchmarkConfig(
@@ -153,7 +155,7 @@ def test_perplexity_equals_an_independent_computation(subject: Subject, tmp_path
     assert [row["outcome"] for row in table if row["benchmark"] == "loss"] == pytest.approx(per_window, rel=1e-4)
 
 
-def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: Subject, tmp_path: Path) -> None:
+def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: LocalModel, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     benchmark = BenchmarkConfig(name="p", harness="perplexity", task=str(file), reports={"p": "loss"}, limit=2)
@@ -173,9 +175,9 @@ def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: Subject, tmp
     assert not (tmp_path / "broken").exists()
 
 
-def test_half_a_character_can_be_stored(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_character_can_be_stored(subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_lines(tmp_path / "s.jsonl", [{"id": "a", "prompt": "A", "checklist": [{"rule": "no_repeats"}]}])
-    monkeypatch.setattr(Subject, "generate", lambda *_: ["\ud800 half"])
+    monkeypatch.setattr(LocalModel, "generate", lambda *_: ["\ud800 half"])
     benchmark = BenchmarkConfig(name="s", harness="stories", task=str(data), reports={"s": "score"}, max_new_tokens=4)
     evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
     assert parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[0]["output"] == "? half"
@@ -203,7 +205,7 @@ def mixed_ids(folder: Path) -> Path:
     ],
 )
 def test_mistakes_are_said_before_anything_runs(
-    subject: Subject, tmp_path: Path, changes: dict[str, Any], says: str
+    subject: LocalModel, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     good = BenchmarkConfig(name="p", harness="perplexity", task=str(tmp_path / "text.txt"), reports={"p": "perplexity"})
@@ -212,7 +214,7 @@ def test_mistakes_are_said_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_ids_of_two_benchmarks_in_one_file_are_refused(subject: Subject, tmp_path: Path) -> None:
+def test_ids_of_two_benchmarks_in_one_file_are_refused(subject: LocalModel, tmp_path: Path) -> None:
     benchmark = BenchmarkConfig(
         name="m", harness="evalplus", task=str(mixed_ids(tmp_path)), reports={"m": "base"}, max_new_tokens=4
     )

@@ -26,14 +26,14 @@ from processes import is_running, until
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import generation, mirror, run, sanitizing
-from moe_lab.evaluation.extraction import fenced_program
+from moe_lab.evaluation import generation, mirror, run
 from moe_lab.evaluation.generation import GenSpec, Messages
-from moe_lab.evaluation.harness_evalplus import ask, stops
+from moe_lab.evaluation.harnesses import evalplus_rules
+from moe_lab.evaluation.harnesses.evalplus import ask, fenced_program, stops
+from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.mirror.make import benchmarks, make
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.programs import namespaces_missing
-from moe_lab.evaluation.sanitizing import longest_program, sanitized
+from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.evaluation.sandbox.policy import Policy
 
 ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
 CHOSEN = {
@@ -203,7 +203,7 @@ def test_the_sanitizer_costs_little_and_nothing_kills_it(monkeypatch: pytest.Mon
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10  # 160 s each, as EvalPlus does it
     for text in ("(" * 5000, "x = 1\0", "\ud800"):
         assert sanitized(text, "f") == text
-    monkeypatch.setattr(sanitizing.evalplus_sanitize, "sanitize", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(evalplus_rules.evalplus_sanitize, "sanitize", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert sanitized("def f(): pass", "f") == "def f(): pass"
 
 
@@ -216,8 +216,8 @@ def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) ->
 
 GRADING = """
 import sys
-from moe_lab.evaluation.grade import GradeRequest
-from moe_lab.evaluation.harness_evalplus import run_grader
+from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.harnesses.evalplus import run_grader
 endless = "def f(x):\\n    while True: pass"
 run_grader(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.argv[2] == "", False, seconds=50.0))
 """

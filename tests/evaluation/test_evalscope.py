@@ -19,11 +19,12 @@ from processes import is_running, until
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import evalscope_code, evalscope_tasks, evalscope_worker, harness_evalscope, mirror, run, suite
+from moe_lab.evaluation import mirror, run, suite
 from moe_lab.evaluation.generation import Answer, GenSpec, Messages
+from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_tasks, evalscope_worker
 from moe_lab.evaluation.mirror.make import benchmarks
-from moe_lab.evaluation.policy import NAMESPACES, Policy
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.start import command
 
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
@@ -268,14 +269,14 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
     python.write_text('#!/bin/sh\necho \'{"error": "its tests are pickled"}\' > "$5"\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match=r"^benchmark gsm8k: its tests are pickled$"):
-        harness_evalscope.ask(benchmark)
+        evalscope.ask(benchmark)
     python.write_text("#!/bin/sh\necho first >&2; echo last words >&2; exit 3\n")
     with pytest.raises(RuntimeError, match=r"^benchmark gsm8k: EvalScope failed: last words$"):
-        harness_evalscope.ask(benchmark)
+        evalscope.ask(benchmark)
     left = tmp_path / "left"
     python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {left}\nkill -9 $$\n")
     with pytest.raises(RuntimeError, match="EvalScope failed: killed by signal 9"):
-        harness_evalscope.ask(benchmark)
+        evalscope.ask(benchmark)
     until(lambda: not is_running(int(left.read_text())))
 
 
@@ -286,18 +287,18 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
     reply = evalscope_worker.Reply(samples=verdicts, score=1.0)
     answers = [Answer(f"{n}", "", "") for n in range(200)]
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(harness_evalscope, "_run", lambda *given: reply)
+    monkeypatch.setattr(evalscope, "_run", lambda *given: reply)
     try:
-        graded = harness_evalscope.grade(answers, benchmark, Policy())
+        graded = evalscope.grade(answers, benchmark, Policy())
         assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
         assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
         for number in (8, 9):
             verdicts[number] |= {"outcome": None, "why": "the same"}
         with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
-            harness_evalscope.grade(answers, benchmark, Policy())
+            evalscope.grade(answers, benchmark, Policy())
         reply.samples, reply.score = verdicts[10:], 0.5
         with pytest.raises(RuntimeError, match=r"EvalScope's mean is 0.5, that of its verdicts 1.0"):
-            harness_evalscope.grade(answers[10:], benchmark, Policy())
+            evalscope.grade(answers[10:], benchmark, Policy())
     finally:
         monkeypatch.undo()
 
@@ -368,7 +369,7 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     changes, rows = OTHERS[task]
     benchmark = miniatures.benchmark(task, tmp_path, **changes)
     miniatures.write(benchmark, {str(benchmark.split): rows})
-    questions = harness_evalscope.ask(benchmark)
+    questions = evalscope.ask(benchmark)
     content = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
     letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
@@ -378,7 +379,7 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     ]
     given = [own[0], "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
     answers = [Answer(q.item, "", text) for q, text in zip(questions, given, strict=True)]
-    graded = harness_evalscope.grade(answers, benchmark, Policy())
+    graded = evalscope.grade(answers, benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]
 
 
@@ -391,9 +392,9 @@ def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, sha
     [benchmark] = benchmarks(["math500"], str(tmp_path))
     make(benchmark, shared_data)
     benchmark = replace(benchmark, limit=20)
-    questions = harness_evalscope.ask(benchmark)
+    questions = evalscope.ask(benchmark)
     own = own_answers(benchmark, questions)
     given = [own[number] if number % 2 else own[number] + "+1" for number in range(20)]
     answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
-    graded = harness_evalscope.grade(answers, benchmark, Policy())
+    graded = evalscope.grade(answers, benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 10

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import Answer, GenSpec, Messages, Question, collect, read, write
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.local_model import LocalModel
 
 SPEC = GenSpec(8)
 
@@ -95,12 +95,12 @@ def test_conversations_are_rendered_and_kept_as_the_model_read_them(tmp_path: Pa
     assert read(tmp_path / "answers.jsonl") == answers
 
 
-def test_a_chat_template_writes_the_special_tokens_itself(subject: Subject) -> None:
+def test_a_chat_template_writes_the_special_tokens_itself(subject: LocalModel) -> None:
     tokenizer = deepcopy(subject.tokenizer)
     start, number = tokenizer.eos_token, tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{start} $A", special_tokens=[(start, number)])
     tokenizer.chat_template = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ extra }}"
-    chatting = Subject(subject.model, tokenizer, {"extra": "!"})
+    chatting = LocalModel(subject.model, tokenizer, {"extra": "!"})
     prompt = chatting.render([{"role": "user", "content": "The story"}])
     assert prompt == f"{start}The story!"
     length = len(tokenizer(prompt, add_special_tokens=False).input_ids)
@@ -109,12 +109,12 @@ def test_a_chat_template_writes_the_special_tokens_itself(subject: Subject) -> N
         chatting.generate([prompt], GenSpec(4, max_length=length + 4))
 
 
-def test_without_a_chat_template_there_is_no_conversation(subject: Subject) -> None:
+def test_without_a_chat_template_there_is_no_conversation(subject: LocalModel) -> None:
     with pytest.raises(UserError, match="no chat template"):
         subject.render([{"role": "user", "content": "hi"}])
 
 
-def test_prompt_and_text_fit_the_benchmark_too(subject: Subject) -> None:
+def test_prompt_and_text_fit_the_benchmark_too(subject: LocalModel) -> None:
     with pytest.raises(UserError, match="do not fit the benchmark's 8 tokens: lower max_new_tokens to"):
         subject.generate(["a"], GenSpec(40, max_length=8))
     with pytest.raises(UserError, match="they need a model, or a max_length, of more"):

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from miniature import problem, write_lines
 
-from moe_lab.evaluation.closed_world import leaves_closed_world
-from moe_lab.evaluation.confinement import in_child
-from moe_lab.evaluation.grade import GradeRequest
-from moe_lab.evaluation.harness_evalplus import run_grader as grade
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.harnesses.evalplus import run_grader as grade
+from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.confinement import in_child
 from moe_lab.paths import resolve
 from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
 
@@ -151,7 +151,7 @@ def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
     endless = {"HumanEval/900": "def add(x):\n    while True: pass"}
     request = GradeRequest("humaneval", str(data), endless, not namespaces_missing(), False, seconds=60.0)
     grading = subprocess.Popen(
-        [sys.executable, "-m", "moe_lab.evaluation.grade"],
+        [sys.executable, "-m", "moe_lab.evaluation.harnesses.evalplus_grader"],
         stdin=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(temporary)},
         text=True,

@@ -21,9 +21,9 @@ from miniature import write_lines
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.harness_lm_eval import evaluate
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.harnesses.lm_eval import evaluate
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
 ARC = BenchmarkConfig(
@@ -35,7 +35,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(resolve(f"pocket:benchmarks/{name}.jsonl")).read_text().splitlines()]
 
 
-def log_likelihood(subject: Subject, prompt: str, answer: str) -> float:
+def log_likelihood(subject: LocalModel, prompt: str, answer: str) -> float:
     """One unpadded forward pass."""
     before = subject.tokenizer(prompt).input_ids
     whole = subject.tokenizer(prompt + answer).input_ids
@@ -48,7 +48,7 @@ def bits_per_byte(likelihood: float, answer: str) -> float:
     return float(-likelihood / np.log(2) / len(answer.encode()))
 
 
-def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Subject) -> None:
+def test_multiple_choice_equals_an_independent_script_to_the_item(subject: LocalModel) -> None:
     reports = {"plain": "acc", "normalised": "acc_norm"}
     graded = evaluate(subject, replace(ARC, reports=reports, limit=40, batch_size=16), Policy())
     outcomes = {(sample["benchmark"], sample["item"]): sample["outcome"] for sample in graded.samples}
@@ -67,7 +67,7 @@ def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Subje
     assert graded.results[0]["stderr"] == pytest.approx(np.sqrt(mean * (1 - mean) / 39))
 
 
-def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: Subject) -> None:
+def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: LocalModel) -> None:
     benchmark = BenchmarkConfig(
         name="w", harness="lm_eval", task="pocket:benchmarks/winogrande.yaml", reports={"winogrande": "acc"}, limit=12
     )
@@ -79,7 +79,7 @@ def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject
         assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: Subject) -> None:
+def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LocalModel) -> None:
     reports = {"gsm8k": "exact_match"}
     benchmark = BenchmarkConfig(
         name="g", harness="lm_eval", task="pocket:benchmarks/gsm8k.yaml", reports=reports, limit=6, max_new_tokens=48
@@ -94,14 +94,14 @@ def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: Subject) -
     assert chat is None
 
 
-def _chatting(subject: Subject) -> Subject:
+def _chatting(subject: LocalModel) -> LocalModel:
     tokenizer = deepcopy(subject.tokenizer)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return replace(subject, tokenizer=tokenizer)
 
 
 @pytest.fixture
-def story_task(subject: Subject, tmp_path: Path) -> BenchmarkConfig:
+def story_task(subject: LocalModel, tmp_path: Path) -> BenchmarkConfig:
     """A generation task whose right answers are what the model writes; the last is made wrong."""
     prompts = [row["prompt"] for row in rows("gsm8k")[:3]]
     texts = subject.generate(prompts, GenSpec(40))
@@ -131,7 +131,7 @@ def story_task(subject: Subject, tmp_path: Path) -> BenchmarkConfig:
     )
 
 
-def test_generated_answers_are_graded_right_and_wrong(subject: Subject, story_task: BenchmarkConfig) -> None:
+def test_generated_answers_are_graded_right_and_wrong(subject: LocalModel, story_task: BenchmarkConfig) -> None:
     graded = evaluate(subject, story_task, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 1.0, 0.0]
     assert [sample["item"] for sample in graded.samples] == ["a0", "a1", "a2"]
@@ -141,7 +141,7 @@ def test_generated_answers_are_graded_right_and_wrong(subject: Subject, story_ta
     assert evaluate(subject, replace(story_task, max_new_tokens=0), Policy()).samples[0]["output"] != expected[0]
 
 
-def test_changed_data_is_seen(subject: Subject, story_task: BenchmarkConfig) -> None:
+def test_changed_data_is_seen(subject: LocalModel, story_task: BenchmarkConfig) -> None:
     """Task objects are kept over plans, but belong to the content of their files."""
     evaluate(subject, story_task, Policy())
     items = Path(story_task.task).with_suffix(".jsonl")
@@ -150,7 +150,7 @@ def test_changed_data_is_seen(subject: Subject, story_task: BenchmarkConfig) -> 
     assert evaluate(subject, story_task, Policy()).results[0]["score"] == 0
 
 
-def test_a_second_model_does_not_get_the_first_ones_answers(subject: Subject) -> None:
+def test_a_second_model_does_not_get_the_first_ones_answers(subject: LocalModel) -> None:
     first = evaluate(subject, ARC, Policy())
     weight = subject.model.lm_head.weight
     original = weight.detach().clone()
@@ -166,7 +166,7 @@ def test_a_second_model_does_not_get_the_first_ones_answers(subject: Subject) ->
 
 
 def test_the_process_is_left_as_it_was(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = evaluate(subject, ARC, Policy()).samples
     (tmp_path / "arc_challenge").mkdir()  # data sets prefers a folder of that name to the hub
@@ -200,12 +200,12 @@ def test_the_process_is_left_as_it_was(
         ({"expected": 113, "limit": None}, "has 112 items and should have 113"),
     ],
 )
-def test_mistakes_are_said(subject: Subject, changes: dict[str, Any], says: str) -> None:
+def test_mistakes_are_said(subject: LocalModel, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         evaluate(subject, replace(ARC, **changes), Policy())
 
 
-def test_a_task_that_samples_is_refused(subject: Subject, story_task: BenchmarkConfig) -> None:
+def test_a_task_that_samples_is_refused(subject: LocalModel, story_task: BenchmarkConfig) -> None:
     definition = yaml.safe_load(Path(story_task.task).read_text())
     definition["generation_kwargs"] |= {"do_sample": True, "temperature": 0.7}
     Path(story_task.task).write_text(yaml.safe_dump(definition))

@@ -24,7 +24,7 @@ from moe_lab.errors import Unavailable
 from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation import rubric
 from moe_lab.evaluation.judge import Judge
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.study.job import error_document
 
 KEY = "MOE_LAB_TEST_KEY"
@@ -263,5 +263,5 @@ def test_judging_is_parallel_and_needs_no_torch(tmp_path: Path) -> None:
 
     with endpoint(answer) as at:
         Judge(settings(at, parallel=8), tmp_path).verdicts([str(number) for number in range(16)], 0)
-    code = "import sys, moe_lab.evaluation.harness_wildbench; sys.exit('torch' in sys.modules)"
+    code = "import sys, moe_lab.evaluation.harnesses.wildbench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

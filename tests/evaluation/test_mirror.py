@@ -26,7 +26,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, suite
 from moe_lab.evaluation.mirror.make import benchmarks, main, make
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 
 
 @pytest.fixture

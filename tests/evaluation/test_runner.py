@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lab.evaluation import runner as running
-from moe_lab.evaluation.programs import Outcome, Runner, RunnerError, Runners, namespaces_missing
-from moe_lab.evaluation.runner import Request, runner_command
+from moe_lab.evaluation.sandbox import runner
+from moe_lab.evaluation.sandbox.client import Outcome, Runner, RunnerError, Runners, namespaces_missing
+from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from tests.campaign.programs import BROKEN, ENDLESS, Program
 
 MEBI = 1 << 20
@@ -67,7 +67,7 @@ WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WHOLE_LINES | st.binary(min_size=1) | st.just(b"error "), max_size=6))
 def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(chunks: list[bytes]) -> None:
-    watch = running._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
+    watch = runner._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
     replies = (watch.take(chunk) for chunk in [b"loaded\n", *chunks, b""])
     reply = json.loads(json.dumps(next(reply for reply in replies if reply)))
     outcome = Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
@@ -212,13 +212,13 @@ def test_calls_are_limited_each_and_all_together_on_the_processor_and_by_the_clo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = {"busy": 0.0, "wall": 0.0}
-    monkeypatch.setattr(running, "_cpu_seconds", lambda _: now["busy"])
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now["wall"]))
+    monkeypatch.setattr(runner, "_cpu_seconds", lambda _: now["busy"])
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now["wall"]))
 
     def left(total: float, calls: int, busy: float, wall: float) -> float:
         """Seconds of a call that may take 0.2 after calls that took so much each."""
         now.update(busy=0.0, wall=0.0)
-        watch = running._Watch(0, Request("", "f", [], [0.2] * 12, total, 0, MEBI))
+        watch = runner._Watch(0, Request("", "f", [], [0.2] * 12, total, 0, MEBI))
         for _ in range(calls):
             now.update(busy=now["busy"] + busy, wall=now["wall"] + wall)
             assert watch.take(b"1\n") is None
@@ -274,7 +274,7 @@ def test_every_mount_is_read_only_and_some_folders_are_hidden(
 
     look = f"import os\ndef f(x): return sorted(os.listdir('{stdlib}/xml'))"
     assert "dom" in run(confined, look).values()[0]
-    monkeypatch.setattr("moe_lab.evaluation.programs.runner_command", hiding)
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.runner_command", hiding)
     with Runner(confined=True) as other:
         assert run(other, look).values() == [[]]
 

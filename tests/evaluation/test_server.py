@@ -22,13 +22,12 @@ from processes import is_running, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import backend as backends
-from moe_lab.evaluation import served as served_subject
+from moe_lab.evaluation import served_model, server
 from moe_lab.evaluation import server as servers
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.served import Completions, ServedSubject
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.served_model import Completions, ServedModel
 from moe_lab.evaluation.server import serving
-from moe_lab.evaluation.subject import Subject
 from moe_lab.paths import resolve
 from moe_lab.study import preflight
 
@@ -38,7 +37,7 @@ POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
 
 
 @pytest.fixture
-def checkpoint(subject: Subject) -> Path:
+def checkpoint(subject: LocalModel) -> Path:
     return Path(resolve("pocket:olmoe"))
 
 
@@ -164,8 +163,8 @@ def test_a_server_that_lists_the_model_and_never_writes_is_stopped(
 def test_what_dies_while_generating_is_tried_again_by_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
     command = FAKE + " {port} {name} {checkpoint}"
     with serving(checkpoint, backend(command), POCKET, "n") as served:
-        leash = served.completions.last_words.__self__.process.pid  # type: ignore[attr-defined]
-        (process,) = Path(f"/proc/{leash}/task/{leash}/children").read_text().split()
+        watcher = served.completions.last_words.__self__.process.pid  # type: ignore[attr-defined]
+        (process,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
         os.kill(int(process), signal.SIGKILL)
         with pytest.raises(Unavailable, match=r"the server of n-\w+ (ended: .*SIGKILL|does not answer)"):
             served.generate(["abc"], GenSpec(4))
@@ -183,16 +182,16 @@ def stubborn(tmp_path: Path) -> list[str]:
     return script(tmp_path, STUBBORN).format(port=1, checkpoint="x").split()
 
 
-@pytest.mark.parametrize("leash", ["held", "torn"])
+@pytest.mark.parametrize("watcher", ["alive", "killed"])
 def test_a_server_that_will_not_stop_is_killed_with_its_children(
-    leash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
     log = tmp_path / "log"
     with servers.running(stubborn(tmp_path), log) as server:
         until(lambda: len(log.read_text().split()) == 2)
         processes = [int(word) for word in log.read_text().split()]
-        if leash == "torn":
+        if watcher == "killed":
             server.process.kill()
             server.process.wait()
         assert all(map(is_running, processes))
@@ -217,7 +216,7 @@ def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 # What is served, and how it is asked.
 
 
-def test_what_is_served_prefers_nothing(checkpoint: Path, subject: Subject, tmp_path: Path) -> None:
+def test_what_is_served_prefers_nothing(checkpoint: Path, subject: LocalModel, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     for file in checkpoint.iterdir():
@@ -243,15 +242,15 @@ def test_what_is_served_prefers_nothing(checkpoint: Path, subject: Subject, tmp_
 
 
 @pytest.fixture
-def fake(subject: Subject) -> Iterator[Callable[..., ServedSubject]]:
+def fake(subject: LocalModel) -> Iterator[Callable[..., ServedModel]]:
     """A served subject whose texts are told."""
     opened = []
 
-    def make(answer: Callable[[dict[str, Any]], Reply], **changes: Any) -> tuple[ServedSubject, Endpoint]:
+    def make(answer: Callable[[dict[str, Any]], Reply], **changes: Any) -> tuple[ServedModel, Endpoint]:
         context = endpoint(answer)
         at = context.__enter__()
         opened.append(context)
-        made = ServedSubject(Completions(at.url, "m"), subject.tokenizer, 512, {})
+        made = ServedModel(Completions(at.url, "m"), subject.tokenizer, 512, {})
         return replace(made, **changes), at
 
     yield make  # type: ignore[misc]
@@ -317,7 +316,7 @@ def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None
 
 
 def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_subject, "TOKEN_SECONDS", 0.1)
+    monkeypatch.setattr(served_model, "TOKEN_SECONDS", 0.1)
     waits: list[float] = []
 
     class Noting(queue.SimpleQueue[Any]):
@@ -325,14 +324,14 @@ def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkey
             waits.append(timeout or 0)
             return super().get(block, timeout)
 
-    monkeypatch.setattr(served_subject.queue, "SimpleQueue", Noting)
+    monkeypatch.setattr(served_model.queue, "SimpleQueue", Noting)
     slow, _ = fake(lambda body: completion("x", "m"), patience=200)
     assert slow.generate(["a"] * 6, GenSpec(4)) == ["x"] * 6
     assert [wait for wait in waits if wait] == [pytest.approx(200.4)] * 6, (
         "so long may pass between two, whatever all take"
     )
     monkeypatch.undo()
-    monkeypatch.setattr(served_subject, "TOKEN_SECONDS", 0.1)
+    monkeypatch.setattr(served_model, "TOKEN_SECONDS", 0.1)
     told = threading.Event()
     silent, _ = fake(lambda body: told.wait() and completion("x", "m"), patience=0.2)
     try:
@@ -404,18 +403,18 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
 )
 def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        backends.check(BackendConfig("server", command))
+        server.check_command(BackendConfig("server", command))
     assert sentence in str(caught.value)
 
 
 def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    backends.check(BackendConfig("hf"))
+    server.check_command(BackendConfig("hf"))
     with pytest.raises(UserError, match=r"backend.name=serve is unknown: did you mean server\?"):
-        backends.check(BackendConfig("serve"))
+        server.check_command(BackendConfig("serve"))
     with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
-        backends.check(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
+        server.check_command(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
     with pytest.raises(UserError, match=r"backend\.ready_seconds=0"):
-        backends.check(BackendConfig("server", "s {checkpoint} {port}", 0))
+        server.check_command(BackendConfig("server", "s {checkpoint} {port}", 0))
     with (
         pytest.raises(UserError, match=r"none is no checkpoint: expected a folder with config\.json"),
         serving(tmp_path / "none", backend("s {checkpoint} {port}"), POCKET, "n"),
@@ -424,9 +423,9 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.check_installed(BackendConfig("hf"))
-    backends.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
-    backends.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
+    server.check_installed(BackendConfig("hf"))
+    server.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
+    server.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
     config = Config(backend=backend("no-such-server {checkpoint} {port}"))
     (sentence,) = preflight.lacking(config, [])
     assert "starts no-such-server, and there is no such program here: install it" in sentence
@@ -435,5 +434,5 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
 
 
 def test_what_is_put_into_a_command_stays_one_word() -> None:
-    found = backends.words(backend("serve '{checkpoint}' --port={port} {name}"), Path("/a b/$(c)"), 7, "x y;z")
+    found = server.command_line(backend("serve '{checkpoint}' --port={port} {name}"), Path("/a b/$(c)"), 7, "x y;z")
     assert found == ["serve", "/a b/$(c)", "--port=7", "x y;z"]

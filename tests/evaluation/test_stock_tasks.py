@@ -23,26 +23,27 @@ from benchmarks import choices
 from benchmarks.random_model import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import lm_eval_tasks, mirror, perplexity, suite
+from moe_lab.evaluation import mirror, suite
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.graded import Graded
-from moe_lab.evaluation.harness_lm_eval import evaluate
+from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.harnesses import lm_eval_tasks, perplexity
+from moe_lab.evaluation.harnesses.lm_eval import evaluate
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.mirror.make import benchmarks, make
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
 REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
 
 
 @pytest.fixture(scope="module")
-def reader() -> Subject:
+def reader() -> LocalModel:
     """A random model that reads 4,096 tokens."""
     shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
-    return Subject(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
+    return LocalModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
 
 
-def equals_the_script(graded: Graded, reader: Subject, rows: Rows, name: str) -> None:
+def equals_the_script(graded: Graded, reader: LocalModel, rows: Rows, name: str) -> None:
     """Outcomes, likelihoods and choices of every item."""
     samples = {metric: [s for s in graded.samples if s["benchmark"] == metric] for metric in ("acc", "acc_norm")}
     for number, row in enumerate(rows):
@@ -74,7 +75,7 @@ def real(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.parametrize("name", REAL)
 def test_published_questions_equal_an_independent_script(
-    reader: Subject, real: dict[str, BenchmarkConfig], name: str
+    reader: LocalModel, real: dict[str, BenchmarkConfig], name: str
 ) -> None:
     """A slice; `python -m benchmarks.evaluation` does it for every item."""
     benchmark = replace(real[name], limit=8, reports=both(name), batch_size=5)
@@ -91,14 +92,14 @@ def test_published_questions_equal_an_independent_script(
 
 @pytest.mark.parametrize("name", sorted(MINIATURES))
 def test_miniatures_in_the_schema_of_the_hub_equal_an_independent_script(
-    reader: Subject, tmp_path: Path, name: str
+    reader: LocalModel, tmp_path: Path, name: str
 ) -> None:
     benchmark = replace(mirrored(tmp_path, name, MINIATURES[name]), reports=both(name))
     assert suite.preflight([benchmark], Policy()) == []
     equals_the_script(evaluate(reader, benchmark, Policy()), reader, MINIATURES[name], name)
 
 
-def test_every_question_of_a_group_counts_the_same(reader: Subject, tmp_path: Path) -> None:
+def test_every_question_of_a_group_counts_the_same(reader: LocalModel, tmp_path: Path) -> None:
     """Also when subjects have different numbers of them: no mean of means."""
     rows = []
     for task in lm_eval_subjects():
@@ -134,7 +135,7 @@ def lm_eval_subjects() -> list[str]:
     return sorted(file.stem.removeprefix("mmlu_") for file in folder.glob("mmlu_*.yaml"))
 
 
-def test_perplexities_equal_independent_computations(reader: Subject, shared_data: Path, tmp_path: Path) -> None:
+def test_perplexities_equal_independent_computations(reader: LocalModel, shared_data: Path, tmp_path: Path) -> None:
     """Of the first articles of WikiText-2; `python -m benchmarks.evaluation` takes all of them."""
     lines = (shared_data / "wikitext2_test.txt").read_text().split("\n")[:200]
     (tmp_path / "wikitext2_test.txt").write_text("\n".join(lines) + "\n")
@@ -163,7 +164,7 @@ def test_perplexities_equal_independent_computations(reader: Subject, shared_dat
     assert min(outcomes) <= np.log(naive) <= max(outcomes)
 
 
-def test_examples_are_shown_and_drawn_the_same_every_time(reader: Subject, tmp_path: Path) -> None:
+def test_examples_are_shown_and_drawn_the_same_every_time(reader: LocalModel, tmp_path: Path) -> None:
     benchmark = replace(mirrored(tmp_path, "rte", RTE, train=[*RTE[::-1], *BOOLQ_AS_RTE]), shots=2)
     random.seed(1)
     first = evaluate(reader, benchmark, Policy())
@@ -185,7 +186,7 @@ BOOLQ_AS_RTE: Rows = [
 ]
 
 
-def test_examples_of_the_first_five_stand_in_front_of_a_question(reader: Subject, tmp_path: Path) -> None:
+def test_examples_of_the_first_five_stand_in_front_of_a_question(reader: LocalModel, tmp_path: Path) -> None:
     dev = subject_rows("anatomy", 6)
     rows = [row for task in lm_eval_subjects() for row in subject_rows(task, 1)]
     every = [row for task in lm_eval_subjects() for row in (dev if task == "anatomy" else subject_rows(task, 5))]
@@ -202,7 +203,7 @@ GSM8K: Rows = [
 ]
 
 
-def test_a_task_that_generates_does_so_through_the_subject(subject: Subject, tmp_path: Path) -> None:
+def test_a_task_that_generates_does_so_through_the_subject(subject: LocalModel, tmp_path: Path) -> None:
     benchmark = replace(mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None)
     graded = evaluate(subject, benchmark, Policy())
     prompt = graded.protocol["prompt"]
@@ -218,12 +219,12 @@ def test_a_task_that_generates_does_so_through_the_subject(subject: Subject, tmp
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mark }}<assistant>"
 
 
-def test_a_chat_template_gets_its_arguments(subject: Subject, tmp_path: Path) -> None:
+def test_a_chat_template_gets_its_arguments(subject: LocalModel, tmp_path: Path) -> None:
     from copy import copy
 
     tokenizer = copy(subject.tokenizer)
     tokenizer.chat_template = TEMPLATE
-    talking = Subject(subject.model, tokenizer, {"mark": "<no thinking>"})
+    talking = LocalModel(subject.model, tokenizer, {"mark": "<no thinking>"})
     benchmark = replace(mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True)
     assert suite.preflight([benchmark], Policy()) == []
     prompt = evaluate(talking, benchmark, Policy()).protocol["prompt"]
@@ -235,7 +236,7 @@ def test_a_chat_template_gets_its_arguments(subject: Subject, tmp_path: Path) ->
 
 
 def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
-    reader: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    reader: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import datasets
 
@@ -258,7 +259,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_changed_mirror_is_read_again(reader: Subject, tmp_path: Path) -> None:
+def test_a_changed_mirror_is_read_again(reader: LocalModel, tmp_path: Path) -> None:
     benchmark = mirrored(tmp_path, "rte", RTE)
     before = evaluate(reader, benchmark, Policy())
     (tmp_path / "rte_source" / "rte_validation.jsonl").write_text(
@@ -289,7 +290,7 @@ def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dic
     assert len(said) == 1 and says in said[0], said
 
 
-def test_what_only_the_model_tells_is_said_too(reader: Subject, tmp_path: Path) -> None:
+def test_what_only_the_model_tells_is_said_too(reader: LocalModel, tmp_path: Path) -> None:
     long = [{**BOOLQ[0], "passage": "word " * 400}, *BOOLQ[1:]]
     benchmark = mirrored(tmp_path, "boolq", long)
     with pytest.raises(
@@ -314,7 +315,7 @@ def test_what_only_the_model_tells_is_said_too(reader: Subject, tmp_path: Path) 
 
 
 def test_one_folder_is_indexed_and_the_longest_go_first(
-    reader: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     indexed: list[int] = []
 

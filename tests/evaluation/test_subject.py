@@ -11,7 +11,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.paths import resolve
 
 
@@ -20,7 +20,7 @@ def prompts(name: str, count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def alone(subject: Subject, prompt: str, tokens: int) -> str:
+def alone(subject: LocalModel, prompt: str, tokens: int) -> str:
     """Plain transformers, one prompt, no padding."""
     encoded = subject.tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
@@ -28,14 +28,14 @@ def alone(subject: Subject, prompt: str, tokens: int) -> str:
     return str(subject.tokenizer.decode(found[0, encoded.input_ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: Subject) -> None:
+def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: LocalModel) -> None:
     asked = [*prompts("gsm8k", 4), *prompts("wildbench", 3), *prompts("humaneval", 3)]
     expected = [alone(subject, prompt, 24) for prompt in asked]
     for size in (1, 3, 64):
         assert subject.generate(asked, GenSpec(24, batch_size=size)) == expected
 
 
-def loss(subject: Subject, prompt: str, answer: str) -> float:
+def loss(subject: LocalModel, prompt: str, answer: str) -> float:
     """Bits per byte of the answer, space before it included: one unpadded forward pass in fp64."""
     head = prompt.rstrip()
     before, whole = (subject.tokenizer(text).input_ids for text in (head, prompt + answer))
@@ -45,7 +45,7 @@ def loss(subject: Subject, prompt: str, answer: str) -> float:
     return -likelihood / math.log(2) / len((prompt[len(head) :] + answer).encode())
 
 
-def test_answer_losses_are_those_of_each_text_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_losses_are_those_of_each_text_alone(subject: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
     answers = [*subject.generate(asked[:7], GenSpec(24)), " The end \u00e4."]
     expected = [loss(subject, *pair) for pair in zip(asked, answers, strict=True)]
@@ -53,18 +53,18 @@ def test_answer_losses_are_those_of_each_text_alone(subject: Subject, monkeypatc
     for size in (1, 3, 64):
         found = subject.answer_losses(asked, answers, GenSpec(1, batch_size=size))
         assert found == pytest.approx(expected, abs=1e-5)
-    monkeypatch.setattr("moe_lab.evaluation.subject.LOGITS", 1)
+    monkeypatch.setattr("moe_lab.evaluation.local_model.LOGITS", 1)
     assert subject.answer_losses(asked, answers, GenSpec(1)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_answer_that_cannot_be_read_has_no_loss(subject: Subject) -> None:
+def test_an_answer_that_cannot_be_read_has_no_loss(subject: LocalModel) -> None:
     (asked,) = prompts("gsm8k", 1)
     read = len(subject.tokenizer(asked + " 12").input_ids)
     found = subject.answer_losses([asked, asked, asked, ""], [" 12", None, " 12 34", "a"], GenSpec(1, max_length=read))
     assert found == [pytest.approx(loss(subject, asked, " 12"), abs=1e-5), None, None, None]
 
 
-def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: Subject) -> None:
+def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LocalModel) -> None:
     """The longest prompt comes last, after shorter ones, and holds the stop text itself."""
     asked = prompts("humaneval", 4)
     asked.append("\n\n".join([*asked, asked[0]]))
@@ -77,7 +77,7 @@ def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: Subject) -> N
     assert len(cut[-1]) > 4
 
 
-def test_a_stop_text_that_begins_in_the_prompt_does_not_count(subject: Subject) -> None:
+def test_a_stop_text_that_begins_in_the_prompt_does_not_count(subject: LocalModel) -> None:
     asked = prompts("humaneval", 1)
     text = subject.generate(asked, GenSpec(8))[0]
     spanning = asked[0][-1] + text[:3]
@@ -85,7 +85,7 @@ def test_a_stop_text_that_begins_in_the_prompt_does_not_count(subject: Subject) 
     assert subject.generate(asked, GenSpec(8, stop=(spanning,))) == [text]
 
 
-def test_stopping_early_saves_forward_passes(subject: Subject) -> None:
+def test_stopping_early_saves_forward_passes(subject: LocalModel) -> None:
     asked = prompts("humaneval", 4)
     calls = []
     hook = subject.model.register_forward_hook(lambda *_: calls.append(1))
@@ -96,7 +96,7 @@ def test_stopping_early_saves_forward_passes(subject: Subject) -> None:
     assert len(calls) < 12
 
 
-def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: Subject) -> None:
+def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: LocalModel) -> None:
     asked = prompts("wildbench", 3)
     expected = subject.generate(asked, GenSpec(24))
     settings = subject.model.generation_config
@@ -112,17 +112,17 @@ def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: Subject) -
             setattr(settings, name, value)
 
 
-def test_nothing_to_generate_is_nothing(subject: Subject) -> None:
+def test_nothing_to_generate_is_nothing(subject: LocalModel) -> None:
     assert subject.generate([], GenSpec(4)) == []
 
 
-def test_a_prompt_that_leaves_no_room_is_said(subject: Subject) -> None:
+def test_a_prompt_that_leaves_no_room_is_said(subject: LocalModel) -> None:
     assert subject.max_length is not None
     with pytest.raises(UserError, match=f"do not fit the model's {subject.max_length} tokens"):
         subject.generate(["a", "word " * subject.max_length], GenSpec(4))
 
 
-def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: Subject) -> None:
+def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: LocalModel) -> None:
     assert subject.max_length is not None
     asked = ["The story", "word " * subject.max_length, *prompts("gsm8k", 1)]
     found = dict(subject.stream(asked, GenSpec(4, skip_long=True)))

@@ -13,7 +13,7 @@ import pytest
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
-from moe_lab.evaluation.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.paths import resolve
 
 CODE = BenchmarkConfig(
@@ -46,7 +46,7 @@ def test_what_is_right_is_silent() -> None:
 def test_preflight_imports_neither_torch_nor_a_harness() -> None:
     program = (
         "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
-        "from moe_lab.evaluation.policy import Policy\nimport moe_lab.results\n"
+        "from moe_lab.evaluation.sandbox.policy import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
         "assert len(suite.preflight([b], Policy(True, 'auto'))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
@@ -89,7 +89,7 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
 def test_programs_run_behind_the_walls_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: str | None, closed_world: bool, expected: object
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: missing)
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: missing)
     if expected is UserError:
         with pytest.raises(UserError, match=f"sandbox={sandbox}"):
             Policy(True, sandbox).protection(closed_world=closed_world)

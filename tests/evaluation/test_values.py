@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lab.evaluation.values import HUGE, Huge, Opaque, Stream, decode, decode_text, encode, encode_result
+from moe_lab.evaluation.sandbox.encoding import HUGE, Huge, Opaque, Stream, decode, decode_text, encode, encode_result
 
 scalars = st.one_of(
     st.none(),

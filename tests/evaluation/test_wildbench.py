@@ -20,7 +20,7 @@ from moe_lab.evaluation import generation, mirror, run, suite
 from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation.generation import Answer, GenSpec, Messages, fitting
 from moe_lab.evaluation.mirror import make as mirror_make
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 
 ALLOWED = Policy(allow_judge=True)
 CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]

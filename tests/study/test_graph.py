@@ -163,9 +163,9 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
 
 def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"allow_code_execution": True}
-    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: None)
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: None)
     confined = code_steps(CODE, **settings)
-    monkeypatch.setattr("moe_lab.evaluation.policy.namespaces_missing", lambda: "none here")
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: "none here")
     limited = code_steps(CODE, **settings)
     assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
 

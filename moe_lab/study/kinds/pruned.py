@@ -74,11 +74,11 @@ def finetune(job: Job) -> None:
 def evaluate(job: Job) -> None:
     """One benchmark on the model, pruned and recovered as the job says."""
     from moe_lab.evaluation import run
-    from moe_lab.evaluation.subject import Subject
+    from moe_lab.evaluation.local_model import LocalModel
 
     arguments = job.runtime["model"]["template_arguments"]
     with _subject(job) as (network, tokenizer):
-        run.evaluate(Subject(network, tokenizer, arguments), _benchmark(job), Path(job.scratch), policy=_policy(job))
+        run.evaluate(LocalModel(network, tokenizer, arguments), _benchmark(job), Path(job.scratch), policy=_policy(job))
     _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
 
 
@@ -109,10 +109,10 @@ def _generator(job: Job) -> Iterator[Any]:
         with serving(checkpoint, backend, model, job.name) as generator:
             yield generator
         return
-    from moe_lab.evaluation.continuous import ContinuousSubject
-    from moe_lab.evaluation.subject import Subject
 
-    sort = ContinuousSubject if backend.continuous else Subject
+    from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
+
+    sort = ContinuousModel if backend.continuous else LocalModel
     with _subject(job) as (network, tokenizer):
         yield sort(network, tokenizer, model.template_arguments)
 
@@ -139,7 +139,7 @@ def _benchmark(job: Job) -> BenchmarkConfig:
 
 
 def _policy(job: Job) -> Any:
-    from moe_lab.evaluation.policy import Policy
+    from moe_lab.evaluation.sandbox.policy import Policy
 
     return Policy(**job.runtime["policy"])
 

@@ -1,6 +1,6 @@
-"""Holds a server on a leash: it ends, with all it started, when it is told to and when who started it is gone.
+"""Run a server that ends, with all it started, on SIGTERM and when the process that started it is gone.
 
-    python leash.py PARENT SECONDS COMMAND ...
+    python server_process.py PARENT SECONDS COMMAND ...
 
 Standard library only. It leads a process group of its own and the server is in it; whatever happens, the last it does
 is to kill that group. SECONDS are what a server that is told to stop may take.

@@ -1,14 +1,12 @@
-"""EvalPlus's problems, asked as EvalPlus asks, then graded in a process of its own (`grade.py`).
-
-A model either goes on with a problem's prompt, as EvalPlus lets base models do, or is asked for a program through its
-chat template, as EvalPlus asks the models behind an API: one message, no beginning of the answer written for it.
-"""
+"""The program in what a chat model says: code between fences, before EvalPlus's sanitizer looks at it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +17,38 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.extraction import fenced_program
 from moe_lab.evaluation.generation import Answer, Messages, Question
-from moe_lab.evaluation.grade import GradeRequest
-from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
-from moe_lab.evaluation.policy import LIMITED, NAMESPACES, Policy
+from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.evaluation.suite import check_count, data_files, is_closed_world
 from moe_lab.results import Sample
 from moe_lab.start import command
+
+_FENCE = "```"
+
+
+def fenced_program(text: str, entry_point: str) -> str:
+    """The last fenced block of `text` that defines the function `entry_point`; without one the longest block, and
+    without a fence all of the text. A block that was cut off counts to the end."""
+    blocks = _blocks(text)
+    definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
+    defining = [block for block in blocks if definition.search(block)]
+    return defining[-1] if defining else max(blocks, key=len, default=text)
+
+
+def _blocks(text: str) -> list[str]:
+    blocks: list[list[str]] = []
+    inside = False
+    for line in text.splitlines():
+        if line.lstrip().startswith(_FENCE):
+            inside = not inside
+            if inside:
+                blocks.append([])
+        elif inside:
+            blocks[-1].append(line)
+    return [textwrap.dedent("\n".join(block)) for block in blocks]
+
 
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
@@ -123,7 +145,7 @@ def run_grader(request: GradeRequest) -> dict[str, Any]:
     """Grade in a clean process: no torch, no folder to write to, and an environment without anything of ours in it."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
     done = subprocess.run(
-        command("moe_lab.evaluation.grade"),
+        command("moe_lab.evaluation.harnesses.evalplus_grader"),
         cwd="/",
         env={**kept, "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
         input=json.dumps(asdict(request)),

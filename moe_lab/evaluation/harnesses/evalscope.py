@@ -17,13 +17,13 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.evalscope_code import CodeSettings
-from moe_lab.evaluation.evalscope_tasks import LIMITS, TASKS, interpreter
-from moe_lab.evaluation.evalscope_worker import Reply, Request
 from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.grade import cores
-from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
-from moe_lab.evaluation.policy import NAMESPACES, Policy
+from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.harnesses.evalplus_grader import cores
+from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings
+from moe_lab.evaluation.harnesses.evalscope_tasks import LIMITS, TASKS, interpreter
+from moe_lab.evaluation.harnesses.evalscope_worker import Reply, Request
+from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command
 
@@ -153,7 +153,7 @@ def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings | N
 
 def _command(benchmark: BenchmarkConfig, place: Path) -> list[str]:
     files = [str(place / name) for name in ("request.json", "reply.json")]
-    return command("moe_lab.evaluation.evalscope_worker", *files, python=interpreter(benchmark))
+    return command("moe_lab.evaluation.harnesses.evalscope_worker", *files, python=interpreter(benchmark))
 
 
 def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
-import lm_eval.api.task
 import lm_eval.models.huggingface
 import numpy as np
 import torch
@@ -25,17 +24,17 @@ from tqdm import tqdm
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash, weighted_loss
-from moe_lab.evaluation.lm_eval_tasks import tasks
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash, weighted_loss
+from moe_lab.evaluation.harnesses.lm_eval_tasks import tasks
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count
 from moe_lab.results import Result, Sample
 
 Row = dict[str, Any]
 
 
-def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Run a task, or a group whose items all count the same. Both of lm-eval's caches stay off: neither is keyed by the
     model or the data.
 
@@ -47,7 +46,7 @@ def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Gr
         check_count(benchmark, sum(len(task.task_docs) for task in found.values()))
         items = first_items(found, benchmark.limit)
         results = evaluator.evaluate(
-            lm=SubjectLM(subject, benchmark),
+            lm=LoadedLM(subject, benchmark),
             task_dict={"tasks": {name: found[name] for name in items}, "groups": {}},
             samples=items,
             bootstrap_iters=0,
@@ -87,10 +86,10 @@ def first_items(found: Mapping[str, Any], limit: int | None) -> dict[str, list[i
 # The model as lm-eval sees it.
 
 
-class SubjectLM(HFLM):
+class LoadedLM(HFLM):
     """lm-eval's own log-likelihoods on the loaded model; generation through the subject, like everybody else's."""
 
-    def __init__(self, subject: Subject, benchmark: BenchmarkConfig) -> None:
+    def __init__(self, subject: LocalModel, benchmark: BenchmarkConfig) -> None:
         lengths = [length for length in (subject.max_length, benchmark.max_length) if length is not None]
         super().__init__(
             pretrained=subject.model,
@@ -152,7 +151,7 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
 
 
 def _answer_losses(
-    rows: Sequence[Row], task: Any, subject: Subject, benchmark: BenchmarkConfig
+    rows: Sequence[Row], task: Any, subject: LocalModel, benchmark: BenchmarkConfig
 ) -> Sequence[float | None]:
     """The loss on each row's right answer in bits per byte; None for what has none, such as a document's likelihood.
 

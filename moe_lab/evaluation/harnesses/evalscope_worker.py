@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation import evalscope_code
+from moe_lab.evaluation.harnesses import evalscope_code
 
 _MODEL = "moe_lab"
 _SCORED = "success"  # of EvalScope's states, the others are for judges and for what could not be compared

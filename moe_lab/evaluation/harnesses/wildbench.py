@@ -12,9 +12,9 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError, unknown
 from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
 from moe_lab.evaluation.judge import Judge, Verdict
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.results import Sample
 
 TOLERATED = 0.01

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server, generating as a loaded one does (`subject.Subject`). No torch."""
+"""A model behind an OpenAI-compatible server, generating as a loaded one does (`local_model.LocalModel`). No torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Completions:
 
 
 @dataclass(frozen=True)
-class ServedSubject:
+class ServedModel:
     """A causal language model that a server has loaded, with its tokenizer here."""
 
     completions: Completions

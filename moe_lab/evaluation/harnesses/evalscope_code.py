@@ -1,8 +1,9 @@
 """LiveCodeBench inside EvalScope's process: which problems are asked, and how programs that a model wrote are run.
 
 EvalScope runs such programs in a process that knows the expected outputs and keeps the verdicts. Here they run in
-`runner.py`, which knows neither; EvalScope's own comparison then sees what they printed or returned. What surrounds a
-program there (its imports, its input, its main block) is EvalScope's own source text, sent along with the program.
+`sandbox/runner.py`, which knows neither; EvalScope's own comparison then sees what they printed or returned. What
+surrounds a program there (its imports, its input, its main block) is EvalScope's own source text, sent along with the
+program.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
-from moe_lab.evaluation.confinement import in_child
-from moe_lab.evaluation.programs import Outcome, Runners
-from moe_lab.evaluation.runner import Request
+from moe_lab.evaluation.sandbox.client import Outcome, Runners
+from moe_lab.evaluation.sandbox.confinement import in_child
+from moe_lab.evaluation.sandbox.runner import Request
 
 _FIRST_TESTS = 4  # a wrong program mostly fails one of them, and the others need not be run
 _OUTPUT = 256 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation.programs import namespaces_missing
+from moe_lab.evaluation.sandbox.client import namespaces_missing
 
 SANDBOXES = ("auto", "namespaces", "none")
 NAMESPACES = "namespaces"

@@ -13,16 +13,16 @@ from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.graded import Graded, prompt_hash, weighted_loss
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.harness import Graded, prompt_hash, weighted_loss
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import data_files
 from moe_lab.results import Result, Sample
 
 _USUAL_LENGTH = 2048
 
 
-def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Token-weighted loss in nats; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
 
     The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read); within a
@@ -68,7 +68,7 @@ def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
     return str(mirror.folder(benchmark)), BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
 
 
-def _length(subject: Subject, benchmark: BenchmarkConfig) -> int:
+def _length(subject: LocalModel, benchmark: BenchmarkConfig) -> int:
     most = subject.max_length
     length = int(benchmark.parameters.get("length", min(_USUAL_LENGTH, most or _USUAL_LENGTH)))
     if length < 2 or (most is not None and length > most):
@@ -76,7 +76,7 @@ def _length(subject: Subject, benchmark: BenchmarkConfig) -> int:
     return length
 
 
-def _losses(subject: Subject, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
+def _losses(subject: LocalModel, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
     """Mean loss of each window in nats, a scalar in fp64 each; windows of equal length share a forward pass."""
     full = [window for window in windows if len(window) == len(windows[0])]
     batches = [torch.stack(full[start : start + batch_size]) for start in range(0, len(full), batch_size)]

@@ -1,7 +1,7 @@
 """The process that runs programs a model wrote. It knows programs and inputs, never what is expected of them.
 
 It reads one JSON request a line from standard input and answers with one line each: the program is executed in a
-child of its own, called on each input, and what it returned comes back as encoded values (`values.py`). A program can
+child of its own, called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
 only harm its own child: the child has no network, no writable file, no view of other processes, limits on memory,
 processes, time and output, and is killed with all it started before the answer is given. Nothing it sends is executed
 or unpickled.
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.confinement import die_with_parent, enter, limit_process, new_process_tree
-from moe_lab.evaluation.values import HUGE, decode, encode_result
+from moe_lab.evaluation.sandbox.confinement import die_with_parent, enter, limit_process, new_process_tree
+from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
@@ -262,11 +262,11 @@ def _send(line: str) -> None:
 
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
     """Command line and whole environment of a runner in namespaces, or one with limits alone."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     mode = "confined" if confined else "limited"
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     settings = {"PYTHONHASHSEED": "0", "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return command("moe_lab.evaluation.runner", mode, str(package)), {**settings, **kept}
+    return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {**settings, **kept}
 
 
 if __name__ == "__main__":

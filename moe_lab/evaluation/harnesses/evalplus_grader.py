@@ -1,7 +1,8 @@
-"""Grade programs with EvalPlus's data and oracles: `python -m moe_lab.evaluation.grade < REQUEST > VERDICTS`.
+"""Grade programs with EvalPlus's data and rules: `python -m moe_lab.evaluation.harnesses.evalplus_grader`.
 
-A process of its own, without torch and without the model. It never runs a program itself: runners do (`runner.py`),
-which get the program and the inputs but not what is expected. Regrading needs nothing but the request.
+A request comes on standard input, verdicts leave on standard output. A process of its own, without torch and without
+the model. It never runs a program itself: `sandbox/runner.py` does, which gets the program and the inputs but not what
+is expected. Regrading needs nothing but the request.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from moe_lab.evaluation import values
-from moe_lab.evaluation.closed_world import leaves_closed_world
-from moe_lab.evaluation.confinement import die_with_parent, in_child
-from moe_lab.evaluation.programs import Outcome, Runners
-from moe_lab.evaluation.runner import Request
-from moe_lab.evaluation.values import encode
+from moe_lab.evaluation.sandbox import encoding
+from moe_lab.evaluation.sandbox.client import Outcome, Runners
+from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.confinement import die_with_parent, in_child
+from moe_lab.evaluation.sandbox.encoding import encode
+from moe_lab.evaluation.sandbox.runner import Request
 
 PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0
@@ -95,14 +96,14 @@ class Grader:
         self._expected: dict[str, dict[str, Any]] = {}
 
     def _sanitized(self) -> dict[str, str]:
-        from moe_lab.evaluation.sanitizing import sanitized
+        from moe_lab.evaluation.harnesses.evalplus_rules import sanitized
 
         programs = self.request.programs
         return {task: sanitized(text, self.problems[task]["entry_point"]) for task, text in programs.items()}
 
     def verdicts(self) -> dict[str, Verdict]:
         """One verdict per program of the request."""
-        from moe_lab.evaluation import oracle
+        from moe_lab.evaluation.harnesses import evalplus_rules as oracle
 
         self._oracle = oracle
         with ThreadPoolExecutor(min(self.request.processes or cores(), max(1, len(self.programs)))) as pool:
@@ -152,7 +153,7 @@ class Grader:
             raise GradingError(
                 f"{folder} must belong to you and be writable by you alone: it says what right answers are"
             )
-        code = Path(values.__file__).read_bytes() + sys.version.encode()  # say how an output is written down
+        code = Path(encoding.__file__).read_bytes() + sys.version.encode()  # say how an output is written down
         digest = hashlib.sha256(Path(self.request.data).read_bytes() + code).hexdigest()
         return folder / f"{self.request.dataset}-{digest}.json"
 

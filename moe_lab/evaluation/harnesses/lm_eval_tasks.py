@@ -16,7 +16,8 @@ from lm_eval.tasks import TaskManager
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import definitions, mirror
+from moe_lab.evaluation import mirror
+from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.suite import data_digest, data_files
 
 _SEED = 1234
@@ -44,7 +45,7 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """lm-eval's own task or group; only its folder is indexed."""
-    manager = TaskManager(include_path=str(definitions.folder(benchmark)), include_defaults=False)
+    manager = TaskManager(include_path=str(lm_eval_folders.folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
     def from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:

@@ -15,7 +15,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.policy import Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ DATES = ("start_date", "end_date")
 """Parameters that say which contests live_code_bench asks: first and last day, both of them whole."""
 LIMITS = ("seconds", "memory_mib", "processes")
 """Parameters that say how a program runs."""
-OWN = Path(__file__).resolve().parents[2] / ".venv-evalscope" / "bin" / "python"
+OWN = Path(__file__).resolve().parents[3] / ".venv-evalscope" / "bin" / "python"
 """What `make evalscope` makes."""
 
 

@@ -7,15 +7,15 @@ import json
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.graded import Graded, mean_result, prompt_hash
-from moe_lab.evaluation.policy import Policy
-from moe_lab.evaluation.subject import Subject
+from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count, data_files
 from moe_lab.pocket.stories import grade
 from moe_lab.results import Sample
 
 
-def evaluate(subject: Subject, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Score of a story: the share of its rules that it keeps. The data file has lines {"id", "prompt", "checklist"}; a
     "reference", a story as it follows the prompt, is what the loss on answers is of."""
     file = data_files(benchmark)[-1]

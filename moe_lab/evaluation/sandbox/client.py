@@ -1,4 +1,4 @@
-"""The grader's handle on `runner.py`: send a program and inputs, get back what it returned."""
+"""Processes that run programs (`runner.py`), as a grader uses them: send a program and inputs, get its results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from moe_lab.evaluation.runner import Request, runner_command
-from moe_lab.evaluation.values import decode_text
+from moe_lab.evaluation.sandbox.encoding import decode_text
+from moe_lab.evaluation.sandbox.runner import Request, runner_command
 
 
 @dataclass(frozen=True)

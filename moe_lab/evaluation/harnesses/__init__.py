@@ -1,0 +1,1 @@
+"""One module per benchmark harness: what it asks and how it grades."""

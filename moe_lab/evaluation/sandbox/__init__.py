@@ -1,0 +1,1 @@
+"""Running programs that a model wrote, without network, writable files or a view of other processes."""
