@@ -29,6 +29,7 @@ from moe_lab.config import (
     SourceConfig,
 )
 from moe_lab.errors import UserError, unknown
+from moe_lab.evaluation.harness import HARNESSES
 
 Group = TypeVar(
     "Group",
@@ -353,7 +354,6 @@ def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
 
 EVERY = "every"
 """In a protocol: all benchmarks of published data."""
-_JUDGED = ("wildbench",)
 _ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
 """Fields of a benchmark that something else says."""
 
@@ -380,7 +380,7 @@ def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
         limit=asked.limit if config.suite.limit is None else config.suite.limit,
         task=config.suite.path or asked.task,
         root=config.data_root if asked.data else None,
-        judge=config.judge if asked.harness in _JUDGED else None,
+        judge=config.judge if asked.harness in HARNESSES and HARNESSES[asked.harness].judged else None,
         python=config.interpreters.get(asked.harness),
     )
 

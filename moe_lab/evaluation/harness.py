@@ -1,15 +1,95 @@
-"""What an adapter hands back, and the few sums all of them need."""
+"""What a benchmark harness is: what is known before it is imported, and what it hands back. Without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.results import Result, Sample
+
+
+@dataclass(frozen=True)
+class Harness:
+    """One harness, as it is known before its module is imported."""
+
+    package: str | None = None
+    """The distribution that does the grading, if it is not moe_lab itself and lives in this interpreter."""
+    metrics: tuple[str, ...] | None = None
+    """Metrics it can report; None: those of the task."""
+    question_parameters: tuple[str, ...] = ()
+    """What benchmark.parameters may hold that changes what the model is asked."""
+    grading_parameters: tuple[str, ...] = ()
+    """What benchmark.parameters may hold that changes only how answers are graded."""
+    two_phases: bool = False
+    """Texts are graded without the model: generating and grading are steps of their own."""
+    generates: bool = False
+    """Whether all its benchmarks generate text."""
+    continues_text: bool = False
+    """The model goes on with a text, so there is no chat template to use."""
+    answer_loss: bool = False
+    """It leaves the loss on right answers beside the outcomes."""
+    shows_examples: bool = False
+    """It can put solved examples before a question."""
+    judged: bool = False
+    """A judge scores the answers."""
+
+
+HARNESSES: Mapping[str, Harness] = {
+    "lm_eval": Harness(
+        package="lm-eval",
+        question_parameters=("folder",),
+        answer_loss=True,
+        shows_examples=True,
+    ),
+    "evalplus": Harness(
+        package="evalplus",
+        metrics=("base", "plus"),
+        grading_parameters=("seconds", "memory_mib", "processes"),
+        two_phases=True,
+        generates=True,
+        answer_loss=True,
+    ),
+    "evalscope": Harness(  # in an interpreter of its own
+        metrics=("acc",),
+        question_parameters=("start_date", "end_date"),
+        grading_parameters=("seconds", "memory_mib", "processes"),
+        two_phases=True,
+        generates=True,
+        shows_examples=True,
+    ),
+    "wildbench": Harness(
+        metrics=("score",),
+        question_parameters=("tag",),
+        grading_parameters=("template",),
+        two_phases=True,
+        generates=True,
+        judged=True,
+    ),
+    "stories": Harness(
+        metrics=("score",),
+        generates=True,
+        continues_text=True,
+        answer_loss=True,
+    ),
+    "perplexity": Harness(
+        metrics=("perplexity", "bits_per_byte", "loss"),
+        question_parameters=("length",),
+        continues_text=True,
+    ),
+}
+"""Harnesses by name, which is also that of their module in `harnesses/`. One with two phases has
+
+    ask(benchmark) -> list[Question]
+    stops(benchmark) -> tuple of texts that end an answer
+    grade(answers, benchmark, policy) -> Graded
+
+without torch, and SKIPS_LONG = True where an item whose prompt is too long goes without a text and is graded so; the
+others have evaluate(model, benchmark, policy) -> Graded.
+"""
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,16 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, suite
 from moe_lab.evaluation.generation import Answer, Generator, GenSpec
-from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.harness import HARNESSES, Graded
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.results import SCHEMA, Result, ResultFile
 from moe_lab.versions import installed
 
-HARNESSES = {
-    "lm_eval": "moe_lab.evaluation.harnesses.lm_eval",
-    "evalplus": "moe_lab.evaluation.harnesses.evalplus",
-    "evalscope": "moe_lab.evaluation.harnesses.evalscope",
-    "wildbench": "moe_lab.evaluation.harnesses.wildbench",
-    "stories": "moe_lab.evaluation.harnesses.stories",
-    "perplexity": "moe_lab.evaluation.harnesses.perplexity",
-}
-"""Harness -> module, imported when first used. Those in `suite.TWO_PHASES` have
-
-    ask(benchmark) -> list[Question]
-    stops(benchmark) -> tuple of texts that end an answer
-    grade(answers, benchmark, policy) -> Graded
-
-without torch, and SKIPS_LONG = True where an item whose prompt is too long goes without a text and is graded so; the
-others have evaluate(subject, benchmark, policy) -> Graded.
-"""
 ANSWERS = "answers.jsonl"
 
 
 def _harness(benchmark: BenchmarkConfig) -> Any:
-    return importlib.import_module(HARNESSES[benchmark.harness])
+    return importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
 
 
 def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
@@ -55,7 +38,7 @@ def evaluate(subject: Generator, benchmark: BenchmarkConfig, out: Path, *, polic
     `suite.preflight` would have said.
     """
     _check(benchmark, policy)
-    if benchmark.harness in suite.TWO_PHASES:
+    if suite.has_two_phases(benchmark):
         answers = generate(subject, benchmark, out, out / "partial.jsonl")
         (out / "partial.jsonl").unlink()
         return grade(answers, benchmark, out, policy=policy)
@@ -143,5 +126,5 @@ def _storable(value: Any) -> Any:
 
 
 def _versions(benchmark: BenchmarkConfig) -> dict[str, str]:
-    package = suite.PACKAGES[benchmark.harness]
+    package = HARNESSES[benchmark.harness].package
     return {name: installed(name) or "" for name in ("torch", "transformers", *([package] if package else []))}

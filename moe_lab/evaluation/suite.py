@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,48 +12,12 @@ from moe_lab.calibration.sources import FOREIGN, check_text, file_format, is_jso
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import mirror, rubric
+from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.harnesses import evalscope_tasks, lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 from moe_lab.versions import installed
 
-PACKAGES: Mapping[str, str | None] = {
-    "lm_eval": "lm-eval",
-    "evalplus": "evalplus",
-    "evalscope": None,  # in an interpreter of its own
-    "wildbench": None,
-    "stories": None,
-    "perplexity": None,
-}
-"""Harness -> the distribution that does its grading, if it is not moe_lab itself."""
-METRICS: Mapping[str, tuple[str, ...]] = {
-    "evalplus": ("base", "plus"),
-    "evalscope": ("acc",),
-    "wildbench": ("score",),
-    "stories": ("score",),
-    "perplexity": ("perplexity", "bits_per_byte", "loss"),
-}
-"""Harness -> metrics it can report; the others' are those of the task."""
-ASKING: Mapping[str, tuple[str, ...]] = {
-    "lm_eval": ("folder",),
-    "evalscope": evalscope_tasks.DATES,
-    "perplexity": ("length",),
-    "wildbench": ("tag",),
-}
-"""Harness -> what benchmark.parameters may hold that changes what the model is asked."""
-GRADING: Mapping[str, tuple[str, ...]] = {
-    "evalplus": ("seconds", "memory_mib", "processes"),
-    "evalscope": evalscope_tasks.LIMITS,
-    "wildbench": ("template",),
-}
-"""Harness -> what benchmark.parameters may hold that changes only how answers are graded."""
-TWO_PHASES = ("evalplus", "evalscope", "wildbench")
-"""Harnesses that grade texts without the model: generating and grading are steps of their own."""
-_GENERATING = (*TWO_PHASES, "stories")
-_LIKELIHOODS = ("lm_eval", "evalplus", "stories")
-"""Harnesses that leave the loss on right answers beside the outcomes."""
-_SHOWING = ("lm_eval", "evalscope")
-"""Harnesses that can put solved examples before a question."""
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template")
 """Parameters that change no result; a file counts by what is in it."""
@@ -101,16 +65,16 @@ def is_closed_world(benchmark: BenchmarkConfig) -> bool:
 
 def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Everything about a benchmark that can change what a model answers; not its name, batch size or place."""
-    package = PACKAGES[benchmark.harness]
+    harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
-        "version": installed(package) if package else evalscope_tasks.installed(benchmark),
+        "version": installed(harness.package) if harness.package else evalscope_tasks.installed(benchmark),
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
-        "parameters": _parameters(benchmark, ASKING),
-        **({"answer_loss": "bits per byte"} if benchmark.harness in _LIKELIHOODS else {}),
+        "parameters": _parameters(benchmark, harness.question_parameters),
+        **({"answer_loss": "bits per byte"} if harness.answer_loss else {}),
         **({"documents": "joined by blank lines"} if _reads_documents(benchmark) else {}),
     }
 
@@ -122,18 +86,23 @@ def _reads_documents(benchmark: BenchmarkConfig) -> bool:
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Everything about a benchmark that can change its results; a judge counts by what it is, not where."""
+    harness = HARNESSES[benchmark.harness]
     return {
         **asked(benchmark),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
-        "parameters": {**_parameters(benchmark, ASKING), **_parameters(benchmark, GRADING)},
+        "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),
         **(rubric.identity(benchmark) if benchmark.judge else {}),
     }
 
 
-def _parameters(benchmark: BenchmarkConfig, phase: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    known = phase.get(benchmark.harness, ())
-    return {name: value for name, value in benchmark.parameters.items() if name in known and name not in _RUNNING}
+def _parameters(benchmark: BenchmarkConfig, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in benchmark.parameters.items() if name in names and name not in _RUNNING}
+
+
+def has_two_phases(benchmark: BenchmarkConfig) -> bool:
+    """Whether texts are graded without the model, so that generating and grading are steps of their own."""
+    return benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].two_phases
 
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
@@ -160,8 +129,8 @@ def _twice(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
 
 def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
     """What is not here, or not allowed: packages, data, walls around programs, a judge."""
-    known = (benchmark for benchmark in benchmarks if benchmark.harness in PACKAGES)
-    return _each(known, partial(_lacking, policy=policy))
+    gradable = (benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES)
+    return _each(gradable, partial(_lacking, policy=policy))
 
 
 def _each(benchmarks: Iterable[BenchmarkConfig], problems: Callable[[BenchmarkConfig], Iterable[str]]) -> list[str]:
@@ -170,8 +139,8 @@ def _each(benchmarks: Iterable[BenchmarkConfig], problems: Callable[[BenchmarkCo
 
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     name = f"benchmark {benchmark.name}"
-    if benchmark.harness not in PACKAGES:
-        yield str(unknown(f"{name}: harness", benchmark.harness, PACKAGES))
+    if benchmark.harness not in HARNESSES:
+        yield str(unknown(f"{name}: harness", benchmark.harness, HARNESSES))
         return
     if benchmark.data is None:
         yield from said(lambda: _check_items(benchmark))
@@ -208,28 +177,29 @@ def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
 
 
 def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
+    harness = HARNESSES[benchmark.harness]
     if not benchmark.reports:
         yield f"{name}: reports is empty, so nothing would be reported: expected result name -> metric"
     for metric in benchmark.reports.values():
-        known = METRICS.get(benchmark.harness)
-        if known is not None and metric not in known:
-            yield str(unknown(f"{name}: metric", metric, known))
-    known_parameters = (*ASKING.get(benchmark.harness, ()), *GRADING.get(benchmark.harness, ()))
+        if harness.metrics is not None and metric not in harness.metrics:
+            yield str(unknown(f"{name}: metric", metric, harness.metrics))
+    parameters = harness.question_parameters + harness.grading_parameters
     for parameter in benchmark.parameters:
-        if parameter not in known_parameters:
-            yield str(unknown(f"{name}: parameter", parameter, known_parameters))
+        if parameter not in parameters:
+            yield str(unknown(f"{name}: parameter", parameter, parameters))
     yield from _wrong_numbers(benchmark, name)
-    if benchmark.chat and benchmark.harness in ("perplexity", "stories"):
+    if benchmark.chat and harness.continues_text:
         yield f"{name}: chat=true, but {benchmark.harness} goes on with a text: expected chat=false"
 
 
 def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
-    if benchmark.harness in _GENERATING and benchmark.max_new_tokens < 1:
+    harness = HARNESSES[benchmark.harness]
+    if harness.generates and benchmark.max_new_tokens < 1:
         yield f"{name}: max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
     if benchmark.limit is not None and benchmark.limit < 1:
         yield f"{name}: limit={benchmark.limit}: expected 1 or more items, or null for all"
-    if benchmark.shots < 0 or (benchmark.shots and benchmark.harness not in _SHOWING):
-        yield f"{name}: shots={benchmark.shots}: expected {'0 or more' if benchmark.harness in _SHOWING else '0'}"
+    if benchmark.shots < 0 or (benchmark.shots and not harness.shows_examples):
+        yield f"{name}: shots={benchmark.shots}: expected {'0 or more' if harness.shows_examples else '0'}"
     if benchmark.max_length is not None and benchmark.max_length < 2:
         yield f"{name}: max_length={benchmark.max_length}: expected 2 or more tokens, or null for what the model reads"
     for parameter in _NUMBERS & set(benchmark.parameters):
@@ -240,7 +210,7 @@ def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
 
 
 def _check_package(benchmark: BenchmarkConfig) -> None:
-    package = PACKAGES[benchmark.harness]
+    package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         raise UserError(f"benchmark {benchmark.name} needs the package {package}: pip install {package}")
 

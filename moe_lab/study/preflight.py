@@ -108,7 +108,7 @@ def _check_calibrations(cells: Sequence[Cell]) -> Iterator[str]:
 def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
     yield from said(partial(server.check_command, config.backend))
-    by_model = [one for one in benchmarks if one.harness not in suite.TWO_PHASES and one.max_new_tokens]
+    by_model = [one for one in benchmarks if not suite.has_two_phases(one) and one.max_new_tokens]
     if by_model and (config.backend.name == "server" or config.backend.continuous):
         yield (
             f"backend={config.backend.name}: benchmark {by_model[0].name} generates with the loaded model, "

@@ -60,7 +60,7 @@ class Pruned:
 
         model = self.cell.model
         part, runtime = self.maker.once(("benchmark", benchmark), lambda: self._graded(benchmark))
-        if benchmark.harness in suite.TWO_PHASES:
+        if suite.has_two_phases(benchmark):
             generate = self.generate(benchmark)
             return Step("grade", generate.label, {"benchmark": part}, {"generate": generate}, runtime)
         part = self.maker.once(("asked", model, benchmark), lambda: Part(self._rendered(benchmark, part.settings)))

@@ -18,10 +18,10 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.harness import HARNESSES, Graded, mean_result, prompt_hash
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings
-from moe_lab.evaluation.harnesses.evalscope_tasks import LIMITS, TASKS, interpreter
+from moe_lab.evaluation.harnesses.evalscope_tasks import TASKS, interpreter
 from moe_lab.evaluation.harnesses.evalscope_worker import Reply, Request
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
@@ -141,7 +141,11 @@ def _dataset_args(benchmark: BenchmarkConfig) -> dict[str, Any]:
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings | None:
     if not TASKS[benchmark.task].code:
         return None
-    limits = {name: benchmark.parameters[name] for name in LIMITS if benchmark.parameters.get(name)}
+    limits = {
+        name: benchmark.parameters[name]
+        for name in HARNESSES["evalscope"].grading_parameters
+        if benchmark.parameters.get(name)
+    }
     return CodeSettings(
         start_date=str(benchmark.parameters["start_date"]),
         end_date=str(benchmark.parameters["end_date"]),

@@ -15,6 +15,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import mirror
+from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.sandbox.policy import Policy
 
 
@@ -40,10 +41,6 @@ TASKS: Mapping[str, Task] = {
     "live_code_bench": Task("test", code=True),
 }
 """EvalScope's name -> what it is. Others may work, but nobody has looked at what they ask and how they grade."""
-DATES = ("start_date", "end_date")
-"""Parameters that say which contests live_code_bench asks: first and last day, both of them whole."""
-LIMITS = ("seconds", "memory_mib", "processes")
-"""Parameters that say how a program runs."""
 OWN = Path(__file__).resolve().parents[3] / ".venv-evalscope" / "bin" / "python"
 """What `make evalscope` makes."""
 
@@ -121,7 +118,7 @@ def _either(numbers: tuple[int, ...]) -> str:
 
 
 def _wrong_dates(name: str, parameters: Mapping[str, Any]) -> Iterator[str]:
-    for parameter in DATES:
+    for parameter in HARNESSES["evalscope"].question_parameters:
         try:
             date.fromisoformat(str(parameters[parameter]))
         except KeyError:
