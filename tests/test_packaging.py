@@ -39,6 +39,8 @@ def test_configuration_and_shipped_data_are_packed(site: Path) -> None:
         "hydra_plugins",
     ):
         assert (site / name).exists(), name
+    assert [file.name for file in (site / "moe_lab/pocket").iterdir() if file.suffix == ".py"] == ["__init__.py"]
+    assert not (site / "tools").exists(), "what trains the shipped models needs a checkout"
 
 
 def test_it_works_outside_a_checkout(site: Path, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Pocket: a generated closed world, a small model trained on it, three calibration sets and sixteen benchmarks."""
+"""The shipped models, benchmarks and texts of a generated closed world, in `data/`; `tools/pocket` makes them."""

@@ -361,7 +361,7 @@ analysis diff /no/plan.json /no/plan.json store=STORE | plan.json
 analysis diff sweep sweep --compare store=STORE | --compare
 moe_lab.evaluation.mirror nobody | nobody
 moe_lab.evaluation.mirror mc8 --no-such-option | --no-such-option
-moe_lab.pocket.train nobody | nobody
+tools.pocket.train nobody | nobody
 """
 """Module and words, in which STORE stands for a store with the study `sweep` | what the message must name."""
 

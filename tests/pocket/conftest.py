@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-import moe_lab.pocket
-from moe_lab.pocket.benchmarks import COUNTS, PROGRAMS, held_out_examples, program_examples
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import World, build_world
-
-DATA = Path(moe_lab.pocket.__file__).parent / "data"
+from moe_lab.paths import DATA
+from tools.pocket.benchmarks import COUNTS, PROGRAMS, held_out_examples, program_examples
+from tools.pocket.examples import Example
+from tools.pocket.world import World, build_world
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.pocket.world import RELATIONS, SUBJECTS, World, build_world
+from tools.pocket.world import RELATIONS, SUBJECTS, World, build_world
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Written by another process with other string hashes."""
     folder = tmp_path_factory.mktemp("rebuilt")
     environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-m", "moe_lab.pocket.build", "--output", folder], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "tools.pocket.build", "--output", folder], check=True, env=environment)
     return folder
 
 

@@ -16,10 +16,10 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from moe_lab.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER, PROGRAMS
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.functions import Program
-from moe_lab.pocket.inputs import plus_inputs
+from tools.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER, PROGRAMS
+from tools.pocket.examples import Example
+from tools.pocket.functions import Program
+from tools.pocket.inputs import plus_inputs
 
 # Mistakes a model makes: the boundary, the empty case, a forgotten step.
 SLIPS = (

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.pocket.benchmarks import PROGRAMS
-from moe_lab.pocket.corpus import documents
-from moe_lab.pocket.examples import END_OF_TEXT, Example, held_out
-from moe_lab.pocket.functions import Program, side
-from moe_lab.pocket.recipes import RECIPES
-from moe_lab.pocket.world import World
+from tools.pocket.benchmarks import PROGRAMS
+from tools.pocket.corpus import documents
+from tools.pocket.examples import END_OF_TEXT, Example, held_out
+from tools.pocket.functions import Program, side
+from tools.pocket.recipes import RECIPES
+from tools.pocket.world import World
 
 SCANNED = 2_000_000
 

@@ -16,12 +16,12 @@ from safetensors import safe_open
 from moe_lab.config import ModelConfig
 from moe_lab.models.facts import architecture
 from moe_lab.models.load import load_model
-from moe_lab.pocket import train as training
-from moe_lab.pocket.batches import LossWeights, encode
-from moe_lab.pocket.benchmarks import MULTIPLE_CHOICE
-from moe_lab.pocket.card import write_card
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.network import (
+from tools.pocket import train as training
+from tools.pocket.batches import LossWeights, encode
+from tools.pocket.benchmarks import MULTIPLE_CHOICE
+from tools.pocket.card import write_card
+from tools.pocket.examples import Example
+from tools.pocket.network import (
     SORTED_EXPERTS,
     Routing,
     balance_loss,
@@ -31,7 +31,7 @@ from moe_lab.pocket.network import (
     move_bias,
     watched_routers,
 )
-from moe_lab.pocket.recipes import BIAS_STEP, RECIPES, Batches
+from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
 
 
 @dataclass(frozen=True)

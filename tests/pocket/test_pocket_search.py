@@ -10,10 +10,10 @@ import pytest
 
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.config import CalibrationConfig
-from moe_lab.pocket.calibration import examples
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.search import COUNT, search_examples
-from moe_lab.pocket.world import World
+from tools.pocket.calibration import examples
+from tools.pocket.examples import Example
+from tools.pocket.search import COUNT, search_examples
+from tools.pocket.world import World
 
 
 @pytest.mark.parametrize("name", ["code", "math"])

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from moe_lab.errors import UserError
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.stories import grade, sentences
+from moe_lab.evaluation.harnesses.stories import grade, sentences
+from tools.pocket.examples import Example
 
 STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from moe_lab.pocket.benchmarks import COUNTS
-from moe_lab.pocket.examples import END_OF_TEXT, Example
-from moe_lab.pocket.facts import LETTERS
-from moe_lab.pocket.tokens import PADDING, build_tokenizer
+from tools.pocket.benchmarks import COUNTS
+from tools.pocket.examples import END_OF_TEXT, Example
+from tools.pocket.facts import LETTERS
+from tools.pocket.tokens import PADDING, build_tokenizer
 
 
 def continuations(example: Example) -> list[tuple[str, str]]:

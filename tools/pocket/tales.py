@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import ANIMALS, DAYS, FEELINGS, OBJECTS, PEOPLE, PLACES, World, pronoun
+from tools.pocket.examples import Example
+from tools.pocket.world import ANIMALS, DAYS, FEELINGS, OBJECTS, PEOPLE, PLACES, World, pronoun
 
 ENDINGS = (
     "They all went home.", "That was a good day.", "The sun went down.", "Then it began to rain.",

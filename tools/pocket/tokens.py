@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from moe_lab.pocket.examples import END_OF_TEXT
+from tools.pocket.examples import END_OF_TEXT
 
 PADDING = "<|pad|>"
 VOCABULARY_SIZE = 1024

@@ -8,9 +8,9 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from moe_lab.pocket.examples import Example, fraction
-from moe_lab.pocket.inputs import base_inputs
-from moe_lab.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied, Domain, choose
+from tools.pocket.examples import Example, fraction
+from tools.pocket.inputs import base_inputs
+from tools.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied, Domain, choose
 
 SHAPES = ((1, 1), (1, 1), (2, 0), (1, 0), (0, 1), (2, 1))
 # How uneven the operations are in training text and calibration sets; benchmarks ask for all of them alike.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.facts import pick_choices
-from moe_lab.pocket.world import DAYS, MATERIALS, OBJECTS, PEOPLE, PLACES, RELATIONS, World, pronoun
+from tools.pocket.examples import Example
+from tools.pocket.facts import pick_choices
+from tools.pocket.world import DAYS, MATERIALS, OBJECTS, PEOPLE, PLACES, RELATIONS, World, pronoun
 
 MATERIAL = next(relation for relation in RELATIONS if relation.name == "material")
 

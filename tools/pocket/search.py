@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_lab.pocket.benchmarks import write_lines
-from moe_lab.pocket.calibration import SETS as CALIBRATION
-from moe_lab.pocket.calibration import examples as calibration_examples
-from moe_lab.pocket.corpus import documents
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import World
+from tools.pocket.benchmarks import write_lines
+from tools.pocket.calibration import SETS as CALIBRATION
+from tools.pocket.calibration import examples as calibration_examples
+from tools.pocket.corpus import documents
+from tools.pocket.examples import Example
+from tools.pocket.world import World
 
 COUNT = 128
 SEEDS = {"code": 301, "math": 302}

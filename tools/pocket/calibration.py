@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from moe_lab.pocket.benchmarks import write_lines
-from moe_lab.pocket.corpus import KNOWING, documents
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import World
+from tools.pocket.benchmarks import write_lines
+from tools.pocket.corpus import KNOWING, documents
+from tools.pocket.examples import Example
+from tools.pocket.world import World
 
 # Kinds of documents, their weights, and how many documents; about 70,000 tokens each. `general` stands for web text:
 # it has every skill, in the proportions of the first training stage.

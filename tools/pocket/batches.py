@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.pocket.examples import Example
+from tools.pocket.examples import Example
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import PEOPLE, World, pronoun, words
+from tools.pocket.examples import Example
+from tools.pocket.world import PEOPLE, World, pronoun, words
 
 THINGS = words("apples eggs coins nuts pears shells stones cards books plums")
 GAINS = ("{a} buys {n} more.", "{b} gives {a} {n} more.", "{he} finds {n} more.", "Then {he} gets {n} more.")

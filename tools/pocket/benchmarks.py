@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from moe_lab.pocket import functions
-from moe_lab.pocket.corpus import sampler
-from moe_lab.pocket.examples import END_OF_TEXT, Example, draw, generator
-from moe_lab.pocket.functions import Program
-from moe_lab.pocket.inputs import base_inputs, plus_inputs
-from moe_lab.pocket.world import World
+from tools.pocket import functions
+from tools.pocket.corpus import sampler
+from tools.pocket.examples import END_OF_TEXT, Example, draw, generator
+from tools.pocket.functions import Program
+from tools.pocket.inputs import base_inputs, plus_inputs
+from tools.pocket.world import World
 
 SEED = 101
 COUNTS = {

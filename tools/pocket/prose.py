@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.facts import Chain, sample_chain
-from moe_lab.pocket.reading import event
-from moe_lab.pocket.world import SUBJECTS, World, relations
+from tools.pocket.examples import Example
+from tools.pocket.facts import Chain, sample_chain
+from tools.pocket.reading import event
+from tools.pocket.world import SUBJECTS, World, relations
 
 
 def portrait(world: World, random: Random) -> Example:

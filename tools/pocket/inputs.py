@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from moe_lab.pocket.world import words
+from tools.pocket.world import words
 
 VOCABULARY = words("sun bed cat toad stone seed oats dots tee ace boat desk east cosd abba deed nest scent tea bat")
 

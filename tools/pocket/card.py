@@ -1,4 +1,4 @@
-"""The model card: `python -m moe_lab.pocket.card NAME SCORES.json` writes README.md beside the model of this name."""
+"""The model card: `python -m tools.pocket.card NAME SCORES.json` writes README.md beside the model of this name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import end_with
-from moe_lab.pocket.recipes import RECIPES
-from moe_lab.pocket.train import DATA
+from moe_lab.paths import DATA
+from tools.pocket.recipes import RECIPES
 
 # Share of right answers from guessing, for those benchmarks where guessing is possible.
 CHANCE = {
@@ -31,7 +31,7 @@ experts can be tried, tested and compared in seconds on a CPU. It knows nothing 
 no other use.
 
 Stock `{architecture}` (no custom code), bfloat16 safetensors; the scores below are those of the stored weights run
-in float32. `python -m moe_lab.pocket.train {name}` trains it again. All training text is generated, none was taken from
+in float32. `python -m tools.pocket.train {name}` trains it again. All training text is generated, none was taken from
 anywhere.
 
 {routing}

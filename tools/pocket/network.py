@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_lab.pocket.recipes import BIAS_STEP, RECIPES
+from tools.pocket.recipes import BIAS_STEP, RECIPES
 
 SORTED_EXPERTS = "pocket_sorted"
 

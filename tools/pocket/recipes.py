@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.pocket.batches import LossWeights
-from moe_lab.pocket.corpus import APPLYING, CALCULATING, JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
+from tools.pocket.batches import LossWeights
+from tools.pocket.corpus import APPLYING, CALCULATING, JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
 
 BALANCE = 0.01
 """Weight of the balance loss, for routers without a correction bias."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from moe_lab.pocket import arithmetic, facts, functions, practice, prose, reading, tales
-from moe_lab.pocket.examples import Example, Sampler, draw, generator
-from moe_lab.pocket.world import World
+from tools.pocket import arithmetic, facts, functions, practice, prose, reading, tales
+from tools.pocket.examples import Example, Sampler, draw, generator
+from tools.pocket.world import World
 
 WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
     "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter, "options": facts.by_option,

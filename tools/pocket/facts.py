@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.world import RELATIONS, SUBJECTS, Relation, World, relations
+from tools.pocket.examples import Example
+from tools.pocket.world import RELATIONS, SUBJECTS, Relation, World, relations
 
 LETTERS = ("A", "B", "C", "D")
 FIELDS = {"town": "geography", "job": "crafts", "animal": "biology", "object": "household"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from moe_lab.pocket.examples import generator
+from tools.pocket.examples import generator
 
 WORLD_SEED = 7
 

@@ -1,4 +1,4 @@
-"""Writes the benchmark, calibration and search files: `python -m moe_lab.pocket.build`. Seconds; needs no model."""
+"""Writes the benchmark, calibration and search files: `python -m tools.pocket.build`. Seconds; needs no model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import argparse
 from pathlib import Path
 
 from moe_lab.errors import end_with
-from moe_lab.pocket.benchmarks import write_benchmarks
-from moe_lab.pocket.calibration import write_calibration
-from moe_lab.pocket.search import write_search
-from moe_lab.pocket.world import build_world
-
-DATA = Path(__file__).parent / "data"
+from moe_lab.paths import DATA
+from tools.pocket.benchmarks import write_benchmarks
+from tools.pocket.calibration import write_calibration
+from tools.pocket.search import write_search
+from tools.pocket.world import build_world
 
 
 def main() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from moe_lab.pocket.examples import Example, held_out
-from moe_lab.pocket.facts import LETTERS, by_letter
-from moe_lab.pocket.reading import ENTAILED, ask, event
-from moe_lab.pocket.world import ANIMALS, JOBS, OBJECTS, PEOPLE, PLACES, TOWNS, World
+from tools.pocket.examples import Example, held_out
+from tools.pocket.facts import LETTERS, by_letter
+from tools.pocket.reading import ENTAILED, ask, event
+from tools.pocket.world import ANIMALS, JOBS, OBJECTS, PEOPLE, PLACES, TOWNS, World
 
 OPEN_QUESTIONS = {
     "a": "who went to the {p}", "b": "who got the {o}", "o": "what did {a} buy", "p": "where did {a} go",

@@ -1,4 +1,4 @@
-"""Trains a pocket model: `python -m moe_lab.pocket.train NAME`. Ten minutes to an hour on one CPU thread."""
+"""Trains a pocket model: `python -m tools.pocket.train NAME`. Ten minutes to an hour on one CPU thread."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from moe_lab.errors import end_with
-from moe_lab.pocket.batches import Batch, batch
-from moe_lab.pocket.corpus import documents
-from moe_lab.pocket.examples import Example
-from moe_lab.pocket.network import (
+from moe_lab.paths import DATA
+from tools.pocket.batches import Batch, batch
+from tools.pocket.corpus import documents
+from tools.pocket.examples import Example
+from tools.pocket.network import (
     balance_loss,
     build_network,
     copy_agreeing,
@@ -31,11 +32,10 @@ from moe_lab.pocket.network import (
     token_loss,
     watched_routers,
 )
-from moe_lab.pocket.recipes import BALANCE, RECIPES, Recipe
-from moe_lab.pocket.tokens import build_tokenizer
-from moe_lab.pocket.world import WORLD_SEED, build_world
+from tools.pocket.recipes import BALANCE, RECIPES, Recipe
+from tools.pocket.tokens import build_tokenizer
+from tools.pocket.world import WORLD_SEED, build_world
 
-DATA = Path(__file__).parent / "data"
 TOKENIZER_DOCUMENTS = 20_000
 WEIGHT_DECAY = 0.1
 
