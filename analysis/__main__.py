@@ -1,4 +1,4 @@
-"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [--compare]`."""
+"""`python -m analysis [NAME ...|all|report] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from analysis.names import FIGURE_FORMATS
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from analysis.publish import Publisher
     from analysis.render.table import Table
 
-USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [--compare]
-       python -m analysis diff A B [store=store] [out=FOLDER]"""
+USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]
+       python -m analysis diff A B [store=store] [out=FOLDER] [format=svg]"""
 DIFF = """diff: what changed from A to B: two studies of the store, two stores (or STORE:STUDY), or two
 plan.json files
 
 Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
-OPTIONS = ("store", "study", "out", "compare")
+OPTIONS = ("store", "study", "out", "format", "compare")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,9 +32,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line as names, store, study, out and compare; options are written key=value, or --key=value.
+    """The command line as names, store, study, out, format and compare; options are written key=value, or --key=value.
 
-    UserError for an unknown option. Shows the help, and exits, where it is asked for.
+    UserError for an unknown option or format. Shows the help, and exits, where it is asked for.
     """
     help_wanted = {"-h", "--help", "help"} & set(words)
     parser = _Parser(
@@ -49,6 +50,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--study", help="which study in it, several with commas between, or all; by default the newest")
     parser.add_argument("--out", type=Path, help="where to write; by default STORE/reports/STUDY")
     parser.add_argument(
+        "--format", default=FIGURE_FORMATS[0], help="file format of figures: svg (the default), pdf or png"
+    )
+    parser.add_argument(
         "--compare",
         nargs="?",
         const="true",
@@ -58,6 +62,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     request = parser.parse_args(["--help"] if help_wanted else [_dashed(word) for word in words])
     if request.compare not in ("true", "false"):
         raise UserError(f"compare={request.compare}: expected true or false")
+    if request.format not in FIGURE_FORMATS:
+        raise unknown("format", request.format, FIGURE_FORMATS)
     request.compare = request.compare == "true"
     request.names = request.names or ["report"]
     return request
@@ -105,7 +111,7 @@ def _diff(request: argparse.Namespace) -> int:
     changes = report.diff(request.names[1:], request.store)
     out = request.out or changes.folder
     try:
-        for path in report.write(changes, out):
+        for path in report.write(changes, out, request.format):
             print(path)
     except OSError as error:
         raise _unwritable(out, error) from None
@@ -165,7 +171,7 @@ def _run(request: argparse.Namespace) -> int:
     newest = studies(request.store)[0]
     study = load(request.store, request.study or newest)
     out = request.out or request.store / "reports" / shortened(study.name)
-    publisher = Publisher(Results(study), out)
+    publisher = Publisher(Results(study), out, request.format)
     try:
         complete = _write(request.names, publisher)
         if request.compare:
@@ -188,7 +194,7 @@ def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
 
     study = publisher.results.study
     if "report" in wanted:
-        print(write_report(study, publisher.out))
+        print(write_report(publisher))
         return True
     made, written = publisher.publish(outputs() if "all" in wanted else wanted)
     publisher.log_failures()

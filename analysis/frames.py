@@ -11,8 +11,7 @@ import pandas as pd
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as dictionaries, column -> value."""
     columns = [str(column) for column in frame.columns]
-    values = [frame.iloc[:, at].to_numpy(object).tolist() for at in range(len(columns))]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(object).tolist()]
 
 
 def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:

@@ -1,9 +1,12 @@
-"""What a study found, in sentences: what was run, what won, what it costs, and how sure that is."""
+"""Names as the report spells them: criteria, benchmarks, methods, numbers; and the words of sentences."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+
+FIGURE_FORMATS = ("svg", "pdf", "png")
+"""File formats of figures. The page shows SVG, so that it is drawn in any case."""
 
 NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from analysis import names
 from analysis.registry import Item, find
 from analysis.render import style, table
 from analysis.render.style import Figure
@@ -23,11 +24,12 @@ FAILED = "failed"
 
 
 class Publisher:
-    """Writes outputs of a study into `out`, and remembers what failed."""
+    """Writes outputs of a study into `out`, figures in `figure_format`, and remembers what failed."""
 
-    def __init__(self, results: Results, out: Path) -> None:
+    def __init__(self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> None:
         self.results = results
         self.out = out
+        self.figure_format = figure_format
         self.attempted: dict[str, Exception | None] = {}
         """What was attempted -> why it failed, if it did."""
 
@@ -57,7 +59,7 @@ class Publisher:
         for output in dict.fromkeys(map(find, wanted)):
             made[output.name] = []
             for item in self.attempt(output.name, partial(output.items, self.results)) or []:
-                files = self.attempt(item.name, partial(write, [item], self.out)) or []
+                files = self.attempt(item.name, partial(write, [item], self.out, self.figure_format)) or []
                 made[output.name] += [item] if files else []
                 written += files
         return made, written
@@ -73,12 +75,12 @@ class Publisher:
                 log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
 
 
-def write(items: Iterable[Item], out: Path) -> list[Path]:
-    """Write tables into OUT/tables and figures into OUT/figures."""
+def write(items: Iterable[Item], out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
+    """Write tables into OUT/tables and figures, in one of `names.FIGURE_FORMATS`, into OUT/figures."""
     written: list[Path] = []
     for item in items:
         if isinstance(item, Figure):
-            written += style.write(item, out / "figures")
+            written += style.write(item, out / "figures", figure_format)
         else:
             written += table.write(item, out / "tables")
     return written

@@ -33,17 +33,16 @@ Made = Mapping[str, Sequence[Item]]
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
     """Write the report of `study`, its tables and its figures into `out`; returns the page's path."""
-    return write_report(load(Path(store), study), Path(out))
+    return write_report(Publisher(Results(load(Path(store), study)), Path(out)))
 
 
-def write_report(study: Study, out: Path) -> Path:
-    """Write all tables and figures of a loaded study, and the page that shows them, into `out`.
+def write_report(publisher: Publisher) -> Path:
+    """Write all tables and figures of a study, and the page that shows them; returns the page's path.
 
     What cannot be made is a gap on the page; its traceback is in OUT/failed.
     """
-    publisher = Publisher(Results(study), out)
     made, _ = publisher.publish(name for name in outputs() if name != GAPS)
-    page = out / PAGE
+    page = publisher.out / PAGE
     page.write_text(html(_page(publisher, made)), encoding="utf-8")
     publisher.log_failures()
     return page
@@ -61,6 +60,7 @@ def _page(publisher: Publisher, made: Made) -> Page:
         tiles=_tiles(study),
         chapters=chapters,
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
+        figure_format=publisher.figure_format,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import publish
+from analysis import names, publish
 from analysis.diff import plans
 from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
 from analysis.diff.sides import Sides, beside, side
@@ -55,9 +55,9 @@ class Changes:
 PAGE = "diff.html"
 
 
-def write(changes: Changes, out: Path) -> list[Path]:
+def write(changes: Changes, out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
     """Write the page, its tables and its figures into `out`."""
-    written = publish.write(changes.outputs, out)
+    written = publish.write(changes.outputs, out, figure_format)
     page = out / PAGE
     page.write_text(
         html(
@@ -69,6 +69,7 @@ def write(changes: Changes, out: Path) -> list[Path]:
                 tiles=changes.tiles,
                 chapters=changes.chapters,
                 footer=f"Made by moe_lab: python -m analysis diff. {changes.lead}",
+                figure_format=figure_format,
             )
         ),
         encoding="utf-8",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import norm
+from scipy.special import ndtr, ndtri
 
 from analysis import names
 from analysis.diff import plans
@@ -169,8 +169,8 @@ def _tested(comparison: Comparison, target: Target, first: int, second: int) -> 
     difference = float(score[second] - score[first])
     if not error > 0 or np.isnan(difference):
         return {"Test": UNTESTED, "p": np.nan, "low": np.nan, "high": np.nan}
-    half = float(norm.ppf((1 + uncertainty.CONFIDENCE) / 2)) * error
-    p = float(2 * norm.sf(abs(difference) / error))
+    half = float(ndtri((1 + uncertainty.CONFIDENCE) / 2)) * error
+    p = float(2 * ndtr(-abs(difference) / error))
     return {"Test": UNPAIRED, "p": p, "low": difference - half, "high": difference + half}
 
 

@@ -127,9 +127,9 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
 
 def protocols(cells: pd.DataFrame) -> str:
     """How each model was asked, where models were asked differently: `qwen by heapr, deepseek by heapr_norm`; or ""."""
-    known = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
-    if known["protocol"].nunique() < 2:
+    if cells["protocol"].nunique() < 2:
         return ""
+    known = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
     return names.listing(f"{row.model} by {row.protocol}" for row in known.itertuples())
 
 

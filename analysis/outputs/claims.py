@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy
 
 from analysis import names
 from analysis.frames import groups, records
@@ -210,15 +210,15 @@ def expanded(count: int) -> float:
     Resampling few values spreads too little; the level is that of the normal distribution at Student's t times
     sqrt(n / (n - 1)). With four layers the interval is from the least to the most of the layers.
     """
-    reach = stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
-    return float(2 * stats.norm.cdf(reach) - 1)
+    reach = scipy.stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
+    return float(2 * scipy.stats.norm.cdf(reach) - 1)
 
 
 def _t_test(differences: np.ndarray) -> float:
     """p-value of a t-test over layers; NaN for a single layer or where all differ by exactly as much."""
     if len(differences) < 2 or np.isnan(differences).any() or np.ptp(differences) == 0:
         return np.nan
-    return float(stats.ttest_1samp(differences, 0).pvalue)
+    return float(scipy.stats.ttest_1samp(differences, 0).pvalue)
 
 
 STATEMENTS = {

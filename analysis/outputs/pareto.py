@@ -169,32 +169,30 @@ def pareto_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
 
 def _marks(pruned: pd.DataFrame) -> dict[str, Line2D]:
     """Legend entries by label: one per method, or per family where there are too many to tell apart."""
-    by_label: dict[str, Line2D] = {}
-    for row in records(pruned):
-        by_label.setdefault(_label(row, pruned), _mark(row, pruned))
-    methods = [names.method(key) for key in names.methods_in_order(pruned["method"])]
-    order = {label: place for place, label in enumerate(methods)}
-    return dict(sorted(by_label.items(), key=lambda item: order.get(item[0], len(order))))
+    methods = names.methods_in_order(pruned["method"])
+    few = len(methods) <= TELLABLE
+    marks: dict[str, Line2D] = {}
+    for row in records(pruned.assign(label=_labels(pruned)).drop_duplicates("label")):
+        granularity, label = row["granularity"], row["label"]
+        shape, shade = FAMILY_MARKS.get(granularity, ("D", style.OTHER))
+        if few:
+            place = methods.index(row["method"])
+            shape, shade = style.MARKERS[place % len(style.MARKERS)], style.colour(row["method"])
+        marks[label] = _mark(label, shape, shade, whole=granularity == "expert", quantised=row["bits"] == 4)
+    order = {names.method(method): place for place, method in enumerate(methods)}
+    return dict(sorted(marks.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _few(pruned: pd.DataFrame) -> bool:
-    return bool(pruned["method"].nunique() <= TELLABLE)
+def _labels(pruned: pd.DataFrame) -> list[str]:
+    """For each cell what its mark is called: its method, or its family where there are too many methods."""
+    if pruned["method"].nunique() <= TELLABLE:
+        return [names.method(method) for method in pruned["method"]]
+    families = [FAMILIES.get(kind, kind) for kind in pruned["granularity"]]
+    return [f"{family}, 4 bits" if bits == 4 else family for family, bits in zip(families, pruned["bits"], strict=True)]
 
 
-def _label(row: Mapping[str, object], pruned: pd.DataFrame) -> str:
-    if _few(pruned):
-        return names.method(str(row["method"]))
-    family = FAMILIES.get(str(row["granularity"]), str(row["granularity"]))
-    return f"{family}, 4 bits" if row["bits"] == 4 else family
-
-
-def _mark(row: Mapping[str, object], pruned: pd.DataFrame) -> Line2D:
-    """Colour and shape by method or family; hollow for whole experts, half-full for four bits."""
-    shape, shade = FAMILY_MARKS.get(str(row["granularity"]), ("D", style.OTHER))
-    if _few(pruned):
-        place = names.methods_in_order(pruned["method"]).index(str(row["method"]))
-        shape, shade = style.MARKERS[place % len(style.MARKERS)], style.colour(str(row["method"]))
-    fill = "left" if row["bits"] == 4 else "full"
+def _mark(label: str, shape: str, shade: str, *, whole: bool, quantised: bool) -> Line2D:
+    """Hollow for whole experts, half-full for four bits."""
     return Line2D(
         [],
         [],
@@ -202,21 +200,21 @@ def _mark(row: Mapping[str, object], pruned: pd.DataFrame) -> Line2D:
         marker=shape,
         markersize=4.6,
         color=shade,
-        fillstyle=fill,  # type: ignore[arg-type]
-        markerfacecolor=style.SURFACE if row["granularity"] == "expert" and fill == "full" else shade,
+        fillstyle="left" if quantised else "full",
+        markerfacecolor=style.SURFACE if whole and not quantised else shade,
         markerfacecoloralt=style.SURFACE,
         markeredgewidth=1.0,
-        label=_label(row, pruned),
+        label=label,
     )
 
 
 def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, marks: Mapping[str, Line2D]) -> None:
-    ordered = pruned.sort_values(axis, kind="stable")
-    shades = [str(marks[_label(row, pruned)].get_color()) for row in records(ordered)]
+    ordered = pruned.assign(label=_labels(pruned)).sort_values(axis, kind="stable")
+    shades = [str(marks[label].get_color()) for label in ordered["label"]]
     bars = ordered[axis], ordered["low"], ordered["high"]
     axes.vlines(*bars, color=shades, linewidth=0.9, alpha=0.5, zorder=2)
     for _, cells in groups(ordered, ["method", "calibration"]):
-        mark = marks[_label(records(cells)[0], pruned)]
+        mark = marks[cells["label"].iloc[0]]
         axes.plot(cells[axis], cells["avg"], color=mark.get_color(), linewidth=0.6, alpha=0.45, zorder=2)
         drawn = Line2D(cells[axis].to_numpy(), cells["avg"].to_numpy(), zorder=3)
         drawn.update_from(mark)

@@ -51,6 +51,8 @@ def is_searched(allocation: str) -> bool:
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
     """Cell of a searched allocation -> the cell that differs from it in being uniform only, in the order of tables."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
+    if not cells["allocation"].map(is_searched).any():
+        return {}
     order = names.in_order(cells["criterion"], names.CRITERIA)
     cells = cells.assign(place=cells["criterion"].map(order.index)).sort_values(["ratio", "place"], kind="stable")
     found: dict[int, int] = {}

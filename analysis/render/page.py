@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from analysis import names
 from analysis.render import style
 from analysis.render import table as tables
 from analysis.render.style import Figure
@@ -54,10 +55,12 @@ class Page:
     """A number, and of what."""
     chapters: Sequence[Section]
     footer: str
+    figure_format: str = names.FIGURE_FORMATS[0]
+    """The format of the files in figures/ that the page links to."""
 
 
 def html(page: Page) -> str:
-    """The page as HTML text that needs nothing beside it; figures link to figures/NAME.png and .pdf."""
+    """The page as HTML text that needs nothing beside it; figures link to their files beside it."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -71,6 +74,7 @@ def html(page: Page) -> str:
         css=_raw("page.css"),
         script=_raw("page.js"),
         footer=page.footer,
+        figure_format=page.figure_format,
     )
 
 
@@ -108,7 +112,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
         "name": figure.name,
         "title": figure.title,
         "caption": figure.caption,
-        "svg": Markup(style.svg(figure)),
+        "svg": Markup(style.svg_element(figure)),
     }
 
 

@@ -1,62 +1,22 @@
-"""The letters of figures: a smaller DejaVu Sans, since every PDF reads the whole font to embed a few letters."""
+"""Figures: how they look, and how they become files and parts of a page."""
 
 from __future__ import annotations
 
 import io
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from fontTools import subset
-from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from analysis import names
-
-WHOLE, SMALL = "DejaVu Sans", "DejaVu Sans of these figures"
-WEIGHTS = (400, 700)
-LETTERS = ((0x20, 0x7F), (0xA0, 0x180), (0x391, 0x3CA), (0x2010, 0x2040), (0x2190, 0x2194), (0x2200, 0x2270))
-"""Latin, Greek, punctuation, arrows, signs of mathematics, which figures are written in: embedding reads no more than
-that. The rest comes from the whole font."""
-
-
-@cache
-def family() -> tuple[str, ...]:
-    """Names of fonts for `font.family`, the first that has a letter gives it; the copy is made once per process."""
-    folder = Path(_folder().name)
-    for weight in WEIGHTS:
-        whole = font_manager.findfont(font_manager.FontProperties(family=WHOLE, weight=weight))
-        copy = folder / f"{weight}.ttf"
-        _reduce(Path(whole), copy)
-        font_manager.fontManager.ttflist.append(
-            font_manager.FontEntry(fname=str(copy), name=SMALL, weight=weight, stretch="normal", size="scalable")
-        )
-    return SMALL, WHOLE
-
-
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the copies lie until the process ends."""
-    return tempfile.TemporaryDirectory(prefix="moe_lab_fonts_")
-
-
-def _reduce(whole: Path, copy: Path) -> None:
-    """Only LETTERS, with kerning, without what turns letters into others."""
-    options = subset.Options(layout_features=["kern"], glyph_names=False, drop_tables=["FFTM", "PfEd", "TeX "])
-    font = subset.load_font(str(whole), options)
-    keeps = subset.Subsetter(options)
-    keeps.populate(unicodes=[letter for first, end in LETTERS for letter in range(first, end)])
-    keeps.subset(font)
-    subset.save_font(font, str(copy), options)
-
 
 PAGE = 6.9
 """Width of a paper's text in inches."""
@@ -112,6 +72,15 @@ class Figure:
     caption: str
     drawing: Drawing
 
+    @cached_property
+    def svg(self) -> str:
+        """The drawing as the text of an SVG file, drawn once: for the page and for a file."""
+        text = io.StringIO()
+        with look(), matplotlib.rc_context({"svg.hashsalt": self.name}):
+            lay_out(self.drawing)
+            self.drawing.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        return text.getvalue()
+
 
 def colour(method: str) -> str:
     """The colour of a method in every figure: its criterion's."""
@@ -122,7 +91,7 @@ def colour(method: str) -> str:
 def look() -> Iterator[None]:
     """Settings under which figures are drawn and saved."""
     settings: Any = {
-        "font.family": list(family()),
+        "font.family": "DejaVu Sans",
         "font.size": 8,
         "axes.titlesize": 8.5,
         "axes.titleweight": "bold",
@@ -163,54 +132,50 @@ def drawing(width: float, height: float) -> Drawing:
     return Drawing(figsize=(width, height), layout="constrained")
 
 
-def settle(made: Drawing) -> None:
-    """Lay the drawing out once; saving it in several formats then keeps the places.
+def lay_out(drawing: Drawing) -> None:
+    """Lay the drawing out once; saving it in another format then keeps the places.
 
     A drawing without any engine is drawn once per format, one with an engine, even if idle, twice.
     """
-    engine = made.get_layout_engine()
+    engine = drawing.get_layout_engine()
     if engine is not None:
-        engine.execute(made)
-        made.set_layout_engine(None)
+        engine.execute(drawing)
+        drawing.set_layout_engine(None)
 
 
-_FORMATS: dict[str, dict[str, Any]] = {
-    ".png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
-    ".pdf": {"metadata": {"CreationDate": None}},
+# no stamps, so that equal figures are equal files; PNG in two thirds of the time for 9 % more bytes
+_SAVING: dict[str, dict[str, Any]] = {
+    "png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
+    "pdf": {"metadata": {"CreationDate": None}},
 }
-"""How each is saved: no stamps, so that equal figures are equal files; PNG in two thirds of the time for 9 % more."""
 
 
-def write(figure: Figure, folder: Path) -> list[Path]:
-    """Write the figure as NAME.png and NAME.pdf into `folder`."""
+def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
+    """Write the figure as NAME.svg, or in another of names.FIGURE_FORMATS, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{figure.name}.{suffix}" for suffix in ("png", "pdf")]
+    path = folder / f"{figure.name}.{file_format}"
+    if file_format == "svg":
+        path.write_text(figure.svg, encoding="utf-8")
+        return [path]
     with look():
-        settle(figure.drawing)
-        for path in paths:
-            figure.drawing.savefig(path, dpi=DPI, **_FORMATS[path.suffix])
-    return paths
+        lay_out(figure.drawing)
+        figure.drawing.savefig(path, dpi=DPI, **_SAVING[file_format])
+    return [path]
 
 
-def svg(figure: Figure) -> str:
+def svg_element(figure: Figure) -> str:
     """The figure as an SVG element to put into a page: it scales, and its neutral colours follow the page's theme."""
-    buffer = io.StringIO()
-    with look(), matplotlib.rc_context({"svg.hashsalt": figure.name}):
-        settle(figure.drawing)
-        figure.drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    made = buffer.getvalue()
-    box = re.search(r'viewBox="(0 0 ([\d.]+) [\d.]+)"', made)
+    box = re.search(r'viewBox="(0 0 ([\d.]+) [\d.]+)"', figure.svg)
     assert box is not None
-    start = made.index(">", made.index("<svg")) + 1
-    made = re.sub(r"<metadata>.*?</metadata>", "", made[start:], flags=re.DOTALL)
+    start = figure.svg.index(">", figure.svg.index("<svg")) + 1
+    content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
     for fixed, variable in _THEME.items():
-        made = made.replace(fixed, variable)
+        content = content.replace(fixed, variable)
     stem = re.sub(r"\W", "_", figure.name)
-    made = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", made)
+    content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", content)
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return (
-        f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{escape(figure.title)}" {spaces}>{made}'
-    )
+    label = escape(figure.title)
+    return f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{label}" {spaces}>{content}'
 
 
 def bare(axes: Axes) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-from scipy.stats import friedmanchisquare, studentized_range
+import scipy
 
 from analysis import names
 from analysis.stats import ranks
@@ -70,13 +70,13 @@ class RankTest:
 def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
     """Average ranks further apart than q sqrt(k (k + 1) / 6 N) differ; q is the quantile of the studentized range of k
     methods and infinite degrees of freedom, over the square root of 2."""
-    return float(studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2) * _spread(methods, blocks))
+    return float(scipy.stats.studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2) * _spread(methods, blocks))
 
 
 def nemenyi(differences: np.ndarray, methods: int, blocks: int) -> np.ndarray:
     """Nemenyi's p-values of differences between average ranks of `methods` ranked in `blocks`."""
     scaled = np.abs(differences) / _spread(methods, blocks) * np.sqrt(2)
-    return np.asarray(studentized_range.sf(scaled, methods, np.inf))
+    return np.asarray(scipy.stats.studentized_range.sf(scaled, methods, np.inf))
 
 
 def _spread(methods: int, blocks: int) -> float:
@@ -98,7 +98,7 @@ def rank_test(
         return None
     average = ranks.average_rank(kept, lower_is_better=comparison.lower_is_better)
     same = bool((kept.nunique() == 1).all())
-    statistic, p = (np.nan, np.nan) if same else friedmanchisquare(*kept.to_numpy())
+    statistic, p = (np.nan, np.nan) if same else scipy.stats.friedmanchisquare(*kept.to_numpy())
     return RankTest(
         panel=panel,
         over=over,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
+import scipy
 
 from analysis.names import COLUMNS
 
@@ -70,4 +70,4 @@ def average_rank_draws(draws: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 def _ranks(values: np.ndarray, signs: np.ndarray, axis: int = 0) -> np.ndarray:
     rounded = np.round(values.astype(float), PRINTED_DECIMALS)
-    return np.asarray(rankdata(rounded * signs, method="average", axis=axis, nan_policy="omit"))
+    return np.asarray(scipy.stats.rankdata(rounded * signs, method="average", axis=axis, nan_policy="omit"))

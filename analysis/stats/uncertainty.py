@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.stats import binom
-from scipy.stats import t as student
+from scipy.special import bdtr, stdtr
 
 CONFIDENCE = 0.95
 REPLICATES = 4000
@@ -47,7 +46,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """
     only_first = ((first == 1) & (second == 0)).sum(axis=-1)
     only_second = ((first == 0) & (second == 1)).sum(axis=-1)
-    tail = binom.cdf(np.minimum(only_first, only_second), only_first + only_second, 0.5)
+    tail = bdtr(np.minimum(only_first, only_second), only_first + only_second, 0.5)
     return np.asarray(np.minimum(1.0, 2 * tail))
 
 
@@ -84,7 +83,7 @@ def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         spread = np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0)
         variance, squares = variance + spread, squares + spread**2 / max(items - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        p_values = 2 * student.sf(np.abs(differences) / np.sqrt(variance), variance**2 / squares)
+        p_values = 2 * stdtr(variance**2 / squares, -np.abs(differences) / np.sqrt(variance))
     same = np.isclose(variance, 0, atol=1e-18) & ~np.isnan(variance)
     p_values = np.where(same, np.isclose(differences, 0, atol=1e-9).astype(float), p_values)
     return differences, np.where(np.isnan(differences + variance), np.nan, p_values)

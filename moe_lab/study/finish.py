@@ -108,7 +108,9 @@ def _report(config: Config, store: Store) -> int:
 def _make_report(config: Config, store: Store, page: Path) -> bool:
     """Whether the report was made whole."""
     start, made_from = time.monotonic(), record.fingerprint(store, config.study)
-    about = f"store={store.root}", f"study={config.study}", f"out={page.parent}"
+    about = [f"store={store.root}", f"study={config.study}", f"out={page.parent}"]
+    if config.tracker.name != "none":
+        about.append("format=png")  # trackers show no vector images
     done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
     if not done.stdout.strip():  # it prints where the page is
         _say_failed(done, store.root / "logs" / f"report-{config.study}.log")

@@ -8,7 +8,6 @@ import pytest
 from synthetic import write_store
 
 from analysis import report
-from analysis.render import style
 
 SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
 
@@ -33,15 +32,3 @@ def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
         return Path(shutil.copytree(small, tmp_path / "copy"))
 
     return copy
-
-
-@pytest.fixture
-def page_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are laid out, and drawn for the page alone: their own files take half of the time of a report."""
-
-    def lay_out(figure: style.Figure, folder: Path) -> list[Path]:
-        with style.look():
-            style.settle(figure.drawing)
-        return [folder / figure.name]
-
-    monkeypatch.setattr(style, "write", lay_out)

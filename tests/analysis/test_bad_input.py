@@ -164,7 +164,6 @@ def test_the_exit_code_says_whether_something_is_missing(
         assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
 
 
-@pytest.mark.usefixtures("page_only")
 def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,7 +109,6 @@ def test_a_method_that_failed_is_a_gap_everywhere(store: Path, tmp_path: Path) -
     assert made["gaps"]
 
 
-@pytest.mark.usefixtures("page_only")
 @pytest.mark.filterwarnings("error:constrained_layout")
 @pytest.mark.parametrize("failed", [[1, 2], [1], [0]])
 def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, failed: list[int]) -> None:
@@ -127,7 +126,6 @@ def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, f
     assert np.flatnonzero(np.isnan(scores)).tolist() == gone
 
 
-@pytest.mark.usefixtures("page_only")
 def test_a_study_of_a_single_method_has_a_report(tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", criteria=("heapr",), allocations=("global",), **SMALL)
     page = report.write(store, "made_up", tmp_path / "out").read_text()

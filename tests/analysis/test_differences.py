@@ -121,11 +121,11 @@ def test_cells_without_a_counterpart_are_named(store: Path, capsys: pytest.Captu
 def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
     """One pair of plans: its experts one by one, its average with an interval; nothing is fetched from elsewhere."""
     out = store / "page"
-    assert __main__.main(["diff", "man", "seer", f"store={store}", f"out={out}"]) == 0
+    assert __main__.main(["diff", "man", "seer", f"store={store}", f"out={out}", "format=pdf"]) == 0
     page = html.unescape((out / "diff.html").read_text(encoding="utf-8"))
     linked = set(re.findall(r'href="figures/([^"]+)"', page))
     assert {path.name for path in (out / "figures").iterdir()} == linked
-    assert linked == {f"diff.{name}.{kind}" for name in ("averages", "experts") for kind in ("png", "pdf")}
+    assert linked == {f"diff.{name}.pdf" for name in ("averages", "experts")}
     assert set(re.findall(r'<section id="(\w+)"', page)) == {"averages", "kept", "benchmarks", "settings"}
     assert page.count("data:text/csv") == 4 and "They are compared across criterion: man in A, seer in B." in page
     assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//|@import""", page)

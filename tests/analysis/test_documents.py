@@ -50,7 +50,6 @@ def test_all_stands_for_every_study(store: Path) -> None:
         chosen(store, "channels,expert")
 
 
-@pytest.mark.usefixtures("page_only")
 def test_all_methods_of_a_store_meet_in_one_table(store: Path, tmp_path: Path) -> None:
     study = load(store, "all")
     table = pareto_table(study, Results(study).comparisons)

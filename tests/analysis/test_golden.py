@@ -147,7 +147,7 @@ def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(ma
     palette = {*style.CRITERIA.values(), style.OTHER, style.INK, style.MUTED, style.RULE, style.SURFACE, FRONT, WHITE}
     allowed = {shade.lower() for shade in palette} | of_maps()
     for name, figure in golden_store.figures(made).items():
-        drawn = style.svg(figure)
+        drawn = figure.svg
         said = {html.unescape(words) for words in re.findall(r"<!-- (.*?) -->", drawn)}
         assert set(WORDS[name]) <= said, name
         found = {shade.lower() for shade in re.findall(r"#[0-9a-fA-F]{6}\b", drawn)}
@@ -155,7 +155,7 @@ def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(ma
         wide, high = (float(inches) for inches in figure.drawing.get_size_inches())
         assert style.PAGE / 2 < wide <= style.PAGE and high > 1.5, name
         if name in WRITTEN:
-            png, pdf = style.write(figure, tmp_path)
+            [png], [pdf] = (style.write(figure, tmp_path, form) for form in ("png", "pdf"))
             picture = Image.open(png)
             assert picture.size == pytest.approx((wide * style.DPI, high * style.DPI), abs=1), name
             box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
