@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.transformers_private import activation
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,8 @@ def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
 
 def intermediate(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
     """phi (n, I): what enters down_proj of `expert`, for its rows of the hidden states (n, H)."""
-    activate: Any = module._apply_gate if module.has_gate else module.act_fn
-    phi: torch.Tensor = activate(_project(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", expert))
-    return phi
+    projected = _project(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", expert)
+    return activation(module)(projected)
 
 
 def output(module: torch.nn.Module, phi: torch.Tensor, expert: int) -> torch.Tensor:
@@ -145,7 +145,8 @@ def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tens
     """All that is not a matrix product in one operation for all experts."""
     gathered = hidden.index_select(0, rows.token)
     parts = list(rows.parts())
-    phi = module._apply_gate(torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in parts]))
+    projected = torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in parts])
+    phi = activation(module)(projected)
     f = torch.cat([linear(phi[part], module.down_proj[expert]) for expert, part in parts])
     return torch.zeros_like(hidden).index_add_(0, rows.token, f * weights[rows.token, rows.column, None])
 

@@ -14,7 +14,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 from transformers.utils import logging
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -28,6 +27,7 @@ from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.top_k import set_top_k
+from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:

@@ -1,7 +1,4 @@
-"""A model larger than the memory: one decoder layer at a time has its weights, read from safetensors when it is needed.
-
-Private names of transformers 5.23 are used in two places, `_fill` and `_compute_buffers`.
-"""
+"""Models larger than the memory: one decoder layer at a time has its weights, read from safetensors when needed."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import LoadStateDictConfig
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -30,7 +25,7 @@ from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder
 from moe_lab.models.load import check_finite, check_shapes, load_tokenizer, quiet, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
 from moe_lab.models.top_k import set_top_k
-from moe_lab.models.transformers_private import Memory, assemble
+from moe_lab.models.transformers_private import Memory, compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 REST = -1
@@ -94,7 +89,7 @@ class StreamedModel:
         self._names = self._by_layer()
         self._ahead, self._memory = ReadAhead(), Memory(device)
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
-        _compute_buffers(self.model, self.model, device)
+        compute_buffers(self.model, self.model, device)
         self._ask(REST)
         self.prefetch(0)
         self._fill(REST, self.model)
@@ -114,7 +109,7 @@ class StreamedModel:
         """The decoder layer with its weights, for as long as this context is open. UserError naming a weight that the
         checkpoint lacks, of the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
-        _compute_buffers(self.model, module, self.device)
+        compute_buffers(self.model, module, self.device)
         self._fill(number, module)
         try:
             yield module
@@ -159,18 +154,10 @@ class StreamedModel:
         """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
         self._ask(number)
         self._ahead.wait(number)  # converted from the system's cache, which leaves the disk to the next layer
-        plan = dict(self.model._get_dtype_plan(self.dtype))
-        mapping = assemble(get_model_conversion_mapping(self.model), self._memory, plan)
-        settings = LoadStateDictConfig(
-            device_map={"": self.device},
-            dtype=self.dtype,
-            dtype_plan=plan,
-            weight_mapping=mapping,
-            ignore_mismatched_sizes=True,  # reported below, in one sentence
-        )
         with ExitStack() as files, quiet():
-            report, _ = self.model._load_pretrained_model(self.model, self._slices(number, files), None, settings)
-        check_shapes(self.checkpoint.folder, report.mismatched_keys)
+            tensors = self._slices(number, files)
+            mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device, memory=self._memory)
+        check_shapes(self.checkpoint.folder, mismatched)
         if number == REST:
             self.model.tie_weights()
         module.requires_grad_(False)
@@ -196,14 +183,3 @@ class StreamedModel:
                 opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))
             found[name] = opened[shard].get_slice(name)
         return found
-
-
-def _compute_buffers(model: Any, root: nn.Module, device: str) -> None:
-    """Give all buffers below `root` that no checkpoint holds their values, as loading a whole model does."""
-    for module in root.modules():
-        own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        computed = {name: buffer for name, buffer in own.items() if buffer is not None}
-        if any(buffer.is_meta for buffer in computed.values()):
-            for name, buffer in computed.items():
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-            model._init_weights(module)

@@ -1,24 +1,154 @@
-"""Experts that a checkpoint holds one by one become the stacked tensors of a layer, in memory that is used again.
+"""All that moe_lab uses of transformers beyond its public interface, in one place.
 
-transformers casts every expert, stacks all experts of a projection, then joins projections, each time in fresh memory,
-which the system hands out zeroed and page by page: that takes ten times as long as to copy the numbers. Here they are
-copied once, from the mapped file to where they stay, and one layer after the other uses the same memory.
+Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
+tests/models/test_transformers_private.py:
 
-Private names of transformers 5.23 are used: its conversion operations, and how they are called.
+    core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, and the attributes and arguments
+    with which it calls them; conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
+    PreTrainedModel._load_pretrained_model, _get_dtype_plan
+        load one decoder layer into a model on the meta device, converted as from_pretrained would
+    PreTrainedModel._init_weights
+        compute the buffers that no checkpoint holds, such as rotary frequencies
+    the experts' _apply_gate, _is_expert_parallel, and their configuration's _experts_implementation
+        compute one expert by the family's own activation; see what computes a module's experts now
+    GradientCheckpointingLayer's gradient_checkpointing, _gradient_checkpointing_func
+        recompute decoder layers in the backward pass while modules stay in eval mode
+    integrations.heterogeneity.AmbiguousGlobalPerLayerAttributeError
+        tell a checkpoint whose layers differ from one that is damaged
+    models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        know which families have a causal language model without importing their code
+
+Files that are written beside the weights of an export cannot import this one (models/ports, pruning/remote,
+pruning/ragged.py): each names what it uses itself, and the exports' tests run it. families.py reads source files of
+transformers as text, and compares in tests what it reads with the classes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GradientCheckpointingLayer, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+__all__ = [
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AmbiguousGlobalPerLayerAttributeError",
+    "Memory",
+    "activation",
+    "compute_buffers",
+    "experts_implementation",
+    "is_expert_parallel",
+    "load_tensors",
+    "recomputed",
+    "with_activation",
+]
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of down_proj (n, I)."""
+
+
+def activation(experts: Any) -> Activation:
+    """The activation of an experts module, which differs by family: SwiGLU, a clamped one, GELU."""
+    function: Activation = experts._apply_gate if experts.has_gate else experts.act_fn
+    return function
+
+
+@contextmanager
+def with_activation(experts: Any, function: Activation) -> Iterator[None]:
+    """While open, gated `experts` use `function` between their projections, whatever computes them."""
+    experts._apply_gate = function
+    try:
+        yield
+    finally:
+        del experts._apply_gate  # the method of the class
+
+
+def experts_implementation(experts: Any) -> str | None:
+    """The name in the registry of what computes an experts module now; None where it says nothing."""
+    name: str | None = getattr(experts.config, "_experts_implementation", None)
+    return name
+
+
+def is_expert_parallel(experts: Any) -> bool:
+    """Whether the experts of one layer are spread over devices."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
+
+
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """While open, each decoder layer keeps only its input and runs again in the backward pass, still in eval mode.
+
+    ValueError for a model without layers that can.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"the layers of {type(model).__name__} cannot be computed again")
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    # transformers asks the layer whether it is training; what is inside the layer must not see it, or dropout acts
+    flags = {"training": True, "gradient_checkpointing": True, "_gradient_checkpointing_func": again}
+    before = [{name: layer.__dict__[name] for name in flags if name in layer.__dict__} for layer in layers]
+    try:
+        for layer in layers:
+            layer.__dict__.update(flags)
+        yield
+    finally:
+        for layer, values in zip(layers, before, strict=True):
+            for name in flags:
+                del layer.__dict__[name]
+            layer.__dict__.update(values)
+
+
+def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
+    """Give all buffers below `root` that no checkpoint holds their values, as loading a whole model does."""
+    for module in root.modules():
+        own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        computed = {name: buffer for name, buffer in own.items() if buffer is not None}
+        if any(buffer.is_meta for buffer in computed.values()):
+            for name, buffer in computed.items():
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+            model._init_weights(module)
+
+
+def load_tensors(
+    model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str, memory: Memory
+) -> Iterable[tuple[str, Any, Any]]:
+    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained would.
+
+    Stacks of experts are made in `memory`. Gives (name, found shape, expected shape) of weights that do not fit, which
+    stay as they were.
+    """
+    plan = dict(model._get_dtype_plan(dtype))
+    settings = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=plan,
+        weight_mapping=assemble(get_model_conversion_mapping(model), memory, plan),
+        ignore_mismatched_sizes=True,
+    )
+    report, _ = model._load_pretrained_model(model, dict(tensors), None, settings)
+    mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
+    return mismatched
 
 
 class Memory:
-    """Tensors on a device that are lent, and those that can be lent again."""
+    """Tensors on a device that are lent, and those that can be lent again.
+
+    transformers casts every expert, stacks all experts of a projection, then joins projections, each time in fresh
+    memory, which the system hands out zeroed and page by page: that takes ten times as long as to copy the numbers.
+    With a Memory they are copied once, from the mapped file to where they stay, and one layer after the other uses the
+    same memory.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device

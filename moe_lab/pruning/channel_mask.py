@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import intermediate, output, sort_by_expert
+from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.layer import Mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.dispatch import ExpertsFunction, replaced
@@ -38,7 +39,7 @@ class _Call:
 
     def __init__(self, layer: MoELayer, mask: Mask) -> None:
         self.layer = layer
-        grouped = getattr(layer.experts.config, "_experts_implementation", None) == "grouped_mm"
+        grouped = experts_implementation(layer.experts) == "grouped_mm"
         self.function = (grouped_function if grouped else sorted_function)(layer, mask)
         self.ran = False
 
@@ -81,17 +82,14 @@ def grouped_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        activate = experts._apply_gate
+        activate = activation(experts)
         expert = index.reshape(-1).sort().values  # its order of rows
 
         def masked(gate_up: torch.Tensor) -> torch.Tensor:
-            phi: torch.Tensor = activate(gate_up)
-            return phi.masked_fill(dropped[expert], 0)
+            return activate(gate_up).masked_fill(dropped[expert], 0)
 
-        experts._apply_gate = masked
-        try:
-            return grouped_mm_experts_forward(experts, hidden, index, weights)
-        finally:
-            del experts._apply_gate
+        with with_activation(experts, masked):
+            mixed: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
+            return mixed
 
     return compute

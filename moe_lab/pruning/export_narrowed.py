@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import moe_lab.models.ports  # noqa: F401  families that transformers lacks
 from moe_lab.models.discover import moe_layers

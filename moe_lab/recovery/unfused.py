@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moe_lab.models.experts import sort_by_expert
+from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.ragged import RaggedExperts
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]
@@ -83,7 +84,7 @@ class UnfusedExperts(nn.Module):
         else:
             halves = maps["gate"](hidden), maps["up"](hidden)
             joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
-            phi = experts.activate(joined) if isinstance(experts, RaggedExperts) else experts._apply_gate(joined)
+            phi = experts.activate(joined) if isinstance(experts, RaggedExperts) else activation(experts)(joined)
         output: torch.Tensor = maps["down"](phi)
         norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
         return output if norm is None else norm(output)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_lab.errors import UserError
 from moe_lab.models.partial_forward import run
+from moe_lab.models.transformers_private import recomputed
 
 SCALE = 2.0**8
 """Gradients that flow back are those of the loss times this, so that half precision does not round small ones to zero;
@@ -90,25 +88,8 @@ def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> It
             weight.requires_grad_(False)
         stack.callback(embeddings.register_forward_hook(lambda module, given, out: out.requires_grad_()).remove)
         if checkpointing:
-            stack.enter_context(_checkpointed(model))
+            try:
+                stack.enter_context(recomputed(model))
+            except ValueError as error:
+                raise UserError(f"checkpointing=true: {error}, set false") from None
         yield
-
-
-@contextmanager
-def _checkpointed(model: PreTrainedModel) -> Iterator[None]:
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise UserError(f"checkpointing=true: the layers of {type(model).__name__} cannot be computed again, set false")
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    flags = {"training": True, "gradient_checkpointing": True, "_gradient_checkpointing_func": again}
-    # On the layers alone, not on what is in them: transformers asks the layer whether it is training.
-    before = [{name: layer.__dict__[name] for name in flags if name in layer.__dict__} for layer in layers]
-    try:
-        for layer in layers:
-            layer.__dict__.update(flags)
-        yield
-    finally:
-        for layer, values in zip(layers, before, strict=True):
-            for name in flags:
-                del layer.__dict__[name]
-            layer.__dict__.update(values)

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
 
 NAME = "moe_lab"
 SLOT = "_moe_lab_experts_function"
@@ -45,7 +46,7 @@ def replaced(
     """
     before = model.get_experts_implementation()
     for layer in layers:
-        if getattr(layer.experts, "_is_expert_parallel", False):
+        if is_expert_parallel(layer.experts):
             raise UserError(
                 f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan"
             )
@@ -54,7 +55,7 @@ def replaced(
     try:
         model.set_experts_implementation(NAME)
         for layer in layers:
-            if getattr(layer.experts.config, "_experts_implementation", None) != NAME:
+            if experts_implementation(layer.experts) != NAME:
                 raise not_called(layer)
         yield
     finally:

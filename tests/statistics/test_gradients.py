@@ -126,7 +126,7 @@ def test_checkpointing_changes_nothing(name: str) -> None:
 
 
 def test_checkpointing_needs_layers_that_can_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lab.statistics.backward.GradientCheckpointingLayer", int)
+    monkeypatch.setattr("moe_lab.models.transformers_private.GradientCheckpointingLayer", int)
     with pytest.raises(UserError, match="checkpointing=true: the layers of OlmoeForCausalLM cannot be computed again"):
         gathered(naive.model("olmoe"), [naive.batch()], checkpointing=True)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from moe_lab.models.families import PORTS, Family
+from moe_lab.models.transformers_private import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def causal_language_model(kind: str) -> str | None:
