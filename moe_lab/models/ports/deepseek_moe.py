@@ -1,4 +1,4 @@
-"""DeepSeekMoE, model_type deepseek, for transformers >= 5.17, which cannot import the code published with the weights.
+"""DeepSeekMoE, model_type deepseek, for transformers >= 5.21, which cannot import the code published with the weights.
 
 Attention, norms and dense layers are those of Llama; a MoE layer adds shared experts to routed ones (Dai et al. 2024,
 equations 9 to 11). Experts go through the registry of transformers, which lets their implementation be chosen where

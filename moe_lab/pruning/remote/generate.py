@@ -7,7 +7,7 @@ from pathlib import Path
 
 import moe_lab.pruning
 
-HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.17.
+HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.21.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
