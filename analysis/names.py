@@ -85,13 +85,13 @@ _BETWEEN = "\x1f"
 """Between the parts of a method's key."""
 
 BASELINES = ("frequency", "seer", "ean", "reap", "mone")
-"""The five criteria of the published winner map (000 Fig. 2)."""
+"""The five criteria of the published winner map (Unified Expert Pruning Fig. 2)."""
 
 RANKED = ("frequency", "seer", "ean", "reap", "mone", "man", "msan")
-"""The seven criteria of 000 Table 1."""
+"""The seven criteria of Unified Expert Pruning Table 1."""
 
 TASK_SPECIFIC = (*RANKED, "gate_ean", "gate_energy")
-"""The nine criteria of 000 Table 2."""
+"""The nine criteria of Unified Expert Pruning Table 2."""
 
 BENCHMARKS = {
     "humaneval": "HumanEval",

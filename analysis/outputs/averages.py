@@ -1,4 +1,4 @@
-"""The figures about scores: winner map (000 Fig. 2), averages with intervals, radar plots."""
+"""The figures about scores: winner map (Unified Expert Pruning Fig. 2), averages with intervals, radar plots."""
 
 from __future__ import annotations
 

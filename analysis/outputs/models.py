@@ -1,4 +1,4 @@
-"""Loading memory (000 Table 3): exact bytes of a model in bfloat16 before and after pruning, from its configuration."""
+"""Loading memory (Unified Expert Pruning Table 3): bytes in bfloat16 before and after pruning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EvoESAP's tables: searched allocations against uniform ones (001 T1), and what the searches did and cost."""
+"""EvoESAP's tables: searched allocations against uniform ones (EvoESAP Table 1), and what the searches did and cost."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def allocation_table(
     title: str,
     pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
 ) -> Table:
-    """001 T1, T2 and T7 to T10: each criterion with uniform and searched allocation: those of `columns` that were run,
-    and their paired differences.
+    """EvoESAP Tables 1, 2 and 7 to 10: each criterion with uniform and searched allocation.
+
+    Those of `columns` that were run, and their paired differences.
 
     Differences have intervals; Holm's correction covers all differences of one model.
     """
@@ -194,7 +195,7 @@ def densities(study: Study, model: str) -> pd.DataFrame:
 
 
 def allocations_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """001 Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio.
+    """EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio.
 
     The criterion is the one that was used with most allocations. None where none was used with two.
     """
@@ -217,7 +218,7 @@ _SAME = "All schedules of a panel remove the same number of experts."
 
 
 def criteria_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """001 Fig. 3: the searched densities of every criterion, a panel per ratio. None without a search."""
+    """EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a search."""
     shown = found[found["allocation"].map(is_searched)]
     if shown.empty:
         return None

@@ -149,7 +149,7 @@ def _printed() -> dict[str, object]:
 
 
 def _is_competitor(number: Printed) -> bool:
-    return (number.paper, number.table, number.key[2]) == ("001", "4", COMPETITOR)
+    return (number.paper, number.table, number.key[2]) == ("evoesap", "4", COMPETITOR)
 
 
 def _table(

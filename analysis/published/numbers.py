@@ -12,8 +12,8 @@ from pathlib import Path
 from analysis import names
 
 FOLDER = Path(__file__).parent
-PAPERS = {"000": "unified", "001": "evoesap", "002": "heapr", "003": "aimer", "004": "coverage"}
-"""Number of a paper -> its file, which is also the first word of the names of its tables here."""
+PAPERS = ("unified", "evoesap", "heapr", "aimer", "coverage")
+"""One file for each paper, and the first word of the names of its tables here; `coverage` is MoE-Slimming."""
 ANY = "*"
 """Stands for every table or model in the files about how numbers were measured."""
 AVERAGE, RANK = "Avg", "Avg Rank"
@@ -30,23 +30,23 @@ NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off
 """How the notes begin that change what a printed number can be compared with."""
 
 TABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "unified.table1": (("000", "1"),),
-    "unified.table2": (("000", "2"),),
-    "unified.table3": (("000", "3"), ("001", "3")),
-    "unified.table5": (("000", "5"),),
-    "evoesap.table1": (("001", "1"), ("001", "2")),
-    **{f"evoesap.table{number}": (("001", f"{number}"),) for number in range(3, 11)},
-    "heapr.table1": (("002", "1"), ("002", "readme")),
-    "heapr.table2": (("002", "2"),),
-    "aimer.table2": (("003", "text"),),
-    "coverage.table3": tuple(("004", f"reply {table}") for table in ("3", "5", "quantised")),
-    "coverage.table6": (("004", "6"), ("004", "reply 10")),
-    "coverage.table7": (("004", "reply 7"),),
-    "coverage.table13": (("004", "13"),),
-    "coverage.table8": (("004", "reply 8"),),
-    "coverage.table9": (("004", "9"), ("004", "reply 9")),
-    "coverage.table11": (("004", "reply 11"), ("004", "reply 14")),
-    "coverage.table16": (("004", "reply 16"),),
+    "unified.table1": (("unified", "1"),),
+    "unified.table2": (("unified", "2"),),
+    "unified.table3": (("unified", "3"), ("evoesap", "3")),
+    "unified.table5": (("unified", "5"),),
+    "evoesap.table1": (("evoesap", "1"), ("evoesap", "2")),
+    **{f"evoesap.table{number}": (("evoesap", f"{number}"),) for number in range(3, 11)},
+    "heapr.table1": (("heapr", "1"), ("heapr", "readme")),
+    "heapr.table2": (("heapr", "2"),),
+    "aimer.table2": (("aimer", "text"),),
+    "coverage.table3": tuple(("coverage", f"reply {table}") for table in ("3", "5", "quantised")),
+    "coverage.table6": (("coverage", "6"), ("coverage", "reply 10")),
+    "coverage.table7": (("coverage", "reply 7"),),
+    "coverage.table13": (("coverage", "13"),),
+    "coverage.table8": (("coverage", "reply 8"),),
+    "coverage.table9": (("coverage", "9"), ("coverage", "reply 9")),
+    "coverage.table11": (("coverage", "reply 11"), ("coverage", "reply 14")),
+    "coverage.table16": (("coverage", "reply 16"),),
 }
 """Name of a table here -> the papers' tables that print counterparts of its numbers."""
 
@@ -110,7 +110,7 @@ class Split:
 @cache
 def numbers() -> tuple[Printed, ...]:
     """Every printed number of the five papers."""
-    return tuple(_printed(row) for name in PAPERS.values() for row in _read(name))
+    return tuple(_printed(row) for name in PAPERS for row in _read(name))
 
 
 def _printed(row: Mapping[str, str]) -> Printed:

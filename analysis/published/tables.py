@@ -13,7 +13,7 @@ from analysis.frames import records
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
 from analysis.published import cells
-from analysis.published.numbers import AFTER, BEFORE, PAPERS, TABLES, Printed, counterparts
+from analysis.published.numbers import AFTER, BEFORE, TABLES, Printed, counterparts
 from analysis.published.verdicts import AGREES, BECAUSE, DIFFERS, MISSING, Measured, verdict
 from analysis.render.table import SCORE, Table
 from analysis.stats.comparison import Comparison
@@ -69,7 +69,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
         "Criterion": names.method(str(cell["method"])),
         **{word: str(cell.get(axis, "any")) for axis, word in _VARYING.items()},
         "Benchmark": SPELLED.get(number.benchmark, names.benchmark(number.benchmark)),
-        "Source": f"{PAPERS[number.paper]}, {number.table}",
+        "Source": f"{number.paper}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,
         "Deviation": math.nan if found.startswith(BECAUSE) else measured.value - number.value,

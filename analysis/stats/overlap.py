@@ -1,4 +1,6 @@
-"""How much the experts to prune depend on the calibration set (000 Figs. 4, 5); proxy against exact damage (Fig. 3).
+"""How much the experts to prune depend on the calibration set, and proxy scores against exact damage.
+
+Figures 3 to 5 of Unified Expert Pruning.
 
 The bottom set of a layer are the r = int(n x ratio) experts with the lowest scores, ties by expert index, as plans are
 made. Three readings of "overlap" are reported side by side, each with the level that random sets would reach.

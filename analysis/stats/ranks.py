@@ -1,7 +1,8 @@
 """The papers' averages: displayed columns from benchmarks, their mean, and the average rank.
 
-000 Table 1 is reproduced exactly by: Avg = mean of the six displayed columns; Avg Rank = the pruned criteria ranked in
-each column (1 = best) on values rounded to three decimals, ties sharing their mean rank, then the mean of these.
+Table 1 of Unified Expert Pruning is reproduced exactly by: Avg = mean of the six displayed columns;
+Avg Rank = the pruned criteria are ranked in each column (1 = best) on values rounded to three decimals, ties share
+their mean rank, and the mean of these ranks is taken.
 """
 
 from __future__ import annotations

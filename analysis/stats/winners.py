@@ -1,4 +1,6 @@
-"""The winner map (000 Fig. 2): which method is best in each displayed column under each calibration set.
+"""The winner map: which method is best in each displayed column under each calibration set.
+
+Figure 2 of Unified Expert Pruning.
 
 A win is over all other methods: its p-value is the largest of the paired tests against them, and Holm's correction
 covers all columns of one model and ratio. Methods whose scores print alike (three decimals) share the place, and

@@ -57,7 +57,7 @@ class Allocation:
         return tuple(self.functions)
 
 
-HEAPR, EVOESAP, SLIMMING = "002 HEAPr", "001 EvoESAP", "004 MoE-Slimming"
+HEAPR, EVOESAP, SLIMMING = "HEAPr", "EvoESAP", "MoE-Slimming"
 
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation

@@ -38,12 +38,13 @@ def averages(found: Comparison) -> dict[tuple[object, ...], dict[str, float]]:
 
 @pytest.mark.parametrize("model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"])
 def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmarks(model: str) -> None:
-    benchmarks = [number for number in of_tables("000", "5") if number.key[0] == model and number.key[1] in (0, 0.25)]
+    printed = of_tables("unified", "5")
+    benchmarks = [number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)]
     found = comparison(benchmarks)
     table = ranks.rank_table(study(found), [found], name="t", criteria=names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
-    for number in models(of_tables("000", "1"))[model]:
+    for number in models(of_tables("unified", "1"))[model]:
         if number.benchmark in ("Avg", "Avg Rank"):
             ours = rows.loc[names.criterion(number.key[2]), number.benchmark]
             assert ours == pytest.approx(number.value, abs=WITHIN), number
@@ -53,7 +54,7 @@ def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmark
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5])
 def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: float) -> None:
-    printed = models(number for number in of_tables("000", "2") if number.key[1] in (0, ratio))
+    printed = models(number for number in of_tables("unified", "2") if number.key[1] in (0, ratio))
     printed = {model: rows for model, rows in printed.items() if any(number.key[1] for number in rows)}
     assert len(printed) == (4 if ratio == 0.25 else 2)
     for rows in printed.values():
@@ -67,9 +68,9 @@ def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: floa
 
 
 def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
-    benchmarks = models(of_tables("001", "8", "9", "10"))
+    benchmarks = models(of_tables("evoesap", "8", "9", "10"))
     checked, lacking = 0, set()
-    for model, printed in models(of_tables("001", "1", "2", "8", "9", "10")).items():
+    for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
         ours = averages(comparison(benchmarks[model]))
         for number in printed:
             if number.benchmark in ("Code", "Math", "MC Avg"):
@@ -86,7 +87,7 @@ def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
 
 @pytest.mark.parametrize(("table", "rows"), [("5", 14), ("7", 9)])
 def test_averages_of_evoesap_follow_from_displayed_columns_where_no_more_is_printed(table: str, rows: int) -> None:
-    printed = of_tables("001", table)
+    printed = of_tables("evoesap", table)
     ours = averages(comparison(printed, columns=True))
     assert len(ours) == rows
     for number in printed:
@@ -95,20 +96,20 @@ def test_averages_of_evoesap_follow_from_displayed_columns_where_no_more_is_prin
 
 
 def test_what_a_printed_average_is_taken_over() -> None:
-    row = [number for number in of_tables("000", "1") if number.key[2] == "man" and number.key[0] == "olmoe_1b_7b"]
+    row = [number for number in of_tables("unified", "1") if number.key[2] == "man" and number.key[0] == "olmoe_1b_7b"]
     average = next(number for number in row if number.benchmark == "Avg")
     assert target(average, row) == ("Eval+", "livecodebench", "wildbench", "gsm8k", "math500", "MC Avg")
-    code = next(number for number in of_tables("001", "1") if number.benchmark == "Code")
+    code = next(number for number in of_tables("evoesap", "1") if number.benchmark == "Code")
     assert target(code, [code]) == ("Eval+", "LiveCode")
 
 
 LISTS = {
-    **dict.fromkeys([("002", "1"), ("002", "2"), ("002", "readme")], names.HEAPR),
-    **dict.fromkeys([("004", f"reply {table}") for table in ("3", "5", "quantised")], names.GENERAL),
-    ("004", "reply 10"): names.COMMON_SENSE,
-    ("004", "reply 14"): (*names.GENERAL, "gsm8k"),
-    **dict.fromkeys([("004", f"reply {table}") for table in ("7", "8", "9", "11", "16")], names.ABLATION),
-    ("004", "9"): names.ABLATION,
+    **dict.fromkeys([("heapr", "1"), ("heapr", "2"), ("heapr", "readme")], names.HEAPR),
+    **dict.fromkeys([("coverage", f"reply {table}") for table in ("3", "5", "quantised")], names.GENERAL),
+    ("coverage", "reply 10"): names.COMMON_SENSE,
+    ("coverage", "reply 14"): (*names.GENERAL, "gsm8k"),
+    **dict.fromkeys([("coverage", f"reply {table}") for table in ("7", "8", "9", "11", "16")], names.ABLATION),
+    ("coverage", "9"): names.ABLATION,
 }
 """Table -> what its average is the mean of, for the papers whose tables list benchmarks one by one."""
 PARTS = {
@@ -120,19 +121,19 @@ PARTS = {
 }
 """Average -> what it is the mean of in the tables of the other three."""
 WITHOUT_PARTS = {
-    ("000", "2", "Eval+"): 54,
-    ("001", "2", "MC Avg"): 1,
-    ("001", "4", "Code"): 1,
-    ("001", "4", "MC Avg"): 2,
-    ("001", "5", "Eval+"): 12,
-    ("001", "5", "MC Avg"): 12,
-    ("001", "6", "Code"): 2,
-    ("001", "6", "MC Avg"): 2,
-    ("001", "7", "Eval+"): 8,
-    ("001", "7", "MC Avg"): 8,
-    ("003", "text", "Code"): 5,
-    ("003", "text", "Math"): 4,
-    ("004", "9", AVERAGE): 4,
+    ("unified", "2", "Eval+"): 54,
+    ("evoesap", "2", "MC Avg"): 1,
+    ("evoesap", "4", "Code"): 1,
+    ("evoesap", "4", "MC Avg"): 2,
+    ("evoesap", "5", "Eval+"): 12,
+    ("evoesap", "5", "MC Avg"): 12,
+    ("evoesap", "6", "Code"): 2,
+    ("evoesap", "6", "MC Avg"): 2,
+    ("evoesap", "7", "Eval+"): 8,
+    ("evoesap", "7", "MC Avg"): 8,
+    ("aimer", "text", "Code"): 5,
+    ("aimer", "text", "Math"): 4,
+    ("coverage", "9", AVERAGE): 4,
 }
 """Paper, table and average -> how often its scores are not printed."""
 
@@ -199,7 +200,7 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
 @pytest.mark.parametrize("table", LISTS, ids=".".join)
 def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple[str, str]) -> None:
     for printed in models(of_tables(*table)).values():
-        if table == ("004", "9"):
+        if table == ("coverage", "9"):
             continue  # it prints averages alone, those of the reply
         found = comparison(printed)
         cells = list(found.cells.index)
@@ -216,7 +217,7 @@ KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
 
 
 def test_the_unpruned_deepseek_has_the_average_of_heapr_table_1() -> None:
-    [printed] = [rows for model, rows in models(of_tables("002", "1")).items() if model == "deepseek_moe_16b"]
+    [printed] = [rows for model, rows in models(of_tables("heapr", "1")).items() if model == "deepseek_moe_16b"]
     found = comparison(printed)
     frame = channels.method_table(results_of(study(found), [found]), "t").frame
     assert frame.loc[frame["Criterion"] == "Unpruned", MEAN].unique() == pytest.approx([0.5614], abs=0.0001)
@@ -224,7 +225,7 @@ def test_the_unpruned_deepseek_has_the_average_of_heapr_table_1() -> None:
 
 
 def test_smoothing_has_the_averages_of_moe_slimmings_table_7() -> None:
-    found = comparison(of_tables("004", "reply 7"))
+    found = comparison(of_tables("coverage", "reply 7"))
     frame = channels.smoothing_table(results_of(study(found), [found]), "t").frame.set_index("Criterion")
     printed = {"Sqrt": 0.5827, "Log": 0.5692, "Huber": 0.5592, "Clip": 0.5669, "None": 0.5240}
     assert frame[MEAN].to_dict() == pytest.approx(printed, abs=0.0001)

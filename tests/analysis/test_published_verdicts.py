@@ -29,7 +29,7 @@ HARNESSES = {"livecodebench": "evalscope", "openbookqa": "lm_eval"}
 
 def printed(criterion: str, table: str = "5") -> dict[str, Printed]:
     """Benchmark -> what Unified prints of OLMoE at 25 % (or unpruned)."""
-    rows = [number for number in of_tables("000", table) if number.key[0] == MODEL and number.key[2] == criterion]
+    rows = [number for number in of_tables("unified", table) if number.key[0] == MODEL and number.key[2] == criterion]
     return {number.benchmark: number for number in rows}
 
 

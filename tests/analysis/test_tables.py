@@ -109,7 +109,7 @@ def test_task_specific_rows_join_two_models(results: Results) -> None:
 def test_loading_memory_of_published_models(
     parameters: int, experts: int, hidden: int, width: int, layers: int, before: float, after: float
 ) -> None:
-    """000 Table 3: OLMoE 12.89 to 6.89; the half of Qwen3's experts is 27.00 GiB."""
+    """Unified Expert Pruning Table 3: OLMoE 12.89 to 6.89; the half of Qwen3's experts is 27.00 GiB."""
     sizes = {str(i): {"expert_parameters": 3 * hidden * width} for i in range(layers)}
     half = {str(i): experts // 2 for i in range(layers)}
     removed = models.removed_parameters(sizes, half, half)
