@@ -26,19 +26,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_lab import criteria
-from moe_lab.allocation.evolution import Problem, Settings, evolve
-from moe_lab.allocation.evolution_space import space_of
 from moe_lab.calibration.answers import AnswerBatch, answer_batches
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.models.load import load_model
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates
+from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.evolution import evolve
 from moe_lab.search.fitness import log_probabilities, row_sums
 from moe_lab.search.prefix import Relatives, Schedule, States
-from moe_lab.search.schedules import Plans
+from moe_lab.search.schedules import Problem, space_of
 from moe_lab.search.screening import Screen, reconstruction
-from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.settings import EvolutionSettings, FitnessSettings
 from moe_lab.statistics.gather import gather
 
 BAR_CHILD, BAR_FILTER, BAR_SEEDS = 0.75, 0.5, 8
@@ -84,7 +83,7 @@ def _exact(arguments: argparse.Namespace) -> bool:
         return values
 
     problem = Problem((64,) * 16, (8,) * 16, (1,) * 16, 16 * 32)
-    evolve(problem, Settings(generations=arguments.generations), evaluate, checkpoint=None, fingerprint={})
+    evolve(problem, EvolutionSettings(generations=arguments.generations), evaluate, checkpoint=None, fingerprint={})
     children, forwards, seconds = map(sum, zip(*spent[1:], strict=True))
     plain = statistics.median(_plain_seconds(candidates, rows) for _ in range(3))
     print(f"exact: {children} children of {len(spent) - 1} generations, 16 layers of 64 experts, 50 % removed")
@@ -145,7 +144,7 @@ def _filter(arguments: argparse.Namespace) -> bool:
     count = len(plans.layers)
     budget = sum(int(layer.n_experts * arguments.ratio) for layer in plans.layers)
     problem = Problem((32,) * count, (4,) * count, (1,) * count, budget)
-    space = space_of(problem, Settings().granularity)
+    space = space_of(problem, EvolutionSettings().granularity)
     schedules = [space.nth(number) for number in range(space.size)]
     candidates = Candidates(model, plans, rows, FitnessSettings(memory_budget=2**27), seed=0)
     removals = [sorted({schedule[k] for schedule in schedules} | {0}) for k in range(count)]
@@ -166,7 +165,7 @@ def _compare(
     problem: Problem, fitness: Mapping[Schedule, float], screen: Screen, screening: float, generations: int
 ) -> bool:
     """Ten seeds of the exact search, of the filtered one, and of one as small as that without its filter."""
-    settings = Settings(generations=generations)
+    settings = EvolutionSettings(generations=generations)
     fewer = replace(settings, population=12, generations=generations // 3)
     exact = [_played(problem, replace(settings, seed=seed), fitness, None) for seed in range(SEEDS)]
     tried = [_played(problem, replace(fewer, seed=seed, proposals=8), fitness, screen) for seed in range(SEEDS)]
@@ -213,7 +212,7 @@ def _shipped(rows: int) -> tuple[Plans, list[AnswerBatch], Any]:
 
 
 def _played(
-    problem: Problem, settings: Settings, fitness: Mapping[Schedule, float], screen: Screen | None
+    problem: Problem, settings: EvolutionSettings, fitness: Mapping[Schedule, float], screen: Screen | None
 ) -> tuple[float, float, int]:
     """Best fitness, full forwards and schedules evaluated of a search whose every value is known."""
     relatives, known = Relatives(1, 2**62), {}

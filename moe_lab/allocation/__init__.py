@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moe_lab.allocation.decide import allocate, budgets, fits, routed_ratio
-from moe_lab.allocation.registry import ALLOCATIONS, Allocation, get, register
-from moe_lab.allocation.settings import check, needs, zero_expert
+from moe_lab.allocation.registry import ALLOCATIONS, Allocation, check, get, needs, register, zero_expert
 
 __all__ = [
     "ALLOCATIONS",

@@ -1,19 +1,151 @@
-"""allocation=coverage (MoE-Slimming): channels to layers, then to experts, by how much of their scores they cover."""
+"""allocation=coverage (MoE-Slimming): channels to layers, then to experts, by how much of their scores they cover.
+
+CBA (Algorithms 1-4) gives budgets of groups such that each covers its target share of its own scores. S_g(n) is the sum
+of the n highest scores of group g, negative ones counting nothing, and N_g(rho) = min{n : S_g(n) >= rho S_g}. Sought is
+alpha with sum_g N_g(min(alpha phi_g, 1)) = budget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy
 
-from moe_lab.allocation.apportion import apportion
-from moe_lab.allocation.cba import TOLERANCE, Search, cover
-from moe_lab.allocation.priors import NEEDS, Prior, expert_prior
-from moe_lab.allocation.problem import Array, Budget, Budgets, Channels
-from moe_lab.allocation.ranked import best
+from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, Infeasible, apportion, measured
+from moe_lab.allocation.ranking import best
 from moe_lab.allocation.shapes import layer_budgets, layer_losses, loss_needs, u_shape
 from moe_lab.allocation.smoothing import Smoothing, smooth
+
+Search: TypeAlias = Literal["exact", "paper"]
+TOLERANCE = 0.01
+"""epsilon of the paper: how far the sum may be from the budget, as a share of all channels."""
+ITERATIONS = 50
+BEYOND = 1e300
+"""Above every alpha of a group with phi > 0, below infinity."""
+
+
+def cover(
+    groups: Sequence[Array], prior: Array, budget: int, *, search: Search, tolerance: float = TOLERANCE
+) -> Budget:
+    """Channels each group keeps (G,). `groups`: scores of each group (n_g,), in any order; `prior`: phi >= 0 (G,)."""
+    if search == "exact":
+        return exact_cover(groups, prior, budget)[0]
+    return paper_cover(groups, prior, budget, tolerance)[0]
+
+
+def exact_cover(groups: Sequence[Array], prior: Array, budget: int) -> tuple[Budget, float]:
+    """Budgets (G,) that sum to `budget`, and the largest alpha with sum N_g <= budget.
+
+    Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups are sorted by
+    S_g(n) / (S_g phi_g) and the first `budget` are taken: no search, and no rounding. Where several groups take one at
+    the same alpha and not all can, those have the smallest achieved / target coverage; larger phi first, then group
+    order. Channels without any score, and before them groups with phi = 0, come last.
+    """
+    order = numpy.argsort(-prior, kind="stable")
+    thresholds = [_thresholds(groups[group], prior[group]) for group in order]
+    owner = numpy.repeat(order, [len(threshold) for threshold in thresholds])
+    flat = numpy.concatenate(thresholds)
+    taken = numpy.argsort(flat, kind="stable")
+    positive = prior[prior > 0]
+    top = 1 / float(positive.min()) if len(positive) else 0.0
+    alpha = min(float(flat[taken[budget]]), top) if budget < len(flat) else top
+    return numpy.bincount(owner[taken[:budget]], minlength=len(groups)), alpha
+
+
+def _thresholds(scores: Array, prior: float) -> Array:
+    """The alpha above which each channel of a group, best first, is taken."""
+    descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
+    reached = numpy.cumsum(descending)
+    if reached[-1] <= 0:
+        return numpy.full(len(scores), numpy.inf)
+    share = (reached - descending) / reached[-1]
+    threshold = share / prior if prior > 0 else BEYOND * (1 + share)
+    found: Array = numpy.where(descending > 0, threshold, numpy.inf)
+    return found
+
+
+def paper_cover(
+    groups: Sequence[Array], prior: Array, budget: int, tolerance: float = TOLERANCE
+) -> tuple[Budget, float]:
+    """Budgets (G,) and alpha of the paper's bisection, with every group keeping at least one channel.
+
+    alpha is sought in [0, 1 / min positive phi] (with the paper's [0, 1] a group could never be covered beyond phi),
+    until the sum is within `tolerance` of all channels or after 50 halvings. Infeasible, naming the nearest number that
+    can be had, when it never is.
+    """
+    reached = [numpy.cumsum(numpy.sort(numpy.maximum(scores, 0))[::-1]) for scores in groups]
+    allowed = tolerance * sum(len(group) for group in groups)
+    low, high = 0.0, 1 / float(prior[prior > 0].min()) if prior.any() else 1.0
+    sums = []
+    for _ in range(ITERATIONS):
+        alpha = (low + high) / 2
+        kept = _covered(reached, numpy.minimum(alpha * prior, 1))
+        sums.append(int(kept.sum()))
+        if abs(sums[-1] - budget) <= allowed:
+            return kept, alpha
+        low, high = (low, alpha) if sums[-1] > budget else (alpha, high)
+    nearest = min(sums, key=lambda reachable: abs(reachable - budget))
+    raise Infeasible(
+        f"allocation.parameters.search=paper cannot keep {budget} channels: {nearest} is the nearest, since every "
+        "group keeps one and channels without score cover nothing; search=exact can"
+    )
+
+
+def _covered(reached: Sequence[Array], share: Array) -> Budget:
+    """N_g(share_g) >= 1 of every group (G,)."""
+    return numpy.array(
+        [1 + numpy.searchsorted(sums, part * sums[-1]) for sums, part in zip(reached, share, strict=True)],
+        dtype=numpy.int64,
+    )
+
+
+Prior: TypeAlias = Literal["ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"]
+Get: TypeAlias = Callable[[str, tuple[int, ...]], Array]
+
+
+def expert_prior(prior: Prior, evidence: Evidence, layer: int, shape: tuple[int, int]) -> Array:
+    """The prior of each expert of `layer` (E,), >= 0, up to a factor. `shape`: (E, I).
+
+    An expert that opposes the others (a negative attribution) counts as 0.
+
+    ala1           sum_t g <z, m> / (||y||^2 + eps): first order, all experts scaled by a factor near one
+    ala2           sum_t g^2 ||z||^2 / (||y||^2 + eps): second order
+    true_ablation  the same array: the loss of ALA is quadratic in the factor of one expert, so its second order is the
+                   change when that expert is switched off, exactly
+    loss           increase of the language model's loss when the expert alone is switched off
+    usage          tokens routed to the expert
+    router_weight  sum of the gates of these tokens
+    ala_lm         -sum_t <dL/dz, z>, L the language model's loss; <dL/dz, z> = sum_c phi_c dL/dphi_c
+    none           1
+    """
+    need = PRIOR_NEEDS.get(prior)
+    if need is None:
+        return numpy.ones(shape[0])
+    found = PRIORS_READ[prior](lambda name, extra: measured(evidence, need, layer, name, (shape[0], *extra)), shape[1])
+    positive: Array = numpy.maximum(found, 0)
+    return positive
+
+
+PRIOR_NEEDS: Mapping[str, str] = {
+    "ala1": "statistics",
+    "ala2": "statistics",
+    "true_ablation": "statistics",
+    "loss": "ablation",
+    "usage": "statistics",
+    "router_weight": "statistics",
+    "ala_lm": "gradients",
+}
+"""Prior -> the step that measures it."""
+
+PRIORS_READ: Mapping[str, Callable[[Get, int], Any]] = {
+    "ala1": lambda get, _: get("ala_first", ()),
+    "ala2": lambda get, _: get("ala_second", ()),
+    "true_ablation": lambda get, _: get("ala_second", ()),
+    "loss": lambda get, _: get("ablation", ()),
+    "usage": lambda get, _: get("tokens", ()),
+    "router_weight": lambda get, _: get("sums_model", (3, 3))[:, 1, 0],
+    "ala_lm": lambda get, width: -get("channel_product", (width,)).sum(axis=1),
+}
 
 BY_LOSS = ("coverage", "loss_based")
 """Ways to give layers their budgets that look at the layers' losses."""
@@ -77,5 +209,5 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         found.update(loss_needs(parameters))
     if parameters.get("intra", "coverage") in ("coverage", "proportional"):
-        found.update({NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in NEEDS})
+        found.update({PRIOR_NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in PRIOR_NEEDS})
     return tuple(sorted(found))

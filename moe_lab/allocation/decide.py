@@ -9,10 +9,18 @@ from typing import Any
 import numpy
 
 from moe_lab.allocation import align, uniform
-from moe_lab.allocation.limits import budget, check_ratio, limits
-from moe_lab.allocation.problem import Budgets, Channels, Evidence, Experts, Infeasible, finite
-from moe_lab.allocation.registry import Granularity, get
-from moe_lab.allocation.settings import own, zero_expert
+from moe_lab.allocation.problem import (
+    Budgets,
+    Channels,
+    Evidence,
+    Experts,
+    Infeasible,
+    budget,
+    check_ratio,
+    finite,
+    limits,
+)
+from moe_lab.allocation.registry import Granularity, get, own, zero_expert
 from moe_lab.errors import UserError
 from moe_lab.models.routing import fewest_experts
 

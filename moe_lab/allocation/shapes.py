@@ -7,10 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy
 
-from moe_lab.allocation.apportion import apportion
-from moe_lab.allocation.limits import budget
-from moe_lab.allocation.problem import Array, Budgets, Channels, Evidence, Experts, measured
-from moe_lab.allocation.ranked import best
+from moe_lab.allocation.problem import Array, Budgets, Channels, Evidence, Experts, apportion, budget, measured
+from moe_lab.allocation.ranking import best
 from moe_lab.allocation.smoothing import Smoothing, smooth
 from moe_lab.errors import UserError
 

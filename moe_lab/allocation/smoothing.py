@@ -9,7 +9,6 @@ import numpy
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[numpy.float64]
-
 Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
 
 

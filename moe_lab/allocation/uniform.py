@@ -6,8 +6,17 @@ from collections.abc import Mapping
 
 import numpy
 
-from moe_lab.allocation.limits import Limits, check_ratio, largest_ratio, limits, rounded_up
-from moe_lab.allocation.problem import Budgets, Channels, Experts, whole
+from moe_lab.allocation.problem import (
+    Budgets,
+    Channels,
+    Experts,
+    Limits,
+    check_ratio,
+    largest_ratio,
+    limits,
+    rounded_up,
+    whole,
+)
 from moe_lab.errors import UserError
 from moe_lab.models.routing import PerLayer, at
 

@@ -67,7 +67,7 @@ POSITION_FITNESS: dict[str, PositionFitness] = {
     "kl_reversed": kl_reversed,
     "nll": nll,
 }
-"""Name -> function; spec_dec has no value at a position, see spec_dec.py."""
+"""Name -> function; spec_dec has no value at a position, see speculative_decoding.py."""
 
 WITHOUT_FULL = ("nll",)
 """Those that need no distribution of the full model."""

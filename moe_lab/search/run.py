@@ -14,14 +14,13 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import torch
 
-from moe_lab.allocation.evolution import Outcome, check, evolve
 from moe_lab.calibration.answers import AnswerBatch, answer_batches
 from moe_lab.config import CalibrationConfig
-from moe_lab.search.candidates import Candidates
-from moe_lab.search.schedules import Cost, Plans
+from moe_lab.search.candidates import Candidates, Cost, Plans
+from moe_lab.search.evolution import Outcome, check, evolve
 from moe_lab.search.screening import Screen, halving, quartered, reconstruction
 from moe_lab.search.settings import SearchSettings, search_settings
-from moe_lab.search.spec_dec import DraftingCandidates
+from moe_lab.search.speculative_decoding import DraftingCandidates
 
 CHECKPOINT = "evolution.json"
 SCHEMA = 1

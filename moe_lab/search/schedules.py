@@ -1,48 +1,183 @@
-"""A schedule, the plan it stands for, and what evaluating schedules has cost."""
+"""Schedules, how many experts each layer loses: all that are feasible, and those a search begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from math import lcm
+from typing import TypeAlias
 
-from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.plan import Plan, make_plan
-from moe_lab.search.prefix import Schedule
+from numpy.random import Generator
+
+from moe_lab.errors import UserError
+
+Schedule: TypeAlias = tuple[int, ...]
+"""Experts removed per MoE layer, in layer order."""
 
 
-@dataclass
-class Cost:
-    """What has been run so far, in full forwards of the search set: decoder layers x rows / (all layers x all rows)."""
+@dataclass(frozen=True)
+class Problem:
+    """What is to be allocated: `budget` experts, over MoE layers in layer order."""
 
-    candidates: int = 0
-    """Schedules evaluated exactly."""
-    forwards: float = 0.0
-    """Run for candidates."""
-    full: float = 0.0
-    """Run for the unpruned model, to compare with."""
-    screening: float = 0.0
-    """Run to rank proposals; an expert on one token counts as its share of a layer whose experts do nothing else."""
+    n_experts: tuple[int, ...]
+    """Routed experts of each layer."""
+    fewest: tuple[int, ...]
+    """Experts each layer keeps at least, as its router needs."""
+    steps: tuple[int, ...]
+    """Kept counts are multiples of this, per layer: the lcm of allocation.multiple_of and the router's groups."""
+    budget: int
+    """Experts removed from all layers together."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The feasible schedules of a problem, in units of `step` experts.
+
+    Layer l loses lowest[l] + step * u_l experts with 0 <= u_l <= capacity[l] and sum u_l = units.
+    """
+
+    step: int
+    lowest: tuple[int, ...]
+    """What a layer loses at the least: n modulo step, so that a multiple of `step` is left."""
+    capacity: tuple[int, ...]
+    """How many units a layer can lose."""
+    units: int
+    """How many units all layers lose together."""
+
+    def schedule(self, taken: tuple[int, ...]) -> Schedule:
+        """Units taken from each layer, as experts removed."""
+        return tuple(low + self.step * count for low, count in zip(self.lowest, taken, strict=True))
+
+    def taken(self, schedule: Schedule) -> tuple[int, ...]:
+        """The inverse of `schedule`."""
+        return tuple((lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True))
+
+    @cached_property
+    def _ways(self) -> list[list[int]]:
+        """[l][u]: in how many ways the layers from l on lose u units; exact integers, by dynamic programming."""
+        rows = [[1] + [0] * self.units]
+        for size in reversed(self.capacity):
+            sums = list(accumulate(rows[-1]))
+            rows.append([total - (sums[u - size - 1] if u > size else 0) for u, total in enumerate(sums)])
+        return rows[::-1]
 
     @property
-    def all(self) -> float:
-        """Everything together."""
-        return self.forwards + self.full + self.screening
+    def size(self) -> int:
+        """How many feasible schedules there are."""
+        return self._ways[0][self.units]
+
+    def nth(self, number: int) -> Schedule:
+        """Feasible schedule `number` of `size`, in lexicographic order."""
+        taken, left = [], self.units
+        for rest in self._ways[1:]:
+            count = 0
+            while number >= rest[left - count]:
+                number -= rest[left - count]
+                count += 1
+            taken.append(count)
+            left -= count
+        return self.schedule(tuple(taken))
+
+    def sample(self, random: Generator) -> Schedule:
+        """A feasible schedule, each with the same probability 1 / size."""
+        return self.nth(_below(self.size, random))
 
 
-class Plans:
-    """Schedules as plans: each layer drops the lowest of `scores` (layer -> a score per expert)."""
+def space_of(problem: Problem, granularity: int) -> Space:
+    """The schedules that leave multiples of the problem's steps and of `granularity` in every layer.
 
-    def __init__(self, model: Any, scores: Mapping[int, Sequence[float]]) -> None:
-        self.layers = moe_layers(model)
-        self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
-        self.limits = {
-            "top_k": {layer.index: layer.top_k for layer in self.layers},
-            "n_group": {layer.index: layer.n_group for layer in self.layers},
-            "topk_group": {layer.index: layer.topk_group for layer in self.layers},
-        }
+    UserError when a layer can keep no such number, when layers need different steps (a transfer between them would
+    need steps of both), and when the budget cannot be reached, naming the nearest that can.
+    """
+    steps = {lcm(step, granularity) for step in problem.steps}
+    if len(steps) != 1:
+        raise UserError(
+            f"allocation=evolutionary: kept counts are multiples of {sorted(steps)} in different layers, expected the "
+            "same in all: choose allocation.multiple_of such that it is a multiple of every router's groups"
+        )
+    step = steps.pop()
+    lowest = tuple(count % step for count in problem.n_experts)
+    capacity = tuple(
+        (count - few - low) // step for count, few, low in zip(problem.n_experts, problem.fewest, lowest, strict=True)
+    )
+    for place, room in enumerate(capacity):
+        if room < 0:
+            raise UserError(
+                f"allocation=evolutionary: MoE layer {place} (counted from 0) has {problem.n_experts[place]} experts "
+                f"and cannot keep a multiple of {step} that is at least {problem.fewest[place]}: choose a smaller "
+                "multiple"
+            )
+    return Space(step, lowest, capacity, _units(problem.budget, sum(lowest), sum(capacity), step))
 
-    def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule; UserError when a layer is left with too few experts."""
-        remove = {layer.index: lost for layer, lost in zip(self.layers, schedule, strict=True)}
-        return make_plan(self.scores, remove, provenance=dict(provenance or {}), **self.limits)
+
+def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
+    """The budget in units beyond what must go. UserError, naming the nearest feasible budgets, when that is not whole
+    or not within the layers' capacity."""
+    units, rest = divmod(budget - lowest, step)
+    if rest == 0 and 0 <= units <= capacity:
+        return units
+    around = sorted({lowest + step * min(max(near, 0), capacity) for near in (units, units + 1)})
+    raise UserError(
+        f"allocation=evolutionary: {budget} experts cannot be removed when every layer loses a multiple of {step} and "
+        f"keeps what its router needs: {' or '.join(map(str, around))} is the nearest feasible number"
+        + (" (or choose a smaller allocation.parameters.granularity)" if rest else "")
+    )
+
+
+def _below(limit: int, random: Generator) -> int:
+    """A number out of 0 ... limit - 1, each as likely as any other, however large: bits, drawn again when too large."""
+    bits = (limit - 1).bit_length()
+    length = (bits + 7) // 8
+    while True:
+        number = int.from_bytes(random.bytes(length), "little") >> (8 * length - bits)
+        if number < limit:
+            return number
+
+
+_SHAPES: dict[str, Callable[[int, int], float]] = {
+    "uniform": lambda i, n: 1.0,
+    "up": lambda i, n: i + 1.0,
+    "down": lambda i, n: float(n - i),
+    "mid": lambda i, n: (n - 1) / 2 - abs(i - (n - 1) / 2) + 1,
+    "mid_neg": lambda i, n: abs(i - (n - 1) / 2) + 1,
+    "front_heavy": lambda i, n: 0.7**i + 1e-4,
+    "back_heavy": lambda i, n: 1.3**i,
+    "block_early": lambda i, n: 2.0 if i < max(1, n // 4) else 1.0,
+    "block_late": lambda i, n: 2.0 if i >= n - max(1, n // 4) else 1.0,
+    "alt": lambda i, n: 2.0 if i % 2 == 0 else 1.0,
+    "deep_flat": lambda i, n: 0.5 + 0.5 * (1 - abs(2 * i / max(1, n - 1) - 1)),
+}
+"""Name -> weight of layer i of n."""
+
+PATTERNS = ("uniform", "random", *list(_SHAPES)[1:])
+"""All twelve; random draws its weights, U(0, 1) + 1e-4 (which is not uniform over the feasible schedules)."""
+
+
+def pattern(name: str, space: Space, random: Generator) -> Schedule:
+    """The feasible schedule nearest to the pattern called `name`, by `project`."""
+    layers = len(space.capacity)
+    if name == "random":
+        return project([float(value) + 1e-4 for value in random.random(layers)], space)
+    return project([_SHAPES[name](layer, layers) for layer in range(layers)], space)
+
+
+def project(weights: Sequence[float], space: Space) -> Schedule:
+    """A feasible schedule whose units are in proportion to `weights` (L,), which are positive.
+
+    Every layer gets the whole part of its share, within its capacity. What is left goes out one unit each, to the
+    largest fractions first (ties: lower layer), then round-robin from the first layer on.
+    """
+    total = sum(weights)
+    shares = [space.units * weight / total for weight in weights]
+    taken = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
+    left = space.units - sum(taken)
+    order = sorted(range(len(shares)), key=lambda layer: int(shares[layer]) - shares[layer])
+    while left:
+        for layer in order:
+            if left and taken[layer] < space.capacity[layer]:
+                taken[layer] += 1
+                left -= 1
+        order = list(range(len(shares)))
+    return space.schedule(tuple(taken))

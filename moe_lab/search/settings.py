@@ -7,10 +7,54 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe_lab.allocation.decide import routed_ratio
-from moe_lab.allocation.evolution import Problem, Settings
-from moe_lab.allocation.evolution_space import space_of
-from moe_lab.allocation.limits import budget, limits
+from moe_lab.allocation.problem import budget, limits
 from moe_lab.errors import UserError, unknown
+from moe_lab.search.schedules import PATTERNS, Problem, space_of
+
+
+@dataclass(frozen=True)
+class EvolutionSettings:
+    """Parameters of the search; the values are those published for OLMoE (see `evolution` for the other models)."""
+
+    population: int = 32
+    """P: schedules of the first generation; later ones have the elites and P - m children."""
+    elites: int = 4
+    """m: the best schedules so far, which live on and are the parents."""
+    generations: int = 50
+    """T: populations that are evaluated, the first one included."""
+    max_transfer: int = 4
+    """Delta_max: the most experts one transfer moves from layer to layer."""
+    max_transfers: int = 3
+    """tau_max: the most transfers that make a child."""
+    granularity: int = 2
+    """G: layers keep multiples of it, and transfers move multiples of it; 1 for any number."""
+    seed: int = 42
+    """Of numpy's PCG64, the only source of randomness."""
+    patterns: tuple[str, ...] = PATTERNS
+    """What the first population begins with, one each (the rest is uniform over what is feasible)."""
+    proposals: int = 1
+    """Children proposed for each one evaluated; with more than 1 they are screened."""
+
+    def check(self) -> None:
+        """UserError for a value that cannot work."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "seed" else 1
+            if field.name != "patterns" and (type(value) is not int or value < least):
+                raise UserError(
+                    f"allocation.parameters.{field.name}={value}: expected a whole number of at least {least}"
+                )
+        if self.elites >= self.population:
+            raise UserError(
+                f"allocation.parameters.elites={self.elites}: expected fewer than the population of "
+                f"{self.population}, at most {self.population - 1}"
+            )
+        if not isinstance(self.patterns, (tuple, list)):
+            raise UserError(f"allocation.parameters.patterns={self.patterns}: expected a list of names")
+        for name in self.patterns:
+            if name not in PATTERNS:
+                raise unknown("allocation.parameters.patterns", name, PATTERNS)
+
 
 FITNESS = ("esap", "sap", "kl", "kl_reversed", "nll", "spec_dec")
 AVERAGINGS = ("macro", "micro")
@@ -68,7 +112,7 @@ class SearchSettings:
     """Everything a search is told, taken apart."""
 
     problem: Problem
-    evolution: Settings
+    evolution: EvolutionSettings
     fitness: FitnessSettings
 
     def removals(self) -> list[list[int]]:
@@ -86,32 +130,37 @@ def search_settings(settings: Mapping[str, Any], facts: Mapping[str, Any], seed:
 
     UserError for an unknown parameter, a value that cannot work, and a ratio that no schedule has.
     """
-    parameters = dict(settings["parameters"])
-    evolution, fitness = (
-        {field.name: parameters.pop(field.name) for field in fields(kind) if field.name in parameters}
-        for kind in (Settings, FitnessSettings)
-    )
-    if parameters:
-        raise unknown("allocation.parameters", min(parameters), PARAMETERS)
-    if "patterns" in evolution:
-        evolution["patterns"] = tuple(evolution["patterns"])
+    evolution, fitness = parse(settings["parameters"], seed)
     layers = {int(layer): about for layer, about in facts["layers"].items()}
-    found = SearchSettings(
-        problem=_problem(settings, facts, layers),
-        evolution=Settings(**{"seed": seed, **evolution}),
-        fitness=FitnessSettings(**fitness),
-    )
-    found.fitness.check()
-    found.evolution.check()
-    if found.fitness.filter != "none" and found.evolution.proposals == 1:
+    return SearchSettings(_problem(settings, facts, layers), evolution, fitness)
+
+
+def parse(parameters: Mapping[str, Any], seed: int = 0) -> tuple[EvolutionSettings, FitnessSettings]:
+    """The parameters of allocation=evolutionary; `seed` where they name none. UserError for an unknown one, and for a
+    value that cannot work."""
+    for name in parameters:
+        if name not in PARAMETERS:
+            raise unknown("allocation.parameters", name, PARAMETERS)
+    named = {"seed": seed, **parameters}
+    if isinstance(named.get("patterns"), list):
+        named["patterns"] = tuple(named["patterns"])
+    evolution = EvolutionSettings(**_of(EvolutionSettings, named))
+    fitness = FitnessSettings(**_of(FitnessSettings, named))
+    fitness.check()
+    evolution.check()
+    if fitness.filter != "none" and evolution.proposals == 1:
         raise UserError(
-            f"allocation.parameters.filter={found.fitness.filter} has nothing to choose from with proposals=1: set "
+            f"allocation.parameters.filter={fitness.filter} has nothing to choose from with proposals=1: set "
             "allocation.parameters.proposals=4, say"
         )
-    return found
+    return evolution, fitness
 
 
-PARAMETERS = tuple(sorted(field.name for kind in (Settings, FitnessSettings) for field in fields(kind)))
+def _of(kind: type, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: named[field.name] for field in fields(kind) if field.name in named}
+
+
+PARAMETERS = tuple(sorted(field.name for kind in (EvolutionSettings, FitnessSettings) for field in fields(kind)))
 """What `allocation.parameters` of allocation=evolutionary may name."""
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.allocation.evolution_settings import Settings
 from moe_lab.config import ModelConfig
 from moe_lab.models.config_json import Size, size_of
 from moe_lab.paths import PREFIX
-from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.settings import EvolutionSettings, FitnessSettings
 from moe_lab.study.estimate_memory import BASE, LAYERED, PROMPT, is_layered, layered_memory, resident_memory, text_of
 from moe_lab.study.identity import Step
 
@@ -156,7 +155,7 @@ def _search(step: Step, size: Size, speed: Speed) -> float:
     """
     asked = step.parts["allocation"].settings["parameters"]
     population, elites, generations = (
-        int(asked.get(name, getattr(Settings, name))) for name in ("population", "elites", "generations")
+        int(asked.get(name, getattr(EvolutionSettings, name))) for name in ("population", "elites", "generations")
     )
     candidates = population + (generations - 1) * (population - elites)
     if asked.get("fitness") == "spec_dec":

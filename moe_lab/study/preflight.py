@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_lab import allocation, criteria, tracking
-from moe_lab.allocation import evolution, listed
+from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
@@ -23,6 +23,8 @@ from moe_lab.pruning import layout
 from moe_lab.pruning.export_form import SHAPES
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import settings as recoveries
+from moe_lab.search import evolution
+from moe_lab.search.settings import parse as parse_search
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
 from moe_lab.study import device, resources
@@ -215,6 +217,8 @@ def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
     """Each allocation with the criteria it is to be used with, then with the ratios and models."""
     for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
         yield from said(partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity))
+        if allocation.get(cell.allocation.name).step == "search":
+            yield from said(partial(parse_search, cell.allocation.parameters))
         if allocation.get(cell.allocation.name).step == "sequential":
             yield from said(partial(_check_sequential, cell.criterion.name))
         if cell.allocation.by is not None:

@@ -9,7 +9,6 @@ from facts_of import layer, settings
 from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, routed_ratio, zero_expert
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
-from moe_lab.search.settings import PARAMETERS
 
 
 def test_every_allocation_passes_with_its_defaults() -> None:
@@ -58,10 +57,6 @@ def test_every_allocation_passes_with_its_defaults() -> None:
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(AllocationConfig(**fields), granularity)
-
-
-def test_the_search_takes_what_the_registry_lets_through() -> None:
-    assert sorted(get("evolutionary").parameters) == list(PARAMETERS)
 
 
 def test_needs() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.allocation.apportion import apportion
+from moe_lab.allocation.problem import apportion
 
 
 def test_largest_remainders_come_first() -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from moe_lab.allocation import budgets, needs
-from moe_lab.allocation.settings import check
+from moe_lab.allocation.registry import check
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_channel_plan

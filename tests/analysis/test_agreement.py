@@ -18,7 +18,7 @@ from analysis.outputs import agreement, attributions
 from analysis.registry import make
 from analysis.render.table import Table
 from analysis.results import Results
-from moe_lab.allocation.priors import Prior
+from moe_lab.allocation.coverage import Prior
 
 PARAMETERS = {
     "coverage": {},

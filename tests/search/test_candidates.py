@@ -11,14 +11,12 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates
+from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.fitness import POSITION_FITNESS
-from moe_lab.search.local_losses import local_losses
 from moe_lab.search.prefix import Schedule
-from moe_lab.search.schedules import Plans
-from moe_lab.search.screening import halving, quartered, reconstruction
+from moe_lab.search.screening import halving, local_losses, quartered, reconstruction
 from moe_lab.search.settings import FitnessSettings
-from moe_lab.search.spec_dec import DraftingCandidates
+from moe_lab.search.speculative_decoding import DraftingCandidates
 
 ARCHITECTURES = [
     "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2",

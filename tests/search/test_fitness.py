@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_lab.search.fitness import POSITION_FITNESS, Contexts, average, contexts, drawn, row_sums
-from moe_lab.search.spec_dec import accepted_and_proposed, prompts
+from moe_lab.search.speculative_decoding import accepted_and_proposed, prompts
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
 

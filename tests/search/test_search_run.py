@@ -17,15 +17,14 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from moe_lab.allocation.evolution_space import space_of
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.search.candidates import Candidates
+from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.run import search
-from moe_lab.search.schedules import Plans
+from moe_lab.search.schedules import space_of
 from moe_lab.search.settings import FitnessSettings, search_settings
 
 SMALL = {"population": 14, "elites": 3, "generations": 6}

@@ -118,3 +118,17 @@ def test_a_value_that_cannot_work_is_refused_first(word: str) -> None:
 def test_a_field_that_no_record_has_is_named_first(word: str) -> None:
     (sentence,) = problems(word)
     assert "line 1" in sentence and "txt" in sentence and "found: " in sentence
+
+
+@pytest.mark.parametrize(
+    ("parameter", "field"),
+    [("generation=3", "did you mean generations"), ("elites=40", "allocation.parameters.elites=40")],
+)
+def test_a_search_checks_its_own_parameters(parameter: str, field: str) -> None:
+    words = (
+        "allocation.name=evolutionary",
+        "allocation.search=pocket_math_search",
+        f"allocation.parameters.{parameter}",
+    )
+    sentences = problems(*words)
+    assert [field in sentence for sentence in sentences] == [True], sentences

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from moe_lab.allocation.evolution import Outcome, Problem, Schedule, Settings, evolve
 from moe_lab.errors import UserError
+from moe_lab.search.evolution import Outcome, evolve
+from moe_lab.search.schedules import Problem, Schedule
+from moe_lab.search.settings import EvolutionSettings
 
 PROBLEM = Problem((16,) * 6, (4,) * 6, (1,) * 6, 24)
 GENERATIONS = 5
-PLAIN = Settings(population=14, generations=GENERATIONS)
+PLAIN = EvolutionSettings(population=14, generations=GENERATIONS)
 SCREENED = replace(PLAIN, population=40, proposals=3, elites=8)
 FINGERPRINT = {"model": {"name": "pocket", "layers": [0, 1]}, "search_set": "a1"}
 GOAL = (0, 12, 0, 12, 0, 0)
@@ -43,14 +45,14 @@ def screen(schedules: Sequence[Schedule]) -> list[float]:
     return [float(sum(schedule[::2]) % 7) for schedule in schedules]
 
 
-def search(judge: Judge, path: Path | None, settings: Settings = PLAIN, **changes: Any) -> Outcome:
+def search(judge: Judge, path: Path | None, settings: EvolutionSettings = PLAIN, **changes: Any) -> Outcome:
     given: dict[str, Any] = {"problem": PROBLEM, "fingerprint": FINGERPRINT, **changes}
     return evolve(given["problem"], settings, judge, screen=screen, checkpoint=path, fingerprint=given["fingerprint"])
 
 
 @pytest.mark.parametrize("settings", [PLAIN, SCREENED], ids=["plain", "screened"])
 @pytest.mark.parametrize("dies", range(GENERATIONS))
-def test_a_killed_search_goes_on_as_if_never_stopped(tmp_path: Path, dies: int, settings: Settings) -> None:
+def test_a_killed_search_goes_on_as_if_never_stopped(tmp_path: Path, dies: int, settings: EvolutionSettings) -> None:
     whole = search(Judge(), tmp_path / "whole.json", settings)
     with pytest.raises(Stop):
         search(Judge(dies), tmp_path / "killed.json", settings)
@@ -107,7 +109,7 @@ def test_killed_while_writing_leaves_the_last_generation(tmp_path: Path, monkeyp
     ],
 )
 def test_going_on_with_something_else_is_refused(
-    tmp_path: Path, settings: Settings, changes: dict[str, Any], message: str
+    tmp_path: Path, settings: EvolutionSettings, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(Stop):
         search(Judge(2), tmp_path / "search.json")

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
 
-from moe_lab.allocation.evolution_patterns import PATTERNS, pattern, project
-from moe_lab.allocation.evolution_space import Problem, Space, space_of
+from moe_lab.search.schedules import PATTERNS, Problem, Space, pattern, project, space_of
 
 
 def space(layers: int, experts: int, fewest: int, budget: int, granularity: int = 1) -> Space:

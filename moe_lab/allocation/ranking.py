@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy
 
-from moe_lab.allocation.limits import Limits, budget
-from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Experts, finite
+from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Experts, Limits, budget, finite
 from moe_lab.errors import UserError
 
 

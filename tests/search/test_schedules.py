@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
 from scipy.stats import chisquare
 
-from moe_lab.allocation.evolution_space import Problem, Schedule, space_of
 from moe_lab.errors import UserError
+from moe_lab.search.schedules import Problem, Schedule, space_of
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:

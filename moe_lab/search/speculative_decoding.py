@@ -16,9 +16,9 @@ import torch
 from moe_lab.calibration.answers import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
+from moe_lab.search.candidates import Cost, Plans
 from moe_lab.search.fitness import average, drawn
 from moe_lab.search.prefix import Decoder, Schedule
-from moe_lab.search.schedules import Cost, Plans
 from moe_lab.search.settings import FitnessSettings
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -45,20 +45,22 @@ finds its checkpoint goes on to the very history, result and file of one that wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from moe_lab.allocation.evolution_mutation import mutate
-from moe_lab.allocation.evolution_patterns import PATTERNS, pattern
-from moe_lab.allocation.evolution_settings import Settings
-from moe_lab.allocation.evolution_space import Problem, Schedule, Space, space_of
-from moe_lab.allocation.evolution_state import State, begin, identity, load, save
-from moe_lab.errors import UserError
+import numpy
+from numpy.random import PCG64, Generator
+from numpy.typing import NDArray
 
-__all__ = ["PATTERNS", "Outcome", "Problem", "Schedule", "Settings", "check", "evolve"]
+from moe_lab.errors import UserError
+from moe_lab.json_files import Number, read_json
+from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
+from moe_lab.search.settings import EvolutionSettings
 
 Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
 """Distinct schedules -> a number for each, in order; higher is better."""
@@ -85,14 +87,14 @@ class _Made:
     parent: Schedule | None = None
 
 
-def check(problem: Problem, settings: Settings) -> None:
+def check(problem: Problem, settings: EvolutionSettings) -> None:
     """UserError for settings that cannot work, alone or on this problem, and for a budget that is not feasible."""
     _space(problem, settings)
 
 
 def evolve(
     problem: Problem,
-    settings: Settings,
+    settings: EvolutionSettings,
     evaluate: Judge,
     *,
     screen: Judge | None = None,
@@ -125,7 +127,9 @@ def evolve(
     state = (load(checkpoint, search) if checkpoint else None) or begin(settings.seed)
     while state.generations < settings.generations and len(state.known) < space.size:
         made = _children(space, settings, state) if state.generations else _first(space, settings, state)
-        _judge(made, settings, state, evaluate, screen if settings.proposals > 1 and state.generations else None)
+        _judge_generation(
+            made, settings, state, evaluate, screen if settings.proposals > 1 and state.generations else None
+        )
         if checkpoint:
             save(checkpoint, search, state)
         if progress:
@@ -134,7 +138,7 @@ def evolve(
     return Outcome(best, state.known[best], state.history, _counts(state))
 
 
-def _space(problem: Problem, settings: Settings) -> Space:
+def _space(problem: Problem, settings: EvolutionSettings) -> Space:
     settings.check()
     space = space_of(problem, settings.granularity)
     if settings.max_transfer < space.step:
@@ -145,7 +149,7 @@ def _space(problem: Problem, settings: Settings) -> Space:
     return space
 
 
-def _first(space: Space, settings: Settings, state: State) -> list[_Made]:
+def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Made]:
     """The first population: patterns, then uniform over what is feasible."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
@@ -155,7 +159,7 @@ def _first(space: Space, settings: Settings, state: State) -> list[_Made]:
     ]
 
 
-def _children(space: Space, settings: Settings, state: State) -> list[_Made]:
+def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_Made]:
     """`proposals` children for each place beside the elites."""
     elites = state.elites(settings.elites)
     parents = state.random.integers(len(elites), size=settings.proposals * (settings.population - settings.elites))
@@ -164,7 +168,9 @@ def _children(space: Space, settings: Settings, state: State) -> list[_Made]:
     ]
 
 
-def _judge(made: Sequence[_Made], settings: Settings, state: State, evaluate: Judge, screen: Judge | None) -> None:
+def _judge_generation(
+    made: Sequence[_Made], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
+) -> None:
     """Evaluate what is new, or the best of it by `screen`, and note down the generation."""
     new = [schedule for schedule in dict.fromkeys(each.schedule for each in made) if schedule not in state.known]
     screened = _values(new, screen, "screened value") if screen else {}
@@ -214,3 +220,119 @@ def _counts(state: State) -> dict[str, int]:
         "known": made - evaluated - skipped,
         "skipped": skipped,
     }
+
+
+def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: Generator) -> Schedule:
+    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers, one after the other.
+
+    `space` has at least two schedules. The child can be the parent again when transfers cancel out.
+    """
+    taken = numpy.array(space.taken(parent))
+    capacity = numpy.array(space.capacity)
+    largest = settings.max_transfer // space.step
+    for _ in range(random.integers(1, settings.max_transfers, size=2, endpoint=True).min()):
+        source, destination, size = _transfer(taken, capacity, largest, random)
+        taken[source] -= size
+        taken[destination] += size
+    return space.schedule(tuple(taken.tolist()))
+
+
+def _transfer(
+    taken: NDArray[numpy.int64], capacity: NDArray[numpy.int64], largest: int, random: Generator
+) -> tuple[int, int, int]:
+    """(layer that gets units back, another one that loses them, how many units).
+
+    The paper draws ordered pairs of distinct layers and sizes until a feasible one comes up. That is one draw,
+    uniform over all feasible ones, of which there is always one of size 1 when the space has two schedules.
+    """
+    sizes = numpy.arange(1, largest + 1)[:, None]
+    gives, takes = taken >= sizes, taken + sizes <= capacity
+    feasible = gives[:, :, None] & takes[:, None, :] & ~numpy.eye(len(taken), dtype=bool)
+    found = numpy.flatnonzero(feasible)
+    size, source, destination = numpy.unravel_index(found[random.integers(len(found))], feasible.shape)
+    return int(source), int(destination), int(size) + 1
+
+
+_ROW = {"schedule": [int], "evaluated": bool, "fitness": Number | None}
+_SHAPE = {"search": dict, "generations": int, "random": dict, "history": [_ROW]}
+
+
+@dataclass
+class State:
+    """What the next generation depends on."""
+
+    random: Generator
+    generations: int = 0
+    """Populations evaluated."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """A row for every schedule that was made, as `evolve` describes it."""
+    known: dict[Schedule, float] = field(default_factory=dict)
+    """Evaluated schedules and their fitness, in the order of evaluation; the history in another form."""
+
+    def elites(self, count: int) -> list[Schedule]:
+        """The best schedules so far, best first; of equals the one evaluated first."""
+        return sorted(self.known, key=lambda schedule: -self.known[schedule])[:count]
+
+
+def identity(problem: Problem, settings: EvolutionSettings, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that decides how a search goes, as JSON has it."""
+    document = {"problem": asdict(problem), "settings": asdict(settings), "fingerprint": dict(fingerprint)}
+    read: dict[str, Any] = json.loads(json.dumps(document))
+    return read
+
+
+def begin(seed: int) -> State:
+    """The state before the first generation."""
+    return State(Generator(PCG64(seed)))
+
+
+def save(path: Path, search: Mapping[str, Any], state: State) -> None:
+    """Write the state beside `path` and rename it, so that a killed search leaves the old one or the new one."""
+    document = {
+        "search": search,
+        "generations": state.generations,
+        "random": state.random.bit_generator.state,
+        "history": state.history,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(json.dumps(document, allow_nan=False))
+    beside.replace(path)
+
+
+def load(path: Path, search: Mapping[str, Any]) -> State | None:
+    """The state that `save` wrote; None when there is none, or it is damaged, which is set aside and printed. UserError
+    when the file is of a search with other settings, problem or data (naming what differs)."""
+    try:
+        document = read_json(path, _SHAPE)
+        state = State(Generator(PCG64()), document["generations"], document["history"])
+        state.random.bit_generator.state = document["random"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):  # of a wrong document, or of a wrong state of the random numbers
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:6]}.damaged")
+        path.rename(aside)
+        print(f"{path} is damaged: moved to {aside}, and the search begins again", flush=True)
+        return None
+    for name, old, new in _differences(document["search"], search):
+        raise UserError(
+            f"{path} is of a search with {name}={_shown(old)}, not {_shown(new)}: go on with the old value, or remove "
+            "the file to begin again"
+        )
+    state.known = {tuple(row["schedule"]): row["fitness"] for row in state.history if row["evaluated"]}
+    return state
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(name, old value, new value) wherever two JSON documents differ; None for what one of them lacks."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new
+
+
+def _shown(value: Any) -> str:
+    """A value for a sentence; long ones cut."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
 
-from moe_lab.allocation.evolution import Outcome, Problem, Schedule, Settings, check, evolve
-from moe_lab.allocation.evolution_mutation import mutate
-from moe_lab.allocation.evolution_space import space_of
 from moe_lab.errors import UserError
+from moe_lab.search.evolution import Outcome, check, evolve, mutate
+from moe_lab.search.schedules import Problem, Schedule, space_of
+from moe_lab.search.settings import EvolutionSettings
 
 TINY = {
     "equal": (Problem((8, 8, 8, 8), (2, 2, 2, 2), (1, 1, 1, 1), 12), 1),
@@ -45,7 +45,7 @@ def rugged(seed: int) -> Callable[[Schedule], float]:
     )
 
 
-def run(problem: Problem, settings: Settings, fitness: Callable[[Schedule], float], **more: Any) -> Outcome:
+def run(problem: Problem, settings: EvolutionSettings, fitness: Callable[[Schedule], float], **more: Any) -> Outcome:
     """A search without checkpoint, whose every evaluation is checked."""
     seen: set[Schedule] = set()
 
@@ -70,7 +70,7 @@ def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     problem, granularity = TINY[name]
     fitness = rugged(seed)
     best = max(map(fitness, feasible(problem, granularity)))
-    found = run(problem, Settings(granularity=granularity, generations=30, population=16, seed=seed), fitness)
+    found = run(problem, EvolutionSettings(granularity=granularity, generations=30, population=16, seed=seed), fitness)
     assert found.fitness == best == fitness(found.best)
 
 
@@ -79,7 +79,9 @@ def test_not_by_trying_everything() -> None:
     problem = Problem((24,) * 6, (0,) * 6, (1,) * 6, 48)
     space, goal = space_of(problem, 1), (0, 24, 3, 1, 17, 3)
     found = run(
-        problem, Settings(granularity=1), lambda each: -float(sum(abs(a - b) for a, b in zip(each, goal, strict=True)))
+        problem,
+        EvolutionSettings(granularity=1),
+        lambda each: -float(sum(abs(a - b) for a, b in zip(each, goal, strict=True))),
     )
     assert space.size > 10**6 and found.best == goal
     assert found.counts["evaluated"] < space.size / 1000
@@ -103,7 +105,7 @@ def test_every_schedule_evaluated_is_feasible(
         return
     budget = sum(count % unit for count in counts) + unit * int(share * sum(most))
     problem = Problem(counts, fewest, (step,) * len(counts), budget)
-    how = Settings(granularity=granularity, generations=5, population=16, elites=2, seed=seed, max_transfer=6)
+    how = EvolutionSettings(granularity=granularity, generations=5, population=16, elites=2, seed=seed, max_transfer=6)
     run(problem, how, rugged(seed))
 
 
@@ -114,7 +116,7 @@ def test_generations_are_populations_evaluated() -> None:
         sizes.append(len(schedules))
         return [sum(schedule[:10]) / 1000 for schedule in schedules]
 
-    found = evolve(PAPER, Settings(generations=6), evaluate, checkpoint=None, fingerprint={})
+    found = evolve(PAPER, EvolutionSettings(generations=6), evaluate, checkpoint=None, fingerprint={})
     assert len(sizes) == 6 == found.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
     assert len(found.history) == 32 + 5 * 28 == found.counts["made"]
     assert found.counts["evaluated"] == sum(sizes)
@@ -123,7 +125,7 @@ def test_generations_are_populations_evaluated() -> None:
 
 
 def test_history_says_who_the_parents_and_elites_were() -> None:
-    found = run(TINY["equal"][0], Settings(granularity=1, generations=6, population=16), rugged(1))
+    found = run(TINY["equal"][0], EvolutionSettings(granularity=1, generations=6, population=16), rugged(1))
     known: dict[Schedule, float] = {}
     elites: list[Schedule] = []
     for generation in range(found.counts["generations"]):
@@ -143,13 +145,13 @@ def test_history_says_who_the_parents_and_elites_were() -> None:
 
 def test_the_search_ends_when_everything_is_known() -> None:
     problem = Problem((4, 4), (2, 2), (1, 1), 2)
-    found = run(problem, Settings(granularity=1), rugged(0))
+    found = run(problem, EvolutionSettings(granularity=1), rugged(0))
     assert found.counts == {"generations": 1, "made": 32, "evaluated": 3, "known": 29, "skipped": 0}
 
 
 def test_one_seed_one_history() -> None:
     first, again, other = (
-        run(TINY["equal"][0], Settings(granularity=1, generations=3, seed=seed), rugged(0)).history
+        run(TINY["equal"][0], EvolutionSettings(granularity=1, generations=3, seed=seed), rugged(0)).history
         for seed in (1, 1, 2)
     )
     assert first == again != other
@@ -164,7 +166,7 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
     parent = (64,) * 48
     moved = {1: 0, 2: 0, 3: 0}
     for _ in range(2000):
-        child = mutate(parent, space, Settings(), random)
+        child = mutate(parent, space, EvolutionSettings(), random)
         changes = [new - old for new, old in zip(child, parent, strict=True) if new != old]
         assert sum(changes) == 0 and all(change % 2 == 0 and abs(change) <= 12 for change in changes)
         ends = min(6, len(changes))
@@ -177,7 +179,7 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
 def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     problem = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8)
     space, random, parent = space_of(problem, 1), Generator(PCG64(5)), (1, 6, 1)
-    how = Settings(granularity=1, max_transfer=3, max_transfers=1)
+    how = EvolutionSettings(granularity=1, max_transfer=3, max_transfers=1)
     pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
     expected: list[Schedule] = []
     for source, destination, size in pairs:
@@ -202,7 +204,7 @@ def test_only_the_best_screened_are_evaluated() -> None:
         calls.append(list(schedules))
         return [fitness(schedule) for schedule in schedules]
 
-    how = Settings(granularity=1, generations=4, population=16, proposals=3)
+    how = EvolutionSettings(granularity=1, generations=4, population=16, proposals=3)
     problem = Problem((8,) * 4, (1,) * 4, (1,) * 4, 14)
     found = run(problem, how, fitness, screen=screen)
     assert len(calls) == 3 and all(len(each) == len(set(each)) for each in calls)
@@ -226,7 +228,7 @@ def test_without_proposals_nothing_is_screened() -> None:
     def screen(schedules: Sequence[Schedule]) -> list[float]:
         raise AssertionError
 
-    run(TINY["equal"][0], Settings(granularity=1, generations=3), rugged(0), screen=screen)
+    run(TINY["equal"][0], EvolutionSettings(granularity=1, generations=3), rugged(0), screen=screen)
 
 
 # ---- bad input
@@ -247,7 +249,7 @@ def test_without_proposals_nothing_is_screened() -> None:
 )
 def test_settings_that_cannot_work(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check(PAPER, Settings(**changes))
+        check(PAPER, EvolutionSettings(**changes))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -255,14 +257,14 @@ def test_a_fitness_that_is_no_number_names_the_schedule(value: float) -> None:
     with pytest.raises(UserError, match=rf"fitness of the schedule \[0, 6, 2\] is {value}: expected a finite number"):
         run(
             Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8),
-            Settings(granularity=1),
+            EvolutionSettings(granularity=1),
             lambda schedule: value if schedule == (0, 6, 2) else 0.0,
         )
 
 
 def test_proposals_need_a_screen() -> None:
     with pytest.raises(UserError, match="proposals=2 needs a filter"):
-        run(PAPER, Settings(proposals=2), rugged(0))
+        run(PAPER, EvolutionSettings(proposals=2), rugged(0))
 
 
 # ---- cost
@@ -273,7 +275,7 @@ def test_bookkeeping_costs_little(tmp_path: Any) -> None:
     with within(2):
         found = evolve(
             PAPER,
-            Settings(),
+            EvolutionSettings(),
             lambda schedules: [float(sum(a * b for a, b in enumerate(each))) for each in schedules],
             checkpoint=tmp_path / "search.json",
             fingerprint={},
