@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from analysis.load.study import Study
 from analysis.render.style import Figure
@@ -21,6 +22,7 @@ from moe_lab.errors import UserError, nearest
 Item = Table | Figure
 Make = Callable[[Results, str], Item | Iterable[Item | None] | None]
 """Makes the tables and figures of a study, given the name of the output; nothing, or None, where there is no data."""
+Builder = TypeVar("Builder", bound=Make)
 Shown = Callable[[Study, Sequence[Item]], Sequence[Item]]
 
 DEFAULT = "results of pruned models"
@@ -87,10 +89,10 @@ def output(
     filters: str = "",
     needs: str = DEFAULT,
     also: Sequence[str] = (),
-) -> Callable[[Make], Make]:
+) -> Callable[[Builder], Builder]:
     """Register the function below as what makes `name`. The other arguments: see `Output`."""
 
-    def register(make: Make) -> Make:
+    def register(make: Builder) -> Builder:
         REGISTERED[name] = Output(name, make, needs, chapter, shown, filters, tuple(also))
         return make
 

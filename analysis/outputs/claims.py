@@ -17,7 +17,6 @@ import scipy
 
 from analysis import names
 from analysis.frames import groups, records
-from analysis.load.study import Study
 from analysis.outputs.captions import setting
 from analysis.registry import output
 from analysis.render.table import SCORE, Table
@@ -267,8 +266,12 @@ def _measured(row: Mapping[str, Any]) -> str:
     return f"The average of {row['model']}, {sides}, {where}, mean of {pairs} of plans,"
 
 
-def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> Table:
-    """The claims with their paired differences, per ratio and over all."""
+@output("claims", chapter="claims")
+def claim_table(results: Results, name: str) -> Table | None:
+    """The papers' claims, asked of a study: paired differences, per ratio and over all."""
+    found = claims(results.comparisons, results.study.costs, results.study.family)
+    if found.empty:
+        return None
     parts = pd.DataFrame(list(found["parts"]), index=found.index, dtype=float)
     text = pd.DataFrame(
         {
@@ -292,7 +295,7 @@ def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> T
         f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
         "sets, layers resampled, the interval widened for few layers. Undecided: the 95 % interval contains 0. Holm: "
         "corrected for all rows. The last columns are differences of group averages. Criteria, texts and seeds are "
-        f"those of this study. {setting(study)}",
+        f"those of this study. {setting(results.study)}",
         frame=frame,
         formats={
             "Pairs": "{:.0f}",
@@ -305,10 +308,3 @@ def claim_table(study: Study, found: pd.DataFrame, *, name: str = "claims") -> T
         low=found[["low"]].set_axis(["Difference"], axis=1),
         high=found[["high"]].set_axis(["Difference"], axis=1),
     )
-
-
-@output("claims", chapter="claims")
-def asked_claims(results: Results, name: str) -> Table | None:
-    """The papers' claims, asked of a study."""
-    found = claims(results.comparisons, results.study.costs, results.study.family)
-    return claim_table(results.study, found, name=name) if len(found) else None

@@ -24,19 +24,17 @@ from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
 
 
-def rank_table(
-    study: Study,
-    comparisons: Iterable[Comparison],
-    *,
-    name: str = "ranks",
-    criteria: Sequence[str] | None = None,
-) -> Table:
-    """T1: displayed columns, Avg and Avg Rank (with 95 % intervals) of the unpruned model and every criterion.
+@output("ranks", chapter="ranks", filters="*Model|Pruned|Calibration")
+def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
+    """Scores, averages and ranks of all criteria.
 
-    One block per model, ratio and calibration set. `First` is the share of bootstrap replicates in which a
-    criterion has the best Avg, split when several have it. Average ranks are among the criteria shown, the unpruned
-    model excluded.
+    One block per model, ratio and calibration set: displayed columns, Avg and Avg Rank (with 95 % intervals) of the
+    unpruned model and every criterion. `First` is the share of bootstrap replicates in which a criterion has the best
+    Avg, split when several have it. Average ranks are among the criteria shown, the unpruned model excluded.
     """
+    study, comparisons = results.study, results.comparisons
+    if not comparisons:
+        return None
     blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
     order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
@@ -270,8 +268,12 @@ def _left_out(comparisons: Sequence[Comparison]) -> list[str]:
     return [f"Left out for a gap: {names.listing(dict.fromkeys(found))}."] if found else []
 
 
-def loss_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "ranks.loss") -> Table:
-    """Losses in displayed columns, their mean and the average rank; a block per model, ratio and calibration set."""
+@output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
+def loss_table(results: Results, name: str) -> Table | None:
+    """Losses on right answers, their mean and ranks: a block per model, ratio and calibration set."""
+    study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
+    if not comparisons:
+        return None
     blocks = [_loss_block(comparison, panel) for comparison in comparisons for panel in comparison.panels]
     frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
     numbers = [str(column) for column in frame if column not in (*PANEL, "Criterion")]
@@ -311,25 +313,11 @@ def _loss_block(comparison: Comparison, panel: Panel) -> tuple[pd.DataFrame, pd.
     return frame, low, high
 
 
-@output("ranks", chapter="ranks", filters="*Model|Pruned|Calibration")
-def all_ranks(results: Results, name: str) -> Table | None:
-    """Scores, averages and ranks of all criteria."""
-    return rank_table(results.study, results.comparisons, name=name) if results.comparisons else None
-
-
 @output("unified.table1")
 def published_ranks(results: Results, name: str) -> Table | None:
     """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
-    if not results.comparisons or not set(results.study.cells["method"]) & set(names.RANKED):
-        return None
-    return rank_table(results.study, results.comparisons, name=name, criteria=names.RANKED)
-
-
-@output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
-def loss_ranks(results: Results, name: str) -> Table | None:
-    """Losses on right answers, their mean and ranks."""
-    by_loss = results.by_answer_loss
-    return loss_table(by_loss.study, by_loss.comparisons, name=name) if by_loss.comparisons else None
+    run = set(results.study.cells["method"]) & set(names.RANKED)
+    return rank_table(results, name, names.RANKED) if run else None
 
 
 @output("ranks.cd", chapter="ranks", filters="*Model|Pruned|Calibration|Over", needs="three criteria and three columns")

@@ -178,13 +178,20 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
     )
 
 
+@output(
+    "coverage.table3",
+    needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
+    also=("coverage.table5",),
+)
 def recovered_table(
-    study: Study, comparisons: Sequence[Comparison], *, name: str, columns: Sequence[str], title: str
+    results: Results, name: str, columns: Sequence[str] = names.GENERAL, what: str = "general benchmarks"
 ) -> Table:
-    """MoE-Slimming's Tables 3 to 5: fine-tuned and quantised models beside those that were pruned alone, at the ratios
-    that have both."""
+    """Pruned and recovered models on general benchmarks.
+
+    Fine-tuned and quantised models beside those that were pruned alone, at the ratios that have both.
+    """
     blocks = []
-    for comparison in comparisons:
+    for comparison in results.comparisons:
         cells = comparison.cells[comparison.cells["criterion"] != "none"]
         for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]) if len(cells) else ():
             if set(found["recovery"]) == {"none"}:
@@ -195,22 +202,26 @@ def recovered_table(
                 Block(comparison, names.ratio(key["ratio"]), dict(zip(labels.index.astype(int), labels, strict=True)))
             )
     return block_table(
-        study,
+        results.study,
         blocks,
-        columns=columns,
+        columns=(*columns, MEAN),
         name=name,
-        title=title,
+        title=f"Pruned and recovered: {what}",
         caption="Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised ones.",
         costs=STORED,
     )
 
 
-def top_k_table(
-    study: Study, comparisons: Sequence[Comparison], *, name: str, columns: Sequence[str], title: str
-) -> Table:
-    """MoE-Slimming's Tables 9 and 19: a model as it was trained and with fewer experts a token, pruned and not."""
-    blocks = []
-    for family in _families(study, comparisons):
+@output(
+    "coverage.table9",
+    chapter="cost",
+    needs="cells with grid.top_k=[null,2,1] (coverage_table9 of sweeps)",
+    also=("coverage.table19",),
+)
+def top_k_table(results: Results, name: str) -> Table:
+    """Models that send a token to fewer experts, beside them as they were trained, pruned and not."""
+    study, blocks = results.study, []
+    for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
             for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]) if len(cells) else ():
@@ -220,9 +231,9 @@ def top_k_table(
     return block_table(
         study,
         blocks,
-        columns=columns,
+        columns=(*names.ABLATION, MEAN),
         name=name,
-        title=title,
+        title="Fewer experts a token",
         caption="top-k: experts a token is given to, while the model is calibrated and while it is evaluated; a model "
         "named without it routes as it was trained. Mean: of the benchmarks before it.",
     )
@@ -250,31 +261,7 @@ def accuracy_by_storage(results: Results, name: str) -> list[Item]:
     return figures
 
 
-@output(
-    "coverage.table3",
-    needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
-    also=("coverage.table5",),
-)
-def recovered_general(results: Results, name: str) -> Table:
-    """Pruned and recovered models on general benchmarks."""
-    columns, title = (*names.GENERAL, MEAN), "Pruned and recovered: general benchmarks"
-    return recovered_table(results.study, results.comparisons, name=name, columns=columns, title=title)
-
-
 @output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
 def recovered_reasoning(results: Results, name: str) -> Table:
     """Pruned and recovered models on reasoning benchmarks."""
-    columns, title = (*names.REASONING, MEAN), "Pruned and recovered: reasoning"
-    return recovered_table(results.study, results.comparisons, name=name, columns=columns, title=title)
-
-
-@output(
-    "coverage.table9",
-    chapter="cost",
-    needs="cells with grid.top_k=[null,2,1] (coverage_table9 of sweeps)",
-    also=("coverage.table19",),
-)
-def fewer_experts(results: Results, name: str) -> Table:
-    """Models that send a token to fewer experts."""
-    columns = (*names.ABLATION, MEAN)
-    return top_k_table(results.study, results.comparisons, name=name, columns=columns, title="Fewer experts a token")
+    return recovered_table(results, name, names.REASONING, "reasoning")

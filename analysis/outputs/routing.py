@@ -31,9 +31,10 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUANTILES])
 
 
-def entropy_figure(entropies: pd.DataFrame, *, name: str) -> Figure | None:
-    """A row of panels per model, a panel per calibration set: the distribution over tokens in every layer."""
-    found = quantiles(entropies)
+@output("coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store")
+def entropy_figure(results: Results, name: str) -> Figure | None:
+    """Router entropy over tokens, by calibration set, layer and model."""
+    found = quantiles(router_entropies(results.study))
     if found.empty:
         return None
     models = list(found["model"].unique())
@@ -51,7 +52,7 @@ def entropy_figure(entropies: pd.DataFrame, *, name: str) -> Figure | None:
     caption = (
         "Entropy of the softmax of the router's logits over all experts, for each token of a calibration set, as a "
         "share of the highest possible: 1 where all experts are equally likely. Boxes: quartiles over tokens; line: "
-        "median; whiskers: 5 % to 95 %."
+        f"median; whiskers: 5 % to 95 %. Based on {of_pass(results.study)}"
     )
     return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
 
@@ -66,13 +67,3 @@ def _boxes(axes: Axes, layers: pd.DataFrame) -> None:
     axes.set_xticks(where[::step], layers["layer"].iloc[::step].map(str), fontsize=6.5)
     axes.set(xlabel="decoder layer", ylim=(0, 1.02))
     axes.grid(axis="y")
-
-
-@output("coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store")
-def entropy_distributions(results: Results, name: str) -> Figure | None:
-    """Router entropy over tokens, by calibration set, layer and model."""
-    figure = entropy_figure(router_entropies(results.study), name=name)
-    if figure is None:
-        return None
-    caption = f"{figure.caption} Based on {of_pass(results.study)}"
-    return Figure(figure.name, figure.title, caption, figure.drawing)

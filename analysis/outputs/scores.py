@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -19,16 +19,17 @@ from analysis.results import Results
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison, Panel
 
+BOTH_TASKS = "a calibration set about code and one about mathematics"
 
-def task_specific_table(
-    study: Study,
-    comparisons: Iterable[Comparison],
-    *,
-    name: str = "task_specific",
-    criteria: Sequence[str] | None = None,
-) -> Table:
-    """T2: coding columns of the model pruned with code calibration beside mathematics columns of the one pruned with
-    mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run."""
+
+@output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
+def task_specific_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table:
+    """All criteria, calibrated on the task that they are evaluated on.
+
+    Coding columns of the model pruned with code calibration beside mathematics columns of the one pruned with
+    mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run.
+    """
+    study, comparisons = results.study, results.comparisons
     rows, low, high = [], [], []
     for comparison in comparisons:
         for domains in by_domain(comparison).values():
@@ -101,8 +102,12 @@ def task_block(
     return frame, low, high
 
 
-def benchmark_table(study: Study, comparisons: Iterable[Comparison], *, name: str = "benchmarks") -> Table:
-    """T5: every benchmark for every cell, with 95 % intervals."""
+@output("unified.table5", chapter="benchmarks", filters="Model|Pruned|Calibration|Criterion", needs="results")
+def benchmark_table(results: Results, name: str) -> Table | None:
+    """Every benchmark of every model, with 95 % intervals."""
+    study, comparisons = results.study, results.measured
+    if not comparisons:
+        return None
     frames, lows, highs = [], [], []
     for comparison in comparisons:
         cells = _sorted(comparison.cells)
@@ -151,22 +156,7 @@ def _metrics(study: Study) -> str:
     return " ".join(f"{metric}: {names.listing(found)}." for metric, found in sorted(by_metric.items()))
 
 
-BOTH_TASKS = "a calibration set about code and one about mathematics"
-
-
-@output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
-def task_specific(results: Results, name: str) -> Table:
-    """All criteria, calibrated on the task that they are evaluated on."""
-    return task_specific_table(results.study, results.comparisons, name=name)
-
-
 @output("unified.table2", needs=BOTH_TASKS)
 def published_task_specific(results: Results, name: str) -> Table:
     """The criteria of Unified Expert Pruning, calibrated on the task that they are evaluated on."""
-    return task_specific_table(results.study, results.comparisons, name=name, criteria=names.TASK_SPECIFIC)
-
-
-@output("unified.table5", chapter="benchmarks", filters="Model|Pruned|Calibration|Criterion", needs="results")
-def every_benchmark(results: Results, name: str) -> Table | None:
-    """Every benchmark of every model."""
-    return benchmark_table(results.study, results.measured, name=name) if results.measured else None
+    return task_specific_table(results, name, names.TASK_SPECIFIC)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,22 +70,26 @@ def general_pairs(comparison: Comparison) -> dict[int, int]:
     return {cell: uniform for cell, uniform in searched_pairs(comparison).items() if sets[cell] == "general"}
 
 
+@output(
+    "evoesap.table1",
+    chapter="search",
+    filters="Model|Pruned|Calibration|Criterion",
+    needs=SEARCHES,
+    also=("evoesap.table2",),
+)
 def allocation_table(
-    study: Study,
-    comparisons: Iterable[Comparison],
-    *,
+    results: Results,
     name: str,
-    columns: Sequence[str],
-    title: str,
+    columns: Sequence[str] = GROUPS,
+    what: str = "group averages",
     pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
 ) -> Table:
-    """EvoESAP Tables 1, 2 and 7 to 10: each criterion with uniform and searched allocation.
+    """Group averages of searched and uniform allocations.
 
-    Those of `columns` that were run, and their paired differences.
-
-    Differences have intervals; Holm's correction covers all differences of one model.
+    Each criterion with uniform and searched allocation: those of `columns` that were run, and their paired
+    differences, with intervals; Holm's correction covers all differences of one model.
     """
-    parts = [_rows(comparison, pairs(comparison), columns) for comparison in comparisons]
+    parts = [_rows(comparison, pairs(comparison), columns) for comparison in results.comparisons]
     frames, lows, highs = ([part[at] for part in parts if part is not None] for at in range(3))
     frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*TEXT, BEYOND])
     numbers = [str(column) for column in frame if column not in (*TEXT, BEYOND)]
@@ -93,11 +97,11 @@ def allocation_table(
     averages = [column for column in numbers if column not in gains]
     return Table(
         name=name,
-        title=title,
+        title=f"Searched allocation against uniform: {what}",
         caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
         "columns in which more is better. Δ: searched "
         "minus uniform on the same items; beyond noise: the columns whose difference has a paired p-value below "
-        f"{LEVEL} after Holm's correction over all differences of a model. {setting(study)}",
+        f"{LEVEL} after Holm's correction over all differences of a model. {setting(results.study)}",
         frame=frame[[*TEXT, *averages, *gains, BEYOND]],
         formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
         best=dict.fromkeys(averages, "max"),
@@ -338,51 +342,28 @@ def _history_axes(axes: Axes, study: Study, cells: Sequence[int]) -> None:
     axes.grid(axis="y")
 
 
-def _scores(
-    results: Results,
-    name: str,
-    columns: Sequence[str],
-    what: str,
-    pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
-) -> Table:
-    title = f"Searched allocation against uniform: {what}"
-    return allocation_table(results.study, results.comparisons, name=name, columns=columns, title=title, pairs=pairs)
-
-
-@output(
-    "evoesap.table1",
-    chapter="search",
-    filters="Model|Pruned|Calibration|Criterion",
-    needs=SEARCHES,
-    also=("evoesap.table2",),
-)
-def searched_averages(results: Results, name: str) -> Table:
-    """Group averages of searched and uniform allocations."""
-    return _scores(results, name, GROUPS, "group averages")
-
-
 @output("evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)")
 def searched_after_general_text(results: Results, name: str) -> Table:
     """Group averages of searched and uniform allocations that were calibrated on general text."""
-    return _scores(results, name, GROUPS, "calibrated on general text", general_pairs)
+    return allocation_table(results, name, GROUPS, "calibrated on general text", general_pairs)
 
 
 @output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
 def searched_coding(results: Results, name: str) -> Table:
     """Searched and uniform allocations: coding benchmarks."""
-    return _scores(results, name, CODING, "coding")
+    return allocation_table(results, name, CODING, "coding")
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
 def searched_writing_and_mathematics(results: Results, name: str) -> Table:
     """Searched and uniform allocations: writing and mathematics."""
-    return _scores(results, name, WRITING_AND_MATH, "writing and mathematics")
+    return allocation_table(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
 def searched_multiple_choice(results: Results, name: str) -> Table:
     """Searched and uniform allocations: multiple choice."""
-    return _scores(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
+    return allocation_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
 
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)

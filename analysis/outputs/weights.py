@@ -22,26 +22,29 @@ from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.results import Results
 from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
-from analysis.stats.comparison import Comparison
+
+WEIGHTS = "cells with criterion=aimer"
 
 
-def group_table(
-    study: Study, comparisons: Sequence[Comparison], *, name: str, columns: Sequence[str], title: str
-) -> Table:
-    """AIMER's Tables 2, 3 and 5 to 7: criteria at each ratio; differences are to AIMER, where run."""
+@output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
+def group_table(results: Results, name: str, columns: Sequence[str] = GROUPS, what: str = "group averages") -> Table:
+    """Group averages of criteria that read weights alone, beside those that read a text.
+
+    Criteria at each ratio; differences are to AIMER, where run.
+    """
     blocks = []
-    for comparison in comparisons:
+    for comparison in results.comparisons:
         for key, cells in _groups(plain(comparison), ["ratio"]):
             if "aimer" not in set(cells["criterion"]):
                 continue
             base = _only(cells[cells["criterion"] == "aimer"])
             blocks.append(Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(cells)), base))
     return block_table(
-        study,
+        results.study,
         blocks,
         columns=columns,
         name=name,
-        title=title,
+        title=f"Scores from weights alone and from text: {what}",
         caption=f"Difference: {columns[-1]} minus that of AIMER, paired.",
     )
 
@@ -82,8 +85,16 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
     return scores.assign(profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=place)
 
 
-def profile_figure(scaled: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 2 from `profiles`: a column of maps per model and a row per criterion; experts by rank across, layers up."""
+@output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
+def profile_figure(results: Results, name: str) -> Figure | None:
+    """How Magnitude and AIMER spread the experts of each layer.
+
+    A column of maps per model and a row per criterion; experts by rank across, layers up.
+    """
+    scores = weight_scores(results.study)
+    if scores.empty:
+        return None
+    scaled = profiles(scores)
     models = list(dict.fromkeys(scaled["model"]))
     criteria = names.in_order(scaled["criterion"], PROFILED)
     across = min(ACROSS, len(models))
@@ -123,40 +134,19 @@ def _profile_axes(axes: Axes, panel: pd.DataFrame, *, first: bool) -> AxesImage:
     return image
 
 
-WEIGHTS = "cells with criterion=aimer"
-
-
-def _scores(results: Results, name: str, columns: Sequence[str], what: str) -> Table:
-    title = f"Scores from weights alone and from text: {what}"
-    return group_table(results.study, results.comparisons, name=name, columns=columns, title=title)
-
-
-@output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
-def weight_averages(results: Results, name: str) -> Table:
-    """Group averages of criteria that read weights alone, beside those that read a text."""
-    return _scores(results, name, GROUPS, "group averages")
-
-
 @output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
 def weight_writing_and_mathematics(results: Results, name: str) -> Table:
     """Criteria that read weights alone, and others: writing and mathematics."""
-    return _scores(results, name, WRITING_AND_MATH, "writing and mathematics")
+    return group_table(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
 def weight_coding(results: Results, name: str) -> Table:
     """Criteria that read weights alone, and others: coding benchmarks."""
-    return _scores(results, name, CODING, "coding")
+    return group_table(results, name, CODING, "coding")
 
 
 @output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
 def weight_multiple_choice(results: Results, name: str) -> Table:
     """Criteria that read weights alone, and others: multiple choice."""
-    return _scores(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
-
-
-@output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
-def weight_profiles(results: Results, name: str) -> Figure | None:
-    """How Magnitude and AIMER spread the experts of each layer."""
-    scores = weight_scores(results.study)
-    return profile_figure(profiles(scores), name=name) if len(scores) else None
+    return group_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")

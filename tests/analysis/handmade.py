@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
+from analysis.render.table import Table
 from analysis.results import Results
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
@@ -79,6 +81,13 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
         family=pd.DataFrame(),
         gaps=[],
     )
+
+
+def table_of(make: Callable[..., Table | None], results: Results, *arguments: Any) -> Table:
+    """The table that `make` gives, which there must be."""
+    table = make(results, "t", *arguments)
+    assert table is not None
+    return table
 
 
 def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Results:

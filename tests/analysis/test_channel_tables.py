@@ -13,7 +13,6 @@ from analysis.load import settings as cell_settings
 from analysis.outputs import channels, weights
 from analysis.render import table as rendering
 from analysis.render.table import Table
-from analysis.stats.cell_scores import GROUPS
 from analysis.stats.comparison import Comparison
 
 
@@ -159,13 +158,13 @@ def test_tables_are_empty_where_nothing_varies() -> None:
         channels.channel_score_table,
     ):
         assert make_table(results_of(study, [plain]), "t").frame.empty
-    assert weights.group_table(study, [plain], name="t", columns=GROUPS, title="t").frame.empty
+    assert weights.group_table(results_of(study, [plain]), "t").frame.empty
 
 
 def test_group_averages_are_measured_against_aimer() -> None:
     axes = [UNPRUNED, cell("reap"), cell("aimer", calibration="none"), cell("random", calibration="none")]
     comparison = made(axes, {"arc_easy": [20, 10, 12, 4], "gsm8k": [20, 6, 4, 2], "math500": [20, 2, 2, 2]})
-    found = rows(weights.group_table(study_of(comparison), [comparison], name="t", columns=GROUPS, title="t"))
+    found = rows(weights.group_table(results_of(study_of(comparison), [comparison]), "t"))
     assert found.loc["REAP", ["MC Avg", "Math", "Avg"]].tolist() == pytest.approx([0.5, 0.2, 0.3])
     assert found.loc["REAP", "Difference"] == pytest.approx(0.0) and "Code" not in found
     assert found["Difference"].isna().tolist() == [True, False, True, False]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from handmade import table_of
 from synthetic import write_store
 
 from analysis import names, report
@@ -81,10 +82,10 @@ def test_methods_compete_in_one_block(store: Path) -> None:
     [comparison] = results.comparisons
     [panel] = comparison.panels
     assert len(panel.cells) == 12 and set(comparison.cells["calibration"]) == {"none", "pocket_code"}
-    table = rank_table(results.study, results.comparisons)
+    table = table_of(rank_table, results)
     assert len(table.frame) == 13 and table.frame["Avg Rank"].notna().sum() == 12
     assert table.frame["Avg Rank"].iloc[1:].mean() == pytest.approx(6.5)
-    assert set(benchmark_table(results.study, results.comparisons).frame["Criterion"]) >= {"Random, global, NF4"}
+    assert set(table_of(benchmark_table, results).frame["Criterion"]) >= {"Random, global, NF4"}
     assert set(results.winners["calibration"]) == {"pocket_code"} and len(results.winners) == 4
     best = results.winners.set_index("column").loc["GSM8K", "winners"]
     scores = comparison.score(("GSM8K",))
@@ -119,7 +120,7 @@ def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, f
     ranks = (tmp_path / "out" / "tables" / "ranks.csv").read_text()
     assert page.exists() and len(ranks.splitlines()) == 7
     assert "0.000" not in ranks.splitlines()[2] if 1 in failed else True
-    table = rank_table(load(store, "made_up"), Results(load(store, "made_up")).comparisons)
+    table = table_of(rank_table, Results(load(store, "made_up")))
     scores = table.frame["Avg"].astype(float).to_numpy()
     rows = {0: [0, 3], 1: [1], 2: [2]}
     gone = sorted(row for cell in failed for row in rows[cell])

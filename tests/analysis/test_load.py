@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from handmade import results_of, table_of
 
 from analysis.load.studies import studies
 from analysis.load.study import Study, load
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import benchmark_table
+from analysis.results import Results
 from analysis.stats.comparison import compare
 from moe_lab.errors import UserError
 
@@ -70,7 +72,7 @@ def test_a_missing_benchmark_is_a_gap_and_never_zero(copied: Copy) -> None:
     study = load(store, "made_up")
     assert gaps(study) == ["gsm8k of pocket_olmoe frequency pocket_code 0.25: failed: out of memory: lower batch_size"]
     assert np.isnan(score(study, 2, "gsm8k"))
-    table = rank_table(study, compare(study))
+    table = table_of(rank_table, Results(study))
     row = table.frame.query("Criterion == 'Frequency' and Calibration == 'Code' and Pruned == '25 %'").iloc[0]
     assert np.isnan(row["GSM8K"]) and np.isnan(row["Avg"]) and np.isnan(row["Avg Rank"])
     others = table.frame.query("Criterion == 'MAN' and Calibration == 'Code' and Pruned == '25 %'").iloc[0]
@@ -161,7 +163,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     assert "A limit was set: 1 benchmark " in notes
     [comparison] = compare(study)
     assert comparison.outcomes["hellaswag"].shape[1] == 20
-    assert len(benchmark_table(study, [comparison]).frame) == len(study.cells)
+    assert len(table_of(benchmark_table, results_of(study, [comparison])).frame) == len(study.cells)
 
 
 def test_a_result_of_a_newer_version_is_a_gap(copied: Copy) -> None:

@@ -22,6 +22,7 @@ from analysis.outputs import winners
 from analysis.outputs.averages import averages_figure
 from analysis.outputs.pareto import against_cost, pareto_table
 from analysis.outputs.ranks import rank_table
+from analysis.results import Results
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import differences, pooled_difference
 from analysis.stats.comparison import compare
@@ -71,8 +72,8 @@ def right(count: int, items: int = 40) -> Answers:
     return {item: float(item < count) for item in range(items)}
 
 
-def table_of(study: Study) -> pd.DataFrame:
-    return rank_table(study, compare(study)).frame.set_index("Criterion")
+def ranked(study: Study) -> pd.DataFrame:
+    return handmade.table_of(rank_table, Results(study)).frame.set_index("Criterion")
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def perplexed() -> Study:
 
 
 def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
-    table = rank_table(perplexed, compare(perplexed))
+    table = handmade.table_of(rank_table, Results(perplexed))
     rows = table.frame.set_index("Criterion")
     assert rows["Avg"].tolist() == rows["GSM8K"].tolist() == [0.95, 0.25, 0.45, 0.75]
     assert rows["wikitext2"].tolist() == [9.0, 14.0, 12.0, 10.0]
@@ -120,7 +121,7 @@ def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed
 
 def test_a_suite_of_perplexities_alone_has_no_average() -> None:
     alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 + cell for cell in range(4)}, "perplexity")
-    rows = table_of(alone)
+    rows = ranked(alone)
     assert rows["Avg"].isna().all() and rows["First"].isna().all()
     assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
     [comparison] = compare(alone)
@@ -200,10 +201,10 @@ def test_a_difference_between_studies_is_of_the_items_its_test_is_of() -> None:
 
 def test_those_who_share_the_best_average_share_first_place() -> None:
     tied = study_of({"gsm8k": [right(38), right(20), right(20), right(0)], "mmlu": [right(40)] * 4})
-    first = table_of(tied)["First"]
+    first = ranked(tied)["First"]
     assert first[["Frequency", "REAP", "MAN"]].tolist() == pytest.approx([0.5, 0.5, 0], abs=1e-9)
     every = study_of({"gsm8k": [right(38), right(20), right(20), right(20)]})
-    assert table_of(every)["First"].tolist()[1:] == pytest.approx([1 / 3] * 3)
+    assert ranked(every)["First"].tolist()[1:] == pytest.approx([1 / 3] * 3)
 
 
 @pytest.mark.parametrize("harm", ["score", "item"])
@@ -231,7 +232,7 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
         assert 0 < high[2] - low[2] < 0.05, "from the reported standard error"
         assert np.isnan(after.p_values(target, 2, [1])).all()
         assert np.isnan(pooled_difference(after, target, [[(2, 1)]])["p"])
-    rows = table_of(harmed)
+    rows = ranked(harmed)
     assert rows["First"].isna().all(), "who is first most often is open when one cannot be resampled"
     assert rows["Avg"].notna().all()
 

@@ -190,7 +190,7 @@ def test_columns_are_those_of_the_view_and_the_mean_is_of_the_benchmarks_in_it()
     assert list(column_targets(BOTH, [1, 2], CODING)) == ["HumanEval", "Eval+", "LiveCode", "Code"]
     found = column_targets(BOTH, [1, 2], ("humaneval", "wildbench", "piqa", MEAN))
     assert found[MEAN] == ("humaneval", "wildbench") and list(found) == ["HumanEval", "WildBench", MEAN]
-    table = search.allocation_table(study_of(BOTH), [BOTH], name="t", columns=CODING, title="t")
+    table = search.allocation_table(results_of(study_of(BOTH), [BOTH]), "t", CODING)
     assert [name for name in table.frame if name.startswith("Δ")] == [
         f"Δ {name}" for name in ("HumanEval", "Eval+", "LiveCode", "Code")
     ]
@@ -210,11 +210,11 @@ def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None
     models = [routed("m", (9, 8, 7)), routed("m_top1", (5, 4, 3)), routed("m_top2", (8, 7, 6)), routed("n", (1, 1, 1))]
     study = study_of(models[0])
     study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
-    table = recovery.top_k_table(study, models, name="t", columns=(*names.GENERAL, MEAN), title="t")
+    table = recovery.top_k_table(results_of(study, models), "t")
     assert column(table, "Model") == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
     assert column(table, "Criterion")[1:3] == ["Channel activation, coverage, top-4", "MoNE, top-4"]
     assert column(table, MEAN) == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
-    assert recovery.top_k_table(study, models[3:], name="t", columns=(*names.GENERAL, MEAN), title="t").frame.empty
+    assert recovery.top_k_table(results_of(study, models[3:]), "t").frame.empty
 
 
 def test_a_model_with_fewer_experts_a_token_has_the_printed_rows_of_it() -> None:
@@ -227,9 +227,7 @@ def test_recovered_models_stand_beside_pruned_ones_of_the_same_ratio() -> None:
     cells = [UNPRUNED, cell("mone", ratio=0.25), cell("mone"), cell("mone", recovery="nf4")]
     comparison = comparison_of(cells, {"arc_easy": [right(count) for count in (9, 8, 7, 6)]})
     costs = [{"storage_bytes": size * 2**20, "routed_kept": 1.0} for size in (8, 6, 4, 1)]
-    table = recovery.recovered_table(
-        study_of(comparison, costs), [comparison], name="t", columns=(*names.GENERAL, MEAN), title="t"
-    )
+    table = recovery.recovered_table(results_of(study_of(comparison, costs), [comparison]), "t")
     assert column(table, "Pruned") == ["50 %"] * 3 and column(table, "Storage (MiB)") == [8, 4, 1]
 
 

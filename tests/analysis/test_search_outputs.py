@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ from analysis.outputs.search import BEYOND, allocation_table, search_table, sear
 from analysis.render import style
 from analysis.results import Results
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import GROUPS
 
-AVERAGES: dict[str, Any] = {"name": "t", "columns": GROUPS, "title": "t"}
 TASKS = ("gsm8k", "math500", "rte", "livecodebench", "humaneval", "wildbench")
 
 
@@ -46,7 +43,7 @@ def test_searched_cells_are_paired_with_the_uniform_cell_of_their_criterion(resu
 
 def test_differences_are_paired_and_corrected_together(results: Results) -> None:
     [comparison] = results.comparisons
-    table = allocation_table(results.study, results.comparisons, **AVERAGES)
+    table = allocation_table(results, "t")
     assert table.low is not None and table.high is not None
     assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 4
     p_values, columns = [], {"Code": ("Eval+", "LiveCode"), "Math": ("GSM8K", "MATH-500"), "MC Avg": ("MC Avg",)}
@@ -120,7 +117,4 @@ def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
     assert search.allocations_figure(found, model="m", name="one") is None
     assert search.criteria_figure(found, model="m", name="three") is None
     assert search.history_figure(study, "pocket_olmoe", name="history") is None
-    assert (
-        search_table(study, name="t").frame.empty
-        and allocation_table(study, Results(study).comparisons, **AVERAGES).frame.empty
-    )
+    assert search_table(study, name="t").frame.empty and allocation_table(Results(study), "t").frame.empty

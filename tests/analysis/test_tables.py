@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from handmade import table_of
 
 from analysis import names
 from analysis.load.study import load
@@ -74,7 +75,7 @@ def test_html_has_sort_keys_and_intervals() -> None:
 
 
 def test_rank_table_has_a_block_per_panel_and_ranks_the_pruned(results: Results) -> None:
-    table = rank_table(results.study, results.comparisons)
+    table = table_of(rank_table, results)
     blocks = table.frame.groupby(["Pruned", "Calibration"])
     assert len(blocks) == 6
     for _, block in blocks:
@@ -91,7 +92,7 @@ def test_rank_table_has_a_block_per_panel_and_ranks_the_pruned(results: Results)
 
 
 def test_task_specific_rows_join_two_models(results: Results) -> None:
-    table = task_specific_table(results.study, results.comparisons)
+    table = task_specific_table(results, "t")
     [comparison] = results.comparisons
     cells = comparison.cells.query("criterion == 'man' and ratio == 0.5").reset_index().set_index("calibration")["cell"]
     row = table.frame.query("Criterion == 'MAN' and Pruned == '50 %'").iloc[0]

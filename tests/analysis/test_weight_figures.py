@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of
+from handmade import UNPRUNED, cell, comparison_of, results_of
 from synthetic import write_store
 
 from analysis import names
 from analysis.load.study import load
+from analysis.outputs import weights
 from analysis.outputs.averages import radar_figure, radar_methods
 from analysis.outputs.weights import profile_figure, profiles, weight_scores
 from analysis.stats.comparison import Comparison
@@ -35,7 +36,9 @@ def test_a_layer_without_differences_has_no_profile() -> None:
     assert np.isnan(found["profile"][:3]).all() and found["profile"][3:].tolist() == [0, 0.5, 1]
 
 
-def test_a_map_per_model_and_criterion_with_experts_by_rank_and_layers_upwards() -> None:
+def test_a_map_per_model_and_criterion_with_experts_by_rank_and_layers_upwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn = {
         ("magnitude", "m"): [[3.0, 1.0, 2.0], [0.0, 8.0, 2.0]],
         ("magnitude", "n"): [[5.0, 5.0, 5.0], [9.0, 0.0, 6.0]],
@@ -43,7 +46,10 @@ def test_a_map_per_model_and_criterion_with_experts_by_rank_and_layers_upwards()
         ("aimer", "n"): [[0.5, 0.6, 0.7], [0.3, 0.2, 0.1]],
     }
     frame = pd.concat([scores(layers, *key) for key, layers in drawn.items()], ignore_index=True)
-    figure = profile_figure(profiles(frame), name="aimer.fig2").drawing
+    monkeypatch.setattr(weights, "weight_scores", lambda study: frame)
+    drawn_figure = profile_figure(results_of(None), "aimer.fig2")
+    assert drawn_figure is not None
+    figure = drawn_figure.drawing
     maps = {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_images()}
     assert list(maps) == ["m\nMagnitude", "n\nMagnitude", "m\nAIMER", "n\nAIMER"]  # models across, Magnitude above
     for (criterion, model), layers in drawn.items():
