@@ -18,14 +18,14 @@ from pathlib import Path
 
 from moe_lab import __main__ as moe_lab
 from moe_lab.paths import resolve
-from moe_lab.study import kinds
+from moe_lab.study import execute
 from moe_lab.study.job import Job
 
 CRITERIA = "frequency,seer,ean,reap,mone,man,msan,gate_ean,gate_energy,aimer,magnitude,random"
 spent: dict[str, float] = defaultdict(float)
 
 
-def perform(job: Job, work: Callable[[Job], None] = kinds.perform) -> None:
+def perform(job: Job, work: Callable[[Job], None] = execute.perform) -> None:
     """Do a job, and add up what it takes."""
     start = time.process_time()
     work(job)
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--layers", type=int, default=8)
     words, more = parser.parse_known_args()
-    kinds.perform = perform
+    execute.perform = perform
     with tempfile.TemporaryDirectory() as place:
         model = write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
         study = [f"grid.criterion=[{CRITERIA}]", "suite.benchmarks=[]", "launcher=inline", "report=false"]

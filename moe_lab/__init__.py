@@ -96,6 +96,7 @@ def calibrate(
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.models.facts import model_facts
+    from moe_lab.statistics_file import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     facts = model_facts(model)
@@ -109,11 +110,8 @@ def calibrate(
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
     finally:
         model.train(training)
-    merged: dict[int, dict[str, Any]] = {layer: {} for layer in facts["layers"]}
-    for layers in sums.values():
-        for layer, arrays in layers.items():
-            merged[layer] |= arrays
-    return ModelStatistics(merged, sums, facts, calibration.report)
+    nothing: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
+    return ModelStatistics(by_layer([nothing, *sums.values()]), sums, facts, calibration.report)
 
 
 @contextmanager

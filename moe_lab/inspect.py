@@ -70,7 +70,7 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
     from moe_lab.calibration import settings as calibrations
     from moe_lab.grid import check_ratio
     from moe_lab.models.files import check_running, configuration_folder
-    from moe_lab.study import resources
+    from moe_lab.study.slurm import resources
 
     for ratio in config.grid.ratio:
         check_ratio(ratio)
@@ -158,23 +158,22 @@ def _of_one_expert(size: Size, found: Mapping[str, Any] | None) -> int:
 
 
 def _calibration(config: Config) -> Iterator[Row]:
-    """What a forward pass, and a backward pass, over the configured calibration set take by estimate."""
-    from moe_lab.study.estimate import estimate, gpus
-    from moe_lab.study.maker import Maker
+    """The memory that a forward pass, and a backward pass, over the configured calibration set take by estimate."""
+    from moe_lab.study.estimates import gpus, memory_of
+    from moe_lab.study.steps.builder import Builder
+    from moe_lab.study.steps.passes import reading
 
-    maker = Maker(config)
+    builder = Builder(config)
     text = config.calibration
     for kind, words in (("statistics", "forward"), ("gradients", "forward and backward")):
-        step = maker.reading(kind, config.model, text, config.seed)
-        if (takes := estimate(step)) is None:
+        memory = memory_of(reading(builder, kind, config.model, text, config.seed))
+        if memory is None:
             continue
-        count = gpus(takes, config.resources.gpu_memory)
-        where = f"{count} GPU{'s' * (count > 1)} of {config.resources.gpu_memory:g} GiB" if count else "one CPU core"
-        minutes = (takes.seconds + takes.loading) / 60
+        count = gpus(memory, config.resources.gpu_memory)
+        where = f"{count} GPU{'s' * (count > 1)} of {config.resources.gpu_memory:g} GiB" if count else "the CPU"
         yield (
             f"calibration, {words}",
-            f"about {takes.memory / GIB:.1f} GiB and {minutes:.1f} minutes on {where}, "
-            f"over {text.tokens:,} tokens of {text.name}",
+            f"about {memory.bytes / GIB:.1f} GiB on {where}, over {text.tokens:,} tokens of {text.name}",
         )
 
 

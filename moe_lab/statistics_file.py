@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ def read(path: Path | str, framework: str = "np", only: Collection[str] | None =
             if only is None or name in only:
                 layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
     return dict(sorted(layers.items()))
+
+
+def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """Layer -> the arrays of several passes over one model, by name."""
+    merged: dict[int, dict[str, Any]] = {}
+    for layers in passes:
+        for layer, arrays in layers.items():
+            merged.setdefault(layer, {}).update(arrays)
+    return merged
 
 
 def header(path: Path | str) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from moe_lab.paths import conf
 from moe_lab.study import record
 from moe_lab.study.finish import Study
 from moe_lab.study.graph import build
-from moe_lab.study.resources import resources
 from moe_lab.study.slurm import snapshot
 from moe_lab.study.slurm.pack import Pack, Record
+from moe_lab.study.slurm.resources import resources
 from moe_lab.study.store import Store
 
 SERVER = Path(__file__).parent / "evaluation" / "endpoint.py"
@@ -128,7 +128,7 @@ def test_what_jobs_are_handed_has_no_secret(tmp_path: Path, monkeypatch: pytest.
     store.create()
     study = Study(config, graph, store, False, written=from_environment(composed))
     handed = [Pack(str(tmp_path), steps, 1), Record(study)]
-    asks = [resources([step], config.resources) for step in steps if step.kind in ("scores", "plan")]
+    asks = [resources([step], config.resources, lambda step: None) for step in steps if step.kind in ("scores", "plan")]
     script = [shell(line) for ask in asks for line in ask["setup"]] + [shell(str(config.launcher.python))]
     record.write(store, config, graph, {}, add=False, written=study.written)
     texts = [cloudpickle.dumps(handed), "\n".join(script).encode(), (store.root / "studies/study.json").read_bytes()]

@@ -1,4 +1,4 @@
-"""Every file under sweeps/ composes, can start, costs what it says, and asks for the cells of its table.
+"""Every file under sweeps/ composes, can start, and asks for the cells of its table.
 
 python tests/test_sweeps.py     writes step_ids.json anew, where an id must change: see what `git diff` says of it
 """
@@ -30,7 +30,6 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import evalscope_tasks
 from moe_lab.study import record, run
-from moe_lab.study.estimate import hours
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.preflight import preflight
 from moe_lab.study.store import Store
@@ -50,9 +49,6 @@ EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("
 IDS = Path(__file__).with_name("step_ids.json")
 """Sweep or experiment -> kind of step -> how many there are, and the beginning of a digest of their ids."""
 GPU = "NVIDIA H100 80GB HBM3"
-WITHOUT_GPU = {"model", "weights", "scores", "plan", "cost"}
-"""Steps of plans of whole experts that read weights alone."""
-COST = re.compile(r"# Costs about ([\d.]+) GPU-hours")
 SCHEMAS = {
     "allocation": config.AllocationConfig,
     "calibration": config.CalibrationConfig,
@@ -148,7 +144,7 @@ def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
     head = [line for line in lines if line.startswith("#")]
     kind, number = re.findall(r"_(table|fig)(\d+)", name)[0]
     assert f"{'Table' if kind == 'table' else 'Figure'} {number}" in head[0] and max(map(len, lines)) <= 120
-    command = " ".join(" ".join(head).partition("# Use: ")[2].partition("# Costs")[0].replace("\\ #", "").split())
+    command = " ".join(" ".join(head).partition("# Use: ")[2].replace("\\ #", "").split())
     start = f"python -m moe_lab --config-dir sweeps --config-name {name}"
     assert command.startswith(start) and set(command.removeprefix(start).split()) == permissions(name)
     assert any("Should come to: " in line for line in head)
@@ -168,15 +164,8 @@ def test_a_choice_of_one_table_fits_its_schema_and_is_used(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sweep_can_start_and_costs_what_it_says(name: str) -> None:
-    settings = request(name)[0]
-    assert preflight(settings, by_protocol(name)) == []
-    said = COST.search((SWEEPS / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert said is not None
-    _, gpu_hours = hours(graph(name).steps(), settings.resources.gpu_memory)
-    assert float(said[1]) == pytest.approx(gpu_hours, rel=0.1)
-    runs = {step.kind for step in graph(name).steps()} - WITHOUT_GPU
-    assert (gpu_hours > 0) == bool(runs), "a model nothing is known of costs nothing by estimate"
+def test_a_sweep_can_start(name: str) -> None:
+    assert preflight(request(name)[0], by_protocol(name)) == []
 
 
 def empty(benchmarks: list[config.BenchmarkConfig], root: Path) -> list[config.BenchmarkConfig]:
@@ -184,15 +173,14 @@ def empty(benchmarks: list[config.BenchmarkConfig], root: Path) -> list[config.B
     return [replace(benchmark, root=str(root)) for benchmark in benchmarks]
 
 
-def test_a_dry_run_prints_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = request("heapr_table2")[0]
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"))
     with pytest.raises(UserError, match="this cannot start yet") as missing:
         run.run(dry, [(cells, empty(list(asked), tmp_path)) for cells, asked in by_protocol("heapr_table2")])
     assert str(missing.value).count("has no mirror of it") == 7
     printed = capsys.readouterr().err
-    _, gpu_hours = hours(graph("heapr_table2").steps(), settings.resources.gpu_memory)
-    assert "heapr_table2: 14 cells" in printed and f"{gpu_hours:.2f}" in printed and "gradients" in printed
+    assert "heapr_table2: 14 cells" in printed and "gradients" in printed and "unknown" in printed
 
 
 def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +193,7 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: py
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().err.splitlines() if "│" in line]
     asks = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
     assert asks["search", "8"][:3] == ["8", "2", "16"] and asks["search", "8"][-2:] == ["77", "long"]
-    assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-1] == "default"
+    assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-2:] == ["1440?", "default"]
     assert asks["scores", "1"][:2] == ["8", "0"]
     assert not (tmp_path / "store" / "runs").exists(), "nothing is submitted"
 

@@ -65,9 +65,9 @@ class ResourcesConfig:
     cpus_per_gpu: int = 8
     """CPU cores that are asked for with each GPU."""
     margin: float = 2.0
-    """Time asked for, as a multiple of the estimate."""
+    """Time asked for, as a multiple of what such steps took."""
     longest: int = 1440
-    """Minutes that are asked for at most; longer work is requeued and goes on."""
+    """Minutes that are asked for at most, and where no time is known; longer work is requeued and goes on."""
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
     jobs: dict[str, Any] = field(default_factory=dict)

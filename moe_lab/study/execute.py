@@ -14,6 +14,7 @@ from moe_lab.start import command
 from moe_lab.study.identity import Step
 from moe_lab.study.job import Job, error_document
 from moe_lab.study.schedule import StepError
+from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.store import Store
 
 
@@ -76,7 +77,7 @@ class Worker:
 
 
 class Here:
-    """Do steps in this process; evaluation, which runs foreign harnesses, in a worker beside it."""
+    """Do steps in this process; those that run foreign code in a worker beside it."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
@@ -88,11 +89,9 @@ class Here:
         self.worker.__exit__(*exception)
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        if step.kind in ("evaluate", "generate", "grade"):
+        if KINDS[step.kind].own_process:
             self.worker(step, scratch)
             return
-        from moe_lab.study.kinds import perform
-
         try:
             perform(Job.of(step, self.store, scratch))
         except Exception as error:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from moe_lab import criteria
 from moe_lab.config import (
     AllocationConfig,
     BenchmarkConfig,
@@ -14,17 +13,27 @@ from moe_lab.config import (
     CriterionConfig,
     ModelConfig,
 )
-from moe_lab.grid import Cell
+from moe_lab.grid import Cell, Request
 from moe_lab.results import ID_DIGITS
 from moe_lab.study.identity import Step
-from moe_lab.study.maker import Maker, reads_text
 from moe_lab.study.progress import say
-from moe_lab.study.pruned import NO_RECOVERY, Pruned
+from moe_lab.study.steps.builder import Builder, reads_text
+from moe_lab.study.steps.convergence import CHANNEL_CONVERGENCE, CONVERGENCE, follows_channels
+from moe_lab.study.steps.costs import COST, PROFILE, TIMING
+from moe_lab.study.steps.evaluation import results_step
+from moe_lab.study.steps.passes import STATISTICS_PASS
+from moe_lab.study.steps.plans import plan_step
+from moe_lab.study.steps.recovery import EXPORT, NO_RECOVERY, PrunedModel
+from moe_lab.study.steps.scores import FAMILY, scores_step
 
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
+
+
+INPUTS = ("statistics", "finetune")
+"""Steps of a cell that are run where another step needs them, and not for themselves."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class CellSteps:
     timing: Step | None
     evaluate: Mapping[str, Step]
 
+    def named(self) -> dict[str, Step | None]:
+        """Field -> step, without the benchmarks."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -54,6 +67,10 @@ class Graph:
     damages: Mapping[str, Step]
     convergences: Mapping[str, Step]
     channel_convergences: Mapping[str, Step]
+
+    def figures(self) -> dict[str, Mapping[str, Step]]:
+        """Field -> the steps that feed figures."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
@@ -70,46 +87,37 @@ class Graph:
         return list(found.values())
 
     def _wanted(self) -> Iterable[Step]:
-        yield from self.families.values()
-        yield from self.damages.values()
-        yield from self.convergences.values()
-        yield from self.channel_convergences.values()
+        for steps in self.figures().values():
+            yield from steps.values()
         for cell in self.cells:
-            yield cell.model
-            yield from (step for step in (cell.scores, cell.plan, cell.export, cell.profile, cell.timing) if step)
-            yield cell.cost
+            yield from (step for name, step in cell.named().items() if step and name not in INPUTS)
             yield from cell.evaluate.values()
 
 
-def _steps(maker: Maker, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) -> CellSteps:
+def _steps(builder: Builder, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
+    config = builder.config
     pruned = cell.criterion is not NO_CRITERION
-    plan = maker.plan(cell) if pruned else None
-    model = Pruned(maker, cell, plan)
+    plan = plan_step(builder, cell) if pruned else None
+    model = PrunedModel(builder, cell, plan)
     return CellSteps(
         cell=cell,
-        model=maker.model(cell.model),
-        statistics=maker.statistics(cell) if pruned else None,
-        scores=maker.scores(cell) if pruned else None,
+        model=builder.model(cell.model),
+        statistics=STATISTICS_PASS.step(builder, cell) if pruned and reads_text(cell) else None,
+        scores=scores_step(builder, cell) if pruned else None,
         plan=plan,
         finetune=model.finetune,
-        export=model.export() if plan and maker.config.export else None,
-        cost=model.cost(),
-        profile=model.profile() if maker.config.profile else None,
-        timing=model.timing() if maker.config.timing else None,
-        evaluate={benchmark.name: model.evaluate(benchmark) for benchmark in benchmarks},
+        export=EXPORT.step(model) if plan and config.export else None,
+        cost=COST.step(model),
+        profile=PROFILE.step(model) if config.profile else None,
+        timing=TIMING.step(model) if config.timing else None,
+        evaluate={benchmark.name: results_step(model, benchmark) for benchmark in benchmarks},
     )
 
 
 def normalized(cell: Cell) -> Cell:
     """The cell without a calibration set, if nothing in it reads one: one cell instead of one per set."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
-
-
-def settles_by_channels(cell: Cell) -> bool:
-    """Whether the cell's criterion scores channels by sums that a pass adds up token by token."""
-    name = cell.criterion.name
-    return criteria.get(name).granularity == "channel" and criteria.summed_over(name) is not None
 
 
 def unpruned(cell: Cell) -> Cell:
@@ -120,53 +128,53 @@ def unpruned(cell: Cell) -> Cell:
     )
 
 
-def _told_apart(
-    requests: Sequence[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]], maker: Maker
-) -> list[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]:
+def _distinct_names(requests: Sequence[Request], builder: Builder) -> list[Request]:
     """The requests with models of one name that are not the same called by it and the start of their ids."""
     models = {id(cell.model): cell.model for cells, _ in requests for cell in cells}
-    called: dict[str, dict[str, str]] = {}
+    by_name: dict[str, dict[str, str]] = {}
     for model in models.values():
-        called.setdefault(model.name, {})[maker.model(model).id] = model.path
-    new = {key: _with_id(model, maker) for key, model in models.items() if len(called[model.name]) > 1}
-    for name, paths in called.items():
-        if len(paths) > 1:
-            which = ", ".join(f"{id_[:ID_DIGITS]} is {path}" for id_, path in paths.items())
-            say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
+        by_name.setdefault(model.name, {})[builder.model(model).id] = model.path
+    ambiguous = {name: paths for name, paths in by_name.items() if len(paths) > 1}
+    for name, paths in ambiguous.items():
+        which = ", ".join(f"{step_id[:ID_DIGITS]} is {path}" for step_id, path in paths.items())
+        say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
+    renamed = {key: _with_id(model, builder) for key, model in models.items() if model.name in ambiguous}
+    if not renamed:
+        return list(requests)
     return [
-        ([replace(cell, model=new.get(id(cell.model), cell.model)) for cell in cells], benchmarks)
+        ([replace(cell, model=renamed.get(id(cell.model), cell.model)) for cell in cells], benchmarks)
         for cells, benchmarks in requests
     ]
 
 
-def _with_id(model: ModelConfig, maker: Maker) -> ModelConfig:
+def _with_id(model: ModelConfig, builder: Builder) -> ModelConfig:
     ending = "" if model.top_k is None else f"_top{model.top_k}"  # which a name has to end in
-    return replace(model, name=f"{model.name.removesuffix(ending)}-{maker.model(model).id[:ID_DIGITS]}{ending}")
+    return replace(model, name=f"{model.name.removesuffix(ending)}-{builder.model(model).id[:ID_DIGITS]}{ending}")
 
 
-def build(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> Graph:
-    """The graph of a study: its cells, each once with all benchmarks asked of it, and the unpruned models.
+def build(config: Config, requests: Iterable[Request]) -> Graph:
+    """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
 
     `config` says what holds for all requests: permissions, exports, whether overlaps are wanted.
     """
-    maker = Maker(config)
-    asked: dict[Cell, dict[str, BenchmarkConfig]] = {}
+    builder = Builder(config)
+    benchmarks_of: dict[Cell, dict[str, BenchmarkConfig]] = {}
     families: dict[str, Step] = {}
     damages: dict[str, Step] = {}
     convergences: dict[str, Step] = {}
     channel_convergences: dict[str, Step] = {}
-    for cells, benchmarks in _told_apart(list(requests), maker):
+    for cells, benchmarks in _distinct_names(list(requests), builder):
         named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
-                asked.setdefault(candidate, {}).update(named)
+                benchmarks_of.setdefault(candidate, {}).update(named)
             name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
             if cell.calibration.snapshots:
-                convergences[name] = maker.convergence(cell.model, cell.calibration, cell.gate, cell.seed)
-                if settles_by_channels(cell):
-                    channel_convergences[f"{cell.criterion.name}@{name}"] = maker.channel_convergence(cell)
+                convergences[name] = CONVERGENCE.step(builder, cell)
+                if follows_channels(cell):
+                    channel_convergences[f"{cell.criterion.name}@{name}"] = CHANNEL_CONVERGENCE.step(builder, cell)
             if config.overlap:
-                families[name] = maker.family(cell.model, cell.calibration, cell.gate, cell.seed)
-                damages[name] = maker.scores(replace(cell, criterion=EXACT_DAMAGE))
-    steps = [_steps(maker, cell, list(named.values())) for cell, named in asked.items()]
+                families[name] = FAMILY.step(builder, cell)
+                damages[name] = scores_step(builder, replace(cell, criterion=EXACT_DAMAGE))
+    steps = [_steps(builder, cell, list(named.values())) for cell, named in benchmarks_of.items()]
     return Graph(steps, families, damages, convergences, channel_convergences)

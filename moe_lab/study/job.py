@@ -7,12 +7,14 @@ import errno
 import subprocess
 import traceback
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import moe_lab
+from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.masking import mask
 from moe_lab.study.identity import Step, digest
@@ -46,6 +48,36 @@ class Job:
             scratch=str(scratch.absolute()),
             partial=str(store.partial(step).absolute()),
         )
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The model, and how it is loaded."""
+        return ModelConfig(**self.runtime["model"])
+
+    @cached_property
+    def text(self) -> CalibrationConfig:
+        """The text that is read: the calibration set, or the one that a step has instead."""
+        return CalibrationConfig(**(self.runtime.get("calibration") or self.runtime["text"]))
+
+    @cached_property
+    def benchmark(self) -> BenchmarkConfig:
+        """What the model is asked."""
+        return BenchmarkConfig(**self.runtime["benchmark"])
+
+    @cached_property
+    def backend(self) -> BackendConfig:
+        """What generates texts."""
+        return BackendConfig(**self.runtime["backend"])
+
+    @cached_property
+    def recovery(self) -> RecoveryConfig:
+        """How a pruned model is fine-tuned."""
+        return RecoveryConfig(**self.runtime["recovery"])
+
+    @cached_property
+    def policy(self) -> Policy:
+        """What graded programs may do."""
+        return Policy(**self.runtime["policy"])
 
     def input(self, role: str, file: str) -> Path:
         """A file of the finished step in `role`."""

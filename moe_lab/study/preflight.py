@@ -27,9 +27,11 @@ from moe_lab.search import evolution
 from moe_lab.search.settings import parse as parse_search
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
-from moe_lab.study import device, resources
 from moe_lab.study.launch import visible_gpus
-from moe_lab.study.maker import FROM_WEIGHTS, evidence_of, reads_text
+from moe_lab.study.slurm import resources
+from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.builder import evidence_of, reads_text
+from moe_lab.study.steps.costs import device_here
 
 RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
 """Group -> names that stand for every study, or for what an unpruned model lacks."""
@@ -61,7 +63,7 @@ def _check_device(named: str) -> None:
     where the driver does not already list it. What spreads a model over devices takes those there are, the CPU too."""
     kind, _, number = named.partition(":")
     if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
-        device.here(named)
+        device_here(named)
 
 
 def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
@@ -254,7 +256,7 @@ def _check_sequential(name: str) -> None:
 
 
 def _fits_sequential(needs: Sequence[str]) -> bool:
-    return "statistics" in needs and {"statistics", *FROM_WEIGHTS}.issuperset(needs)
+    return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
 
 
 def _check_by(name: str) -> None:

@@ -19,6 +19,8 @@ from moe_lab.study.identity import Step, canonical, digest
 from moe_lab.study.store import Store
 
 SCHEMA = 1
+PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
+"""Steps of a cell that are no result: where one fails, what needs it is missing."""
 
 
 def _path(store: Store, study: str) -> Path:
@@ -53,7 +55,8 @@ def write(
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
-        steps = {**cell.evaluate, "cost": cell.cost, "profile": cell.profile, "timing": cell.timing}
+        results = {name: step for name, step in cell.named().items() if name not in PREPARATION}
+        steps = {**cell.evaluate, **results}
         return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step and step.id in failed}
 
     called = _models(graph)
@@ -61,15 +64,7 @@ def write(
         {
             "cell": {"model": called[cell.cell.model.name, cell.cell.protocol.name], **_names(cell)},
             "protocol": cell.cell.protocol.name,
-            "model": place(cell.model),
-            "statistics": place(cell.statistics),
-            "scores": place(cell.scores),
-            "plan": place(cell.plan),
-            "finetune": place(cell.finetune),
-            "export": place(cell.export),
-            "cost": place(cell.cost),
-            "profile": place(cell.profile),
-            "timing": place(cell.timing),
+            **{name: place(step) for name, step in cell.named().items()},
             "evaluate": {name: place(step) for name, step in cell.evaluate.items()},
             "errors": errors(cell),
         }
@@ -82,10 +77,7 @@ def write(
         "moe_lab": moe_lab.__version__,
         "config": _settings(config, written or {}),
         "cells": cells,
-        "families": {name: place(step) for name, step in graph.families.items()},
-        "damages": {name: place(step) for name, step in graph.damages.items()},
-        "convergences": {name: place(step) for name, step in graph.convergences.items()},
-        "channel_convergences": {name: place(step) for name, step in graph.channel_convergences.items()},
+        **{figure: {name: place(step) for name, step in steps.items()} for figure, steps in graph.figures().items()},
     }
     path = _path(store, config.study)
     with store.lock(path.with_suffix(".lock")):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
-from moe_lab.study import record, room
+from moe_lab.study import record
+from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.identity import Step
 from moe_lab.study.job import code_state
 from moe_lab.study.launch import Launcher, launcher
 from moe_lab.study.preflight import lacking, preflight
-from moe_lab.study.progress import say, say_notices
+from moe_lab.study.progress import console, say, say_notices
 from moe_lab.study.runs import begin, last_about
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.store import Store
@@ -55,13 +57,11 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     say_notices(store)
     say(_summary(config, graph, steps, done))
     undone = [step for step in steps if step.id not in done]
-    full = room.lacking(config.store, undone)
+    full = disk_problems(config.store, undone)
     if config.launcher.name != "slurm":  # whose nodes have another memory
-        full += room.unloadable(undone)
+        full += memory_problems(undone)
     if config.dry_run:
-        from moe_lab.study.forecast import show
-
-        show(config, steps, done)
+        _show_forecast(config, steps, done, Times(store))
         if missing or full:
             raise _together("this cannot start yet:", [*missing, *full])
         return 0
@@ -77,6 +77,19 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
         if schedule.waiting and not launch(schedule, study, begun):
             return 0
     return finish(study, schedule)
+
+
+def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times: Times) -> None:
+    """Print the graph as a table, and what Slurm would be asked for."""
+    console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
+    missing = [step for step in steps if step.id not in done]
+    if config.launcher.name == "slurm" and missing:
+        from moe_lab.study.slurm.arrays import arrange, table
+        from moe_lab.study.slurm.resources import resources
+
+        ask = partial(resources, settings=config.resources, seconds=times.seconds)
+        arrays = arrange(missing, ask, config.launcher)
+        console.print(table(arrays, config.resources.longest, times.seconds))
 
 
 def _together(heading: str, problems: Sequence[str]) -> UserError:

@@ -31,7 +31,7 @@ def serve(replies: IO[str]) -> None:
         job = Job(**jobs.get())
         print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
         try:
-            from moe_lab.study.kinds import perform
+            from moe_lab.study.steps import perform
 
             perform(job)
             reply: dict[str, Any] = {}

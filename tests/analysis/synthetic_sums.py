@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from synthetic import write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
-from moe_lab.study.kinds import tables
-from moe_lab.study.kinds.shared import write_table
+from moe_lab.study.steps import tables
+from moe_lab.study.steps.inputs import write_table
 
 SILENT = 7
 """The expert that no token reaches."""

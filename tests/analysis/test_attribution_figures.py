@@ -25,7 +25,7 @@ from analysis.outputs import channel_scores, criteria, layer_budgets, models, ra
 from analysis.registry import outputs
 from analysis.render.style import Figure
 from analysis.results import Results
-from moe_lab.study.kinds import tables
+from moe_lab.study.steps import tables
 
 TOKENS = 65000
 """Of the synthetic calibration sets."""

@@ -22,14 +22,15 @@ from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
 from moe_lab.recovery.parts import experts_of
-from moe_lab.study import device
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
+from moe_lab.study.identity import Step
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.timing import _deployed, timing
-from moe_lab.study.maker import Maker
 from moe_lab.study.preflight import _check_timing
 from moe_lab.study.provenance import provenance
-from moe_lab.study.pruned import Pruned
+from moe_lab.study.steps import costs
+from moe_lab.study.steps.builder import Builder
+from moe_lab.study.steps.costs import TIMING, _deployed, timing
+from moe_lab.study.steps.recovery import PrunedModel
 
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2, warmup=1)
 
@@ -88,12 +89,13 @@ def cell() -> Cell:
     return Cell(MODEL, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, {"flops": TEXT})
 
 
+def step(builder: Builder) -> Step:
+    return TIMING.step(PrunedModel(builder, cell(), None))
+
+
 def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:
     here = device_name("cpu")
-    steps = {
-        name: Pruned(Maker(Config(timing=True, timed=replace(ASKED, device=name))), cell(), None).timing()
-        for name in (here, "another")
-    }
+    steps = {name: step(Builder(Config(timing=True, timed=replace(ASKED, device=name)))) for name in (here, "another")}
     assert steps[here].id != steps["another"].id
 
     def job(name: str) -> Job:
@@ -135,12 +137,12 @@ def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(monkey
         error = "Traceback\nmoe_lab.errors.UserError: model.device=cuda:7: this machine has none"
         return SimpleNamespace(returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error)
 
-    monkeypatch.setattr(device.subprocess, "run", answer)
-    maker = Maker(Config(timing=True, timed=ASKED))
-    named = {Pruned(maker, cell(), None).timing().parts["timing"].settings["device"] for _ in range(3)}
+    monkeypatch.setattr(costs.subprocess, "run", answer)
+    builder = Builder(Config(timing=True, timed=ASKED))
+    named = {step(builder).parts["timing"].settings["device"] for _ in range(3)}
     assert named == {"A GPU"} and len(asked) == 1 and asked[0][-1] == "cpu"
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
-        device.here("cuda:7")
+        costs.device_here("cuda:7")
 
 
 def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

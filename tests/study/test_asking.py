@@ -14,7 +14,7 @@ from moe_lab.evaluation import run, suite
 from moe_lab.grid import plain
 from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
-from moe_lab.study.kinds import pruned
+from moe_lab.study.steps import evaluation
 
 BENCHMARK = BenchmarkConfig(
     name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
@@ -33,7 +33,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(job: Job) -> Any:
         yield None, None
 
-    monkeypatch.setattr(pruned, "_subject", nobody)
+    monkeypatch.setattr(evaluation, "pruned_model", nobody)
 
 
 def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +43,10 @@ def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monke
 
     given: list[Any] = []
     monkeypatch.setattr(run, "evaluate", evaluate)
-    pruned.evaluate(job(tmp_path, suite.data_digest(BENCHMARK)))
+    evaluation.evaluate(job(tmp_path, suite.data_digest(BENCHMARK)))
     assert given == [{"enable_thinking": False}]
 
 
 def test_data_that_changed_since_it_was_asked_for_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="its data is not what it was"):
-        pruned.evaluate(job(tmp_path, "another"))
+        evaluation.evaluate(job(tmp_path, "another"))

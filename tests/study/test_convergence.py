@@ -17,9 +17,9 @@ from moe_lab import criteria
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import plain
 from moe_lab.statistics_file import read
-from moe_lab.study import kinds
+from moe_lab.study import steps
 from moe_lab.study.job import Job
-from moe_lab.study.kinds import settling
+from moe_lab.study.steps import convergence
 
 MODEL = plain(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))
 TEXT = {"name": "text", "path": "pocket:calibration/general.jsonl", "packing": "chunk", "length": 128, "tokens": 1024}
@@ -31,7 +31,7 @@ def perform(root: Path, kind: str, settings: dict[str, Any], **inputs: Path) -> 
     (folder / "partial").mkdir(parents=True)
     names = {role: str(path) for role, path in inputs.items()}
     job = Job(kind, kind, settings, {"model": MODEL, "calibration": text}, names, str(folder), str(folder / "partial"))
-    kinds.perform(job)
+    steps.perform(job)
     return folder
 
 
@@ -132,8 +132,8 @@ def naive_best(scores: np.ndarray, share: float) -> set[int]:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_shared_channels_are_those_of_two_sets(pairs: list[tuple[int, int]]) -> None:
     one, other = (np.array([pair[side] for pair in pairs], float)[None] for side in (0, 1))
-    found = settling.shared(settling.ranks(one), settling.ranks(other))
-    for share, same in zip(settling.SHARES, found, strict=True):
+    found = convergence.shared(convergence.ranks(one), convergence.ranks(other))
+    for share, same in zip(convergence.SHARES, found, strict=True):
         final = naive_best(other, share)
         assert same == len(naive_best(one, share) & final) / len(final)
 

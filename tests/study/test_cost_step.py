@@ -17,14 +17,13 @@ from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConf
 from moe_lab.grid import Cell, plain
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.study.estimate import estimate
+from moe_lab.study.estimates import memory_of, memory_problems
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION
 from moe_lab.study.identity import Step
 from moe_lab.study.job import Job
-from moe_lab.study.kinds import measuring, pruned, shared
-from moe_lab.study.maker import Maker
-from moe_lab.study.pruned import NO_RECOVERY, Pruned
-from moe_lab.study.room import unloadable
+from moe_lab.study.steps import costs, inputs, passes
+from moe_lab.study.steps.builder import Builder
+from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel
 
 EXPERTS, CHANNELS = CriterionConfig(name="aimer"), CriterionConfig(name="channel_weight")
 PLAN = Step("plan", "a")
@@ -37,7 +36,8 @@ def step(
     study = CalibrationConfig(name="c", path=text.path, engine=engine, activation_budget=0.5)
     chosen = criterion or NO_CRITERION
     cell = Cell(model, chosen, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, {"flops": text})
-    return Pruned(Maker(replace(Config(), calibration=study)), cell, PLAN if criterion else None).cost()
+    builder = Builder(replace(Config(), calibration=study))
+    return costs.COST.step(PrunedModel(builder, cell, PLAN if criterion else None))
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ Perform = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def perform(tmp_path: Path) -> Perform:
-    """Do a step, and give the JSON it leaves. `inputs`: role -> folder."""
+    """Do a step, and give the JSON it leaves. `folders`: role -> folder."""
 
-    def do(kind: Any, asked: Step, name: str, **inputs: Path) -> dict[str, Any]:
+    def do(kind: Any, asked: Step, name: str, **folders: Path) -> dict[str, Any]:
         folder = tmp_path / name
         folder.mkdir()
         settings = {role: dict(part.settings) for role, part in asked.parts.items()}
-        given = {role: str(path) for role, path in inputs.items()}
+        given = {role: str(path) for role, path in folders.items()}
         kind(Job(kind.__name__, "x", settings, dict(asked.runtime), given, str(folder), str(folder / "partial")))
         found: dict[str, Any] = json.loads(next(folder.glob("[cf]*[ts].json")).read_text())
         return found
@@ -89,22 +89,20 @@ def test_whole_experts_and_even_channels_are_counted_without_the_model(
     model: ModelConfig, text: CalibrationConfig, perform: Perform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = tiny.build("deepseek_v2")
-    perform(measuring.model, step(model, text), "facts")
-    for name in ("_loaded", "streamed_model"):
-        monkeypatch.setattr(shared, name, lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(pruned, "streamed_model", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(pruned, "rows", lambda *_: pytest.fail("the text was read"))
-    before = perform(pruned.cost, step(model, text), "unpruned", model=tmp_path / "facts")
+    perform(passes.model, step(model, text), "facts")
+    monkeypatch.setattr(inputs, "_loaded", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(costs, "engine", lambda *_: pytest.fail("the text was read"))
+    before = perform(costs.cost, step(model, text), "unpruned", model=tmp_path / "facts")
     assert before["flops_ratio"] == 1
     for criterion, plan in ((EXPERTS, tiny.plan(network, 0.5)), (CHANNELS, channel_plan(network, lambda _: 7))):
         folder = tmp_path / criterion.name
         folder.mkdir()
         plan.save(folder / "plan.json")
-        inputs = {"model": tmp_path / "facts", "plan": folder, "unpruned": tmp_path / "unpruned"}
-        found = perform(pruned.cost, step(model, text, criterion), f"cost-{criterion.name}", **inputs)
+        given = {"model": tmp_path / "facts", "plan": folder, "unpruned": tmp_path / "unpruned"}
+        found = perform(costs.cost, step(model, text, criterion), f"cost-{criterion.name}", **given)
         assert found["flops_per_token_unpruned"] == before["flops_per_token"] and 0 < found["flops_ratio"] < 1
-        del inputs["unpruned"]
-        assert perform(pruned.cost, step(model, text), f"again-{criterion.name}", **inputs) == found
+        del given["unpruned"]
+        assert perform(costs.cost, step(model, text), f"again-{criterion.name}", **given) == found
 
 
 def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
@@ -117,11 +115,11 @@ def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
         "engine": "streamed",
         "activation_budget": 0.5,
     }
-    perform(measuring.model, one, "facts")
-    inputs = {"model": tmp_path / "facts", "plan": tmp_path}
-    resident = perform(pruned.cost, one, "resident", **inputs)
-    monkeypatch.setattr(shared, "_loaded", lambda settings: pytest.fail("the whole model was loaded"))
-    assert perform(pruned.cost, other, "streamed", **inputs) == resident
+    perform(passes.model, one, "facts")
+    given = {"model": tmp_path / "facts", "plan": tmp_path}
+    resident = perform(costs.cost, one, "resident", **given)
+    monkeypatch.setattr(inputs, "_loaded", lambda settings: pytest.fail("the whole model was loaded"))
+    assert perform(costs.cost, other, "streamed", **given) == resident
     assert 0 < resident["flops_ratio"] < 1
 
 
@@ -142,7 +140,7 @@ def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(model: ModelConfi
 def test_a_cost_that_needs_no_model_asks_for_no_memory(
     model: ModelConfig, text: CalibrationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.study.room.main_memory", lambda: 1)
+    monkeypatch.setattr("moe_lab.study.estimates.main_memory", lambda: 1)
     small, large = (step(model, text, criterion, "resident") for criterion in (EXPERTS, CHANNELS))
-    assert not unloadable([small]) and unloadable([large])
-    assert estimate(small).loading < estimate(large).loading  # type: ignore[union-attr]
+    assert not memory_problems([small]) and memory_problems([large])
+    assert memory_of(small).bytes < memory_of(large).bytes  # type: ignore[union-attr]

@@ -9,9 +9,10 @@ import pytest
 
 from moe_lab.config import Config, LauncherConfig, ModelConfig
 from moe_lab.grid import Cell
-from moe_lab.study import device, preflight
+from moe_lab.study import preflight
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION
-from moe_lab.study.pruned import NO_RECOVERY
+from moe_lab.study.steps import costs
+from moe_lab.study.steps.recovery import NO_RECOVERY
 
 
 def lacking(named: str, launcher: str = "inline") -> list[str]:
@@ -28,7 +29,7 @@ def test_devices_are_looked_for_before_anything_is_run(monkeypatch: pytest.Monke
         error = "AssertionError: no CUDA" if words[-1] == "cuda:9" else f"UserError: model.device={words[-1]}: none"
         return SimpleNamespace(returncode=1, stdout="", stderr=f"Traceback\n{error}\n")
 
-    monkeypatch.setattr(device.subprocess, "run", answer)
+    monkeypatch.setattr(costs.subprocess, "run", answer)
     monkeypatch.setattr(preflight, "visible_gpus", lambda: ["0"])
     assert [lacking(named) for named in ("auto", "cpu", "balanced", "cuda", "cuda:0")] == [[]] * 5 and not asked
     assert lacking("cuda:1", "slurm") == [] and not asked, "its nodes may have two"

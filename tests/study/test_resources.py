@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,8 +11,10 @@ from omegaconf import OmegaConf
 from moe_lab.config import BenchmarkConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import plain
+from moe_lab.study.estimates import Seconds
 from moe_lab.study.identity import Step
-from moe_lab.study.resources import check, resources
+from moe_lab.study.slurm import resources as module
+from moe_lab.study.slurm.resources import check
 
 BIG = ModelConfig(
     name="big",
@@ -22,6 +25,15 @@ BIG = ModelConfig(
     ),
 )
 WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, max_new_tokens=2048)
+
+
+def hour(_: Step) -> float | None:
+    return 3600.0
+
+
+def resources(steps: list[Step], settings: ResourcesConfig, seconds: Seconds = hour) -> dict[str, Any]:
+    """What a job asks for whose steps take an hour each."""
+    return module.resources(steps, settings, seconds)
 
 
 def step(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
@@ -45,9 +57,19 @@ def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
 
 def test_a_pack_asks_for_the_time_of_all_its_steps_and_the_memory_of_one() -> None:
     one, four = (resources([step()] * count, ResourcesConfig()) for count in (1, 4))
-    assert 2.5 * one["minutes"] < four["minutes"] <= 4 * one["minutes"]
+    assert (one["minutes"], four["minutes"]) == (120, 480), "with a margin of 2"
     assert {**one, "minutes": 0} == {**four, "minutes": 0}
     assert resources([step()] * 400, ResourcesConfig())["minutes"] == ResourcesConfig().longest
+
+
+def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> None:
+    def known_of_evaluations(one: Step) -> float | None:
+        return 60.0 if one.kind == "evaluate" else None
+
+    pack = [step(), step(kind="export")]
+    assert resources(pack, settings("{longest: 777}"), known_of_evaluations)["minutes"] == 777
+    assert resources(pack[:1], settings("{longest: 777}"), known_of_evaluations)["minutes"] == 30
+    assert resources(pack, settings("{longest: 777, every: {minutes: 5}}"), known_of_evaluations)["minutes"] == 5
 
 
 def test_the_margin_and_the_gpus_of_the_cluster_count() -> None:
@@ -82,7 +104,7 @@ def test_the_most_particular_counts() -> None:
 def test_shipped_models_ask_for_what_one_core_does() -> None:
     pocket = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
     asked = resources([step(pocket)], ResourcesConfig())
-    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (0, 1, 30)
+    assert (asked["gpus"], asked["cpus"]) == (0, 1)
     assert 1 <= asked["memory"] <= 4
 
 
@@ -92,12 +114,12 @@ def test_zero_gpus_are_respected() -> None:
 
 def test_steps_without_a_model_ask_for_little() -> None:
     asked = resources([Step("plan", "p"), Step("plan", "q")], ResourcesConfig())
-    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (0, 1, 30) and asked["memory"] <= 2
+    assert (asked["gpus"], asked["cpus"]) == (0, 1) and asked["memory"] <= 2
 
 
-def test_a_model_nothing_is_known_of_gets_a_gpu_and_time() -> None:
+def test_a_model_nothing_is_known_of_gets_a_gpu() -> None:
     asked = resources([step(ModelConfig(name="n", path="a/b"))], ResourcesConfig())
-    assert asked["gpus"] == 1 and asked["minutes"] >= 120
+    assert asked["gpus"] == 1
 
 
 @pytest.mark.parametrize(

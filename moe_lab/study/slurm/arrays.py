@@ -9,13 +9,16 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from moe_lab.study.estimates import Seconds
 from moe_lab.study.identity import Step, canonical
+from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.kind import Packing
 
 if TYPE_CHECKING:
     from moe_lab.config import LauncherConfig
 
-SMALL = ("model", "scores", "family", "plan")
-"""Kinds of step that take a moment; a job does many of them."""
 LONGEST = 1001
 """Tasks of an array, where nobody has changed Slurm's MaxArraySize."""
 Stage = tuple[str, int]
@@ -57,11 +60,24 @@ def arrange(
     return arrays
 
 
+def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
+    """The arrays, and what each of their jobs asks for. `longest`: minutes of a job of which nothing is known."""
+    columns = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
+    rows = Table(*columns, title="what Slurm would be asked for, each job")
+    for array in arrays:
+        steps = [step for pack in array.packs for step in pack]
+        asks = {name: str(array.asks[name]) for name in ("gpus", "cpus", "memory", "minutes")}
+        if array.asks["minutes"] == longest and any(seconds(step) is None for step in steps):
+            asks["minutes"] += "?"
+            rows.caption = "?: resources.longest, since this store has no such step whose time is known"
+        partition = array.asks["partition"] or "default"
+        rows.add_row(array.kind, str(len(array.packs)), str(len(steps)), *asks.values(), partition)
+    return rows
+
+
 def _kind(step: Step) -> str:
-    """The kind of job a step goes into: its own, but what needs a pruned model is done where it is loaded anyway."""
-    costs = step.kind == "cost" and "plan" in step.inputs
-    generates = step.kind == "generate" and step.runtime["backend"]["name"] == "hf"
-    return "evaluate" if costs or generates else step.kind
+    """The kind of job a step goes into."""
+    return KINDS[step.kind].packed_as(step) or step.kind
 
 
 def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
@@ -83,15 +99,16 @@ def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, St
 
 
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
-    """The steps of each job: many small ones, some cells of one model, or one of any other kind."""
-    if kind in SMALL:
-        return _cut([[step] for step in steps], settings.steps_per_job)
-    if kind == "grade":
-        return _cut([[step] for step in steps], settings.cells_per_job)
-    if kind != "evaluate":
+    """The steps of each job, as the kind says; steps of the kind itself before those that go into its jobs."""
+    packing = KINDS[kind].packing
+    if packing is Packing.ONE:
         return [[step] for step in steps]
+    if packing is Packing.SMALL:
+        return _cut([[step] for step in steps], settings.steps_per_job)
+    if packing is Packing.GRADING:
+        return _cut([[step] for step in steps], settings.cells_per_job)
     models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
-    for step in sorted(steps, key=lambda step: step.kind != "evaluate"):
+    for step in sorted(steps, key=lambda step: step.kind != kind):
         plan = step.inputs.get("plan")
         models[canonical(step.runtime["model"])][plan.id if plan else ""].append(step)
     return [pack for cells in models.values() for pack in _cut(list(cells.values()), settings.cells_per_job)]

@@ -17,9 +17,9 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from moe_lab import start
 from moe_lab.errors import UserError
 from moe_lab.masking import shell
+from moe_lab.study.estimates import Times
 from moe_lab.study.finish import Study
 from moe_lab.study.progress import say
-from moe_lab.study.resources import check, resources
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler, snapshot
@@ -27,6 +27,7 @@ from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.nodes import nodes, too_much
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.refusal import less, refusal
+from moe_lab.study.slurm.resources import check, resources
 from moe_lab.study.slurm.under_way import under_way
 
 EARLY = 60
@@ -59,7 +60,7 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     submission.jobs.update(found.steps)
     if not missing and found.recorded:
         return
-    ask = partial(resources, settings=config.resources)
+    ask = partial(resources, settings=config.resources, seconds=Times(store).seconds)
     arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
     _check_limits(arrays, config.launcher.signal_seconds)
     _check_sizes(arrays)
@@ -98,7 +99,8 @@ class Submission:
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, whichever way."""
         after = tuple(sorted(set(self.jobs.values())))
-        asks = {**resources(list(self.study.graph.steps())[:1], self.study.config.resources), **RECORD_ASKS}
+        steps = list(self.study.graph.steps())[:1]
+        asks = {**resources(steps, self.study.config.resources, lambda step: None), **RECORD_ASKS}
         (job,) = self._hand_in(RECORD, asks, [Record(self.study)], "afterany", after)
         self.run.add([Submitted(job, job, self._name(RECORD), RECORD, (), after)])
 

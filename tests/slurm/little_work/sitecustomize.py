@@ -8,11 +8,11 @@ seconds, 0 by default.
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from moe_lab.study import kinds
 from moe_lab.study.job import Job
+from moe_lab.study.steps import KINDS
 
 PARTS = 2
 
@@ -39,5 +39,4 @@ def _note(file: Path, line: str) -> None:
         notes.write(line + "\n")
 
 
-work: dict[str, Any] = dict.fromkeys(kinds.KINDS, little)
-kinds.KINDS = work
+KINDS.update({name: replace(kind, work=little) for name, kind in KINDS.items()})

@@ -1,4 +1,4 @@
-"""What several kinds of step do with a job: load its model, read its text and its evidence, write a table."""
+"""What the work of several kinds shares: load the job's model, read its text and its inputs, write a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.study.job import Job
 
@@ -24,7 +24,7 @@ def _loaded(settings: str) -> tuple[Any, Any]:
 
 
 def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
-    """The job's model; the same objects as long as jobs ask for the same model."""
+    """The job's model; the same objects as long as jobs have the same model."""
     return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
 
 
@@ -41,20 +41,8 @@ def _skeleton(settings: str) -> Any:
 
 
 def skeleton_of(job: Job) -> Any:
-    """The job's model on the meta device, without weights; the same object as long as jobs ask for the same model."""
+    """The job's model on the meta device, without weights; the same object as long as jobs have the same model."""
     return _skeleton(json.dumps(job.runtime["model"], sort_keys=True))
-
-
-def is_streamed(job: Job, role: str = "calibration") -> bool:
-    """Whether the job's text is to be read by a model of which one decoder layer is in memory at a time."""
-    return bool(job.runtime[role]["engine"] == "streamed")
-
-
-def streamed_model(job: Job, role: str = "calibration") -> tuple[Any, Any, float]:
-    """Such a model, its tokenizer, and how many bytes of hidden states are to be kept in memory."""
-    from moe_lab.models.streamed import open_streamed
-
-    return *open_streamed(ModelConfig(**job.runtime["model"])), job.runtime[role]["activation_budget"] * 2**30
 
 
 def plan_of(job: Job) -> Any:
@@ -64,19 +52,19 @@ def plan_of(job: Job) -> Any:
     return Plan.load(job.input("plan", "plan.json")) if "plan" in job.inputs else None
 
 
-def rows(job: Job, tokenizer: Any, role: str = "calibration") -> Any:
+def rows(job: Job, tokenizer: Any) -> Any:
     """Batches (ids, valid) of the job's text, whose report is written down."""
     from moe_lab.calibration.batches import batches
 
-    text = batches(CalibrationConfig(**job.runtime[role]), tokenizer)
+    text = batches(job.text, tokenizer)
     write_json(job.output("calibration.json"), text.report)
     return text.rows
 
 
 def facts(job: Job) -> dict[str, Any]:
-    """What the model step found: layers by number, parameters."""
-    found: dict[str, Any] = json.loads(job.input("model", "facts.json").read_text())
-    return {**found, "layers": {int(layer): about for layer, about in found["layers"].items()}}
+    """What the model step wrote: layers by number, parameters."""
+    content: dict[str, Any] = json.loads(job.input("model", "facts.json").read_text())
+    return {**content, "layers": {int(layer): about for layer, about in content["layers"].items()}}
 
 
 def sums(job: Job) -> dict[str, dict[int, dict[str, Any]]]:
@@ -88,21 +76,19 @@ def sums(job: Job) -> dict[str, dict[int, dict[str, Any]]]:
 
 def evidence(job: Job) -> dict[int, dict[str, Any]]:
     """Layer -> the arrays of all sums the job was given, by name."""
-    merged: dict[int, dict[str, Any]] = {}
-    for layers in sums(job).values():
-        for layer, arrays in layers.items():
-            merged.setdefault(layer, {}).update(arrays)
-    return merged
+    from moe_lab.statistics_file import by_layer
+
+    return by_layer(sums(job).values())
 
 
 def expert_scores(job: Job, role: str = "scores") -> dict[int, list[float]]:
     """Layer -> a score per expert."""
     import pyarrow.parquet as parquet
 
-    scored: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}
     for row in parquet.read_table(job.input(role, "scores.parquet")).to_pylist():
-        scored.setdefault(row["layer"], []).append(row["score"])
-    return scored
+        scores.setdefault(row["layer"], []).append(row["score"])
+    return scores
 
 
 def write_table(path: Path, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:

@@ -13,12 +13,13 @@ from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
 from moe_lab.masking import escaped
-from moe_lab.study.estimate import KINDS, STREAMED, WORK, Estimate, estimate, gpus
+from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.identity import Step
+from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.kind import Reads
 
 EVERY = "every"
-GIB = 2**30
-UNKNOWN = Estimate(memory=16 * GIB, seconds=3600.0, loading=60.0, on_gpu=True)
+UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """For models nothing is known of before they are downloaded."""
 ROUNDED = 30
 """Minutes are asked for in multiples of it, so that jobs of nearly the same length are of one array."""
@@ -42,28 +43,34 @@ def check(settings: ResourcesConfig) -> None:
                 raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
 
 
-def resources(steps: Sequence[Step], settings: ResourcesConfig) -> dict[str, Any]:
+def resources(steps: Sequence[Step], settings: ResourcesConfig, seconds: Seconds) -> dict[str, Any]:
     """What a job asks for that does `steps` one after the other: of one model (but the small ones), and of one kind
     (but what else counts for the first, such as the costs of the models it evaluates).
 
     The fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos and
     constraint may be None; sbatch is a mapping and setup a list. What is set for MODEL/KIND counts before MODEL/every,
-    KIND and every; sbatch is merged.
+    KIND and every; sbatch is merged. `seconds` says how long a step takes; where that is not known of one, the job may
+    take `settings.longest`.
     """
     asked = _asked(steps[0], settings)
-    found = [estimate(step) or UNKNOWN for step in steps]
-    count = max(gpus(one, settings.gpu_memory) for one in found) if asked["gpus"] is None else asked["gpus"]
-    seconds = max(one.loading for one in found) + sum(one.seconds for one in found)
-    largest = max(one.memory for one in found) / GIB
-    minutes = ROUNDED * ceil(settings.margin * seconds / 60 / ROUNDED)
+    memories = [memory_of(step) or UNKNOWN for step in steps]
+    count = max(gpus(memory, settings.gpu_memory) for memory in memories) if asked["gpus"] is None else asked["gpus"]
+    largest = max(memory.bytes for memory in memories) / GIB
     threads = (steps[0].runtime.get("model") or {}).get("threads")
     estimated = {
         "gpus": count,
         "cpus": max(threads or 1, count * settings.cpus_per_gpu),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
-        "minutes": min(minutes, settings.longest),
+        "minutes": _minutes([seconds(step) for step in steps], settings),
     }
     return {name: estimated.get(name) if value is None else value for name, value in asked.items()}
+
+
+def _minutes(seconds: Sequence[float | None], settings: ResourcesConfig) -> int:
+    known = [value for value in seconds if value is not None]
+    if len(known) < len(seconds):
+        return settings.longest
+    return min(settings.longest, ROUNDED * max(1, ceil(settings.margin * sum(known) / 60 / ROUNDED)))
 
 
 def _asked(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
     """What is set for a step, the most general first; a job of small steps is about no model."""
     yield settings.every
     keys = [step.kind]
-    if step.kind in (*WORK, *STREAMED):
+    if KINDS[step.kind].reads is not Reads.NOTHING:
         model = step.runtime["model"]["name"]
         keys += [f"{model}/{EVERY}", f"{model}/{step.kind}"]
     for key in keys:

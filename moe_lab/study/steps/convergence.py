@@ -10,16 +10,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lab import criteria, plugins
+from moe_lab.grid import Cell
+from moe_lab.study.identity import Part, Step
 from moe_lab.study.job import Job
-from moe_lab.study.kinds.measuring import forward_sums, gradient_sums
-from moe_lab.study.kinds.shared import STATISTICS, facts, write_table
+from moe_lab.study.steps.builder import Builder
+from moe_lab.study.steps.engine import Resident
+from moe_lab.study.steps.inputs import STATISTICS, facts, write_table
+from moe_lab.study.steps.kind import Kind, Reads
+from moe_lab.study.steps.passes import reading
 
 Sums = dict[int, dict[str, Any]]
-PASSES = {"statistics": forward_sums, "gradients": gradient_sums}
+PASSES = {"statistics": Resident.statistics, "gradients": Resident.gradients}
 """Passes that leave snapshots -> what makes one for them alone."""
 SHARES = tuple(at / 40 for at in range(1, 40))
 """Shares of a layer's channels that are kept: every 2.5 %."""
 CHANNELS = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
+
+
+def _convergence_step(builder: Builder, cell: Cell) -> Step:
+    """Scores from more and more of the calibration set."""
+    model, calibration = cell.model, cell.calibration
+
+    def make() -> Step:
+        statistics = reading(builder, "statistics", model, calibration, cell.seed)
+        settings = Part({"gate": cell.gate, "snapshots": calibration.snapshots})
+        inputs = {"model": builder.model(model), "statistics": statistics}
+        parts = {**statistics.parts, "convergence": settings}
+        return Step("convergence", statistics.label, parts, inputs, statistics.runtime)
+
+    return builder.once(("convergence", model, calibration, cell.gate, cell.seed), make)
 
 
 def convergence(job: Job) -> None:
@@ -27,18 +47,50 @@ def convergence(job: Job) -> None:
 
     From the snapshots that the pass left; from a pass of its own where it was made without.
     """
-    from moe_lab import criteria
-
     gate, parts = job.settings["convergence"]["gate"], _parts(job, "statistics", "tokens")
     experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
-    found = [
+    rows = [
         (name, tokens, layer, expert, float(value))
         for name in criteria.of_experts_from("statistics")
         for tokens, sums in parts
         for layer, values in criteria.score(name, sums, experts=experts, gate=gate).items()
         for expert, value in enumerate(values)
     ]
-    write_table(job.output("convergence.parquet"), ("criterion", "tokens", "layer", "expert", "score"), found)
+    write_table(job.output("convergence.parquet"), ("criterion", "tokens", "layer", "expert", "score"), rows)
+
+
+CONVERGENCE = Kind(name="convergence", work=convergence, step=_convergence_step, reads=Reads.MODEL)
+
+
+def follows_channels(cell: Cell) -> bool:
+    """Whether the cell's criterion scores channels by sums that a pass adds up token by token."""
+    name = cell.criterion.name
+    return criteria.get(name).granularity == "channel" and criteria.summed_over(name) is not None
+
+
+def _channel_step(builder: Builder, cell: Cell) -> Step:
+    """How the channels that the cell's criterion keeps change with more and more of the calibration set."""
+
+    def make() -> Step:
+        chosen = criteria.get(cell.criterion.name)
+        kind = str(criteria.summed_over(chosen.name))
+        sums = reading(builder, kind, cell.model, cell.calibration, cell.seed)
+        settings: dict[str, Any] = {
+            "criterion": chosen.name,
+            "parameters": dict(cell.criterion.parameters),
+            "gate": cell.gate if chosen.uses_gate else None,
+            "snapshots": cell.calibration.snapshots,
+        }
+        inputs = {"model": builder.model(cell.model)}
+        inputs |= {need: builder.evidence(need, cell) for need in chosen.needs}
+        runtime = dict(sums.runtime)
+        if chosen.source:
+            settings["source"], runtime["plugins"] = chosen.source, [plugins.place(chosen.function)]
+        parts = {**sums.parts, "convergence": Part(settings)}
+        return Step("channel_convergence", f"{sums.label}-{chosen.name}", parts, inputs, runtime)
+
+    key = ("channel convergence", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed)
+    return builder.once(key, make)
 
 
 def channel_convergence(job: Job) -> None:
@@ -63,6 +115,15 @@ def channel_convergence(job: Job) -> None:
     write_table(job.output("convergence.parquet"), CHANNELS, rows)
 
 
+CHANNEL_CONVERGENCE = Kind(
+    name="channel_convergence",
+    work=channel_convergence,
+    step=_channel_step,
+    reads=Reads.MODEL,
+    backward=lambda step: "gradients" in step.inputs,
+)
+
+
 def ranks(scores: NDArray[np.float64]) -> NDArray[np.int64]:
     """Place of every channel of a layer (E, I) by its score, 0 for the best, flat; ties fall by index, lower first, as
     plans break them."""
@@ -85,24 +146,21 @@ def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
 def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float64]]]]:
     """Valid tokens, and the criterion's scores after them, of each snapshot and of the whole."""
     from moe_lab import criteria
-    from moe_lab.statistics_file import read
+    from moe_lab.statistics_file import by_layer, read
 
-    asked, layers = job.settings["convergence"], facts(job)["layers"]
+    settings, layers = job.settings["convergence"], facts(job)["layers"]
     [role] = [role for role in job.inputs if role in PASSES]
     weights = [read(job.input(need, STATISTICS)) for need in job.inputs if need not in (*PASSES, "model")]
     for tokens, sums in _parts(job, role, "channel_square"):
-        inputs = {layer: {k: v for part in (sums, *weights) for k, v in part[layer].items()} for layer in layers}
-        yield (
-            tokens,
-            criteria.score(
-                asked["criterion"],
-                inputs,
-                experts={layer: about["n_experts"] for layer, about in layers.items()},
-                widths={layer: about["width"] for layer, about in layers.items()},
-                gate=asked["gate"],
-                parameters=asked["parameters"],
-            ),
+        scores = criteria.score(
+            settings["criterion"],
+            by_layer([sums, *weights]),
+            experts={layer: about["n_experts"] for layer, about in layers.items()},
+            widths={layer: about["width"] for layer, about in layers.items()},
+            gate=settings["gate"],
+            parameters=settings["parameters"],
         )
+        yield tokens, scores
 
 
 def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:
@@ -114,9 +172,9 @@ def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:
     from moe_lab.statistics_file import read
 
     count = job.settings["convergence"]["snapshots"]
-    found = taken(Path(job.inputs[role]), count)
-    if found is None or any(needed not in named for _, sums in found for named in sums.values()):
-        PASSES[role](job, count)  # for the snapshots alone
-        found = taken(Path(job.scratch), count) or []
+    snapshots = taken(Path(job.inputs[role]), count)
+    if snapshots is None or any(needed not in named for _, sums in snapshots for named in sums.values()):
+        PASSES[role](Resident(job), count)  # for the snapshots alone
+        snapshots = taken(Path(job.scratch), count) or []
     whole = json.loads(job.input(role, "calibration.json").read_text())["valid_tokens"]
-    return [*found, (sum(whole.values()), read(job.input(role, STATISTICS)))]
+    return [*snapshots, (sum(whole.values()), read(job.input(role, STATISTICS)))]

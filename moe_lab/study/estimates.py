@@ -1,0 +1,250 @@
+"""What steps take: memory and disk by estimate, time as finished steps of the store took it; and whether that is there.
+
+Memory follows from the model's shape, right within a factor of two. Time is what steps of the same kind took in this
+store, scaled by how much they read; a step like none of them has no estimate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from moe_lab.config import ModelConfig
+from moe_lab.json_files import Damaged, Number, read_json
+from moe_lab.models.config_json import Size, quantization, size_of
+from moe_lab.models.memory import main_memory
+from moe_lab.study.identity import Step, canonical
+from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.kind import Kind, Reads, Settings
+from moe_lab.study.steps.memory import BASE, ITEMS, is_layered, layered_memory, resident_memory
+from moe_lab.study.store import IDENTITY, Store
+
+GIB = 2**30
+GPU_FROM = 2**30
+"""Bytes of weights from which a model is put on a GPU."""
+READ = 500
+"""Finished steps of a kind, the newest, whose times are read."""
+IDENTITY_SHAPE = {"settings": dict, "inputs": {str: str}}
+BYTES_ON_CPU = {"auto": 4}
+"""Of a parameter, where the precision alone does not say it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one step holds at its largest moment, about."""
+
+    bytes: float
+    """Weights included; on the GPUs if it uses them."""
+    on_gpu: bool
+    """Whether its model is big enough for a GPU to be worth it."""
+
+
+def memory_of(step: Step) -> Memory | None:
+    """What `step` holds; None when it depends on a model of which nothing is known."""
+    kind = KINDS[step.kind]
+    if not kind.loads_model(step) and kind.reads is not Reads.CHECKPOINT:
+        return Memory(kind.memory or BASE, False)
+    size = size_of(ModelConfig(**step.runtime["model"]))
+    if size is None:
+        return None
+    if kind.reads is Reads.CHECKPOINT:
+        return Memory(2 * BASE, False)
+    on_gpu = size.bytes >= GPU_FROM and step.runtime["model"]["device"] != "cpu"
+    holds = layered_memory if is_layered(kind, step) else resident_memory
+    return Memory(holds(kind, step, size), on_gpu)
+
+
+def gpus(memory: Memory, gpu_memory: float) -> int:
+    """GPUs that hold a step when each has `gpu_memory` GiB, a tenth of it out of reach."""
+    return int(-(-memory.bytes // (0.9 * gpu_memory * GIB))) if memory.on_gpu else 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished step: seconds for one unit of its kind, the items of its benchmark, and its model."""
+
+    seconds: float
+    limit: int | None
+    model: str | None
+    """Folder of its model step."""
+
+
+class Times:
+    """How long steps take, from the provenance of the steps that a store has."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._measured = cache(self._read)
+        self._active = cache(self._read_active)
+
+    def seconds(self, step: Step) -> float | None:
+        """The median over steps of the same kind, benchmark and model, each scaled by tokens or items; where there
+        are none, over those of other models, scaled by the parameters that are active for a token. None where there
+        are none either, or nothing is known of a model."""
+        kind = KINDS[step.kind]
+        settings = {role: part.settings for role, part in step.parts.items()}
+        rates = self._rates(kind, step, self._measured(kind).get(_benchmark(settings), []))
+        if not rates:
+            return None
+        limit = settings.get("benchmark", {}).get("limit")
+        return median(rates) * kind.units(settings) * _items(limit, step)
+
+    def _rates(self, kind: Kind, step: Step, measured: Sequence[Measured]) -> list[float]:
+        """Seconds per unit and item of the step's model, as each of the measured steps has it."""
+        rates = [one.seconds / _items(one.limit, step) for one in measured]
+        if kind.reads is Reads.NOTHING:
+            return rates
+        model = step.inputs["model"].id[:12]
+        same = [rate for rate, one in zip(rates, measured, strict=True) if (one.model or "").endswith(model)]
+        size = size_of(ModelConfig(**step.runtime["model"]))
+        if same or size is None:
+            return same
+        scaled = []
+        for rate, one in zip(rates, measured, strict=True):
+            if one.model and (active := self._active(one.model)):
+                scaled.append(rate * size.active / active)
+        return scaled
+
+    def _read(self, kind: Kind) -> dict[str, list[Measured]]:
+        """Benchmark -> the finished steps of a kind; those that are damaged or too old to say what they took count
+        as none."""
+        parent = self.store.root / kind.name
+        folders = [entry for entry in os.scandir(parent) if not entry.name.startswith(".")] if parent.is_dir() else []
+        folders.sort(key=lambda entry: entry.stat().st_mtime)
+        by_benchmark: dict[str, list[Measured]] = {}
+        for folder in folders[-READ:]:
+            try:
+                about = read_json(Path(folder, IDENTITY), IDENTITY_SHAPE)
+                seconds = read_json(Path(folder, "provenance.json"), {"seconds": Number})["seconds"]
+                units = kind.units(about["settings"])
+            except (FileNotFoundError, Damaged, LookupError, TypeError, AttributeError, ValueError):
+                continue
+            limit = about["settings"].get("benchmark", {}).get("limit")
+            one = Measured(seconds / units, limit, about["inputs"].get("model"))
+            by_benchmark.setdefault(_benchmark(about["settings"]), []).append(one)
+        return by_benchmark
+
+    def _read_active(self, folder: str) -> float | None:
+        """Parameters a token of a model is multiplied with, from the facts of its step."""
+        try:
+            facts = json.loads((self.store.place(folder, folder[-12:]) / "facts.json").read_text())
+            idle = sum((a["n_experts"] - a["top_k"]) * a["expert_parameters"] for a in facts["layers"].values())
+            return float(facts["parameters"] - idle)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+
+def _benchmark(settings: Settings) -> str:
+    """What has to be equal for times to be comparable: the benchmark, but how many items of it; "" for none."""
+    benchmark = settings.get("benchmark", {})
+    return canonical({name: value for name, value in benchmark.items() if name != "limit"}) if benchmark else ""
+
+
+def _items(limit: int | None, step: Step) -> float:
+    """Items of the step's benchmark under another limit; 1 for a step without a benchmark."""
+    if "benchmark" not in step.runtime:
+        return 1.0
+    items = int(step.runtime["benchmark"]["expected"] or ITEMS)
+    return float(min(limit or items, items))
+
+
+Seconds = Callable[[Step], float | None]
+"""Step -> how long it takes, as `Times.seconds` says."""
+
+
+def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
+    """Distinct steps by kind, cached and missing, and what the missing ones take. `done`: ids."""
+    columns = ("step", "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
+    table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
+    missing = [step for step in steps if step.id not in done]
+    for kind in dict.fromkeys(step.kind for step in steps):
+        of_kind = [step for step in steps if step.kind == kind]
+        own = [step for step in missing if step.kind == kind]
+        counts = (len(of_kind), len(of_kind) - len(own), len(own))
+        table.add_row(kind, *map(str, counts), largest_memory(own), *_hours(own, gpu_memory, seconds))
+    for column, value in zip(table.columns[-2:], _hours(missing, gpu_memory, seconds), strict=True):
+        column.footer = value
+    return table
+
+
+def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[str, str]:
+    """Hours of work one after the other, and GPU-hours, in words; a model over several GPUs keeps all of them."""
+    work = gpu_work = 0.0
+    unknown = 0
+    for step in steps:
+        if (takes := seconds(step)) is None:
+            unknown += 1
+            continue
+        work += takes / 3600
+        if memory := memory_of(step):
+            gpu_work += takes / 3600 * gpus(memory, gpu_memory)
+    if unknown == len(steps) > 0:
+        return "unknown", "unknown"
+    more = f" + {unknown} unknown" if unknown else ""
+    return f"{work:.2f}{more}", f"{gpu_work:.2f}{more}"
+
+
+def largest_memory(steps: Iterable[Step]) -> str:
+    """The memory of the largest of some steps, in words."""
+    memories = [memory_of(step) for step in steps]
+    known = [memory.bytes for memory in memories if memory is not None]
+    unknown = " or more" if len(known) < len(memories) else ""
+    return f"{max(known) / GIB:.1f} GiB{unknown}" if known else "unknown" if memories else ""
+
+
+def disk_problems(store: str, steps: Iterable[Step]) -> list[str]:
+    """A sentence when `steps` would write more than is free on the disk of `store`: exported checkpoints, hidden states
+    of streamed passes, generated texts. Estimates; what else steps leave is small."""
+    needed = sum(_written(step) for step in steps)
+    place = Path(store).expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed <= free:
+        return []
+    return [
+        f"store={store}: about {needed / GIB:.1f} GiB would be written there and {free / GIB:.1f} GiB are free: make "
+        "room, name another store, or ask for less (export=null, fewer cells)"
+    ]
+
+
+def _written(step: Step) -> float:
+    kind = KINDS[step.kind]
+    if "model" not in step.runtime or kind.reads is Reads.NOTHING:
+        return 0.0
+    size: Size | None = size_of(ModelConfig(**step.runtime["model"]))
+    return kind.writes(kind, step, size) if size else 0.0
+
+
+def memory_problems(steps: Iterable[Step]) -> list[str]:
+    """A sentence for each model that a step with model.device=cpu would load whole, though its weights alone are larger
+    than the main memory of this machine; of models whose size is known and whose weights are stored as plain numbers.
+    What is free changes, and is looked at when a model is loaded."""
+    there = main_memory()
+    problems = {}
+    for step in (step for step in steps if _loads_on_the_cpu(step)):
+        model = ModelConfig(**step.runtime["model"])
+        size = None if quantization(model) else size_of(model)
+        needed = size.parameters * BYTES_ON_CPU.get(model.dtype, size.bytes_per_parameter) if size else 0
+        if needed > there:
+            way = "set calibration.engine=streamed" if KINDS[step.kind].checkpoint_reads else "leave it out"
+            problems[model.name, way] = (
+                f"model.device=cpu: {step.kind} of model={model.name} loads {needed / GIB:.1f} GiB of weights, and "
+                f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a smaller dtype"
+            )
+    return list(problems.values())
+
+
+def _loads_on_the_cpu(step: Step) -> bool:
+    kind = KINDS[step.kind]
+    if not kind.loads_model(step) or is_layered(kind, step) or step.runtime["model"]["device"] != "cpu":
+        return False
+    return bool(step.runtime.get("backend", {}).get("name") != "server")

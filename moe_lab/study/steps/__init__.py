@@ -1,0 +1,34 @@
+"""Kinds of steps, a module for each family: what identifies a step, what it does, what it takes.
+
+Any module of this package may define a `Kind`; it is then known by its name, and needs no other entry. What runs a
+study asks the object. Modules import torch inside the functions that work, since a study is checked without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+
+from moe_lab.json_files import write_json
+from moe_lab.study.job import Job
+from moe_lab.study.provenance import provenance
+from moe_lab.study.steps.kind import KINDS, Kind
+
+__all__ = ["KINDS", "Kind", "perform"]
+
+for _module in pkgutil.iter_modules(__path__):
+    for _value in vars(importlib.import_module(f"{__name__}.{_module.name}")).values():
+        if isinstance(_value, Kind) and KINDS.setdefault(_value.name, _value) is not _value:
+            raise ValueError(f"two kinds of steps are called {_value.name}")
+
+
+def perform(job: Job) -> None:
+    """Do `job`: fill its scratch folder, provenance included. Whatever is raised is the job's failure."""
+    start = time.time()
+    if places := job.runtime.get("plugins"):
+        from moe_lab import plugins
+
+        plugins.bring(places)
+    KINDS[job.kind].work(job)
+    write_json(job.output("provenance.json"), provenance(start))

@@ -1,0 +1,109 @@
+"""What the functions that make steps share: parts made once, the order of texts, and the evidence a cell needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_lab import allocation, criteria, plugins
+from moe_lab.calibration import settings as calibrations
+from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConfig
+from moe_lab.grid import Cell, plain
+from moe_lab.models import files
+from moe_lab.paths import resolve
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.steps.kind import KINDS
+
+T = TypeVar("T")
+PLAIN = (str, int, float)
+
+
+def evidence_of(cell: Cell) -> tuple[str, ...]:
+    """What the cell's allocation reads besides the scores: kinds of steps, and "by" for scores of another criterion."""
+    settings = cell.allocation
+    return allocation.needs({"name": settings.name, "by": settings.by, "parameters": settings.parameters})
+
+
+def reads_text(cell: Cell) -> bool:
+    """Whether the cell's criterion, or what its allocation reads besides scores, depends on the calibration set."""
+    needs = [*criteria.get(cell.criterion.name).needs, *(need for need in evidence_of(cell) if need != "by")]
+    if cell.allocation.by is not None:
+        needs += criteria.get(cell.allocation.by).needs
+    if any(KINDS[need].reads_text for need in needs):
+        return True
+    return KINDS[allocation.get(cell.allocation.name).step].reads_text
+
+
+def scoring(cell: Cell) -> tuple[Part, dict[str, Any]]:
+    """What identifies how the cell's criterion scores, and the plugins that it runs with."""
+    criterion = criteria.get(cell.criterion.name)
+    settings: dict[str, Any] = {"criterion": criterion.name, "parameters": dict(cell.criterion.parameters)}
+    if criterion.uses_gate:
+        settings["gate"] = cell.gate
+    if criterion.uses_seed:
+        settings["seed"] = cell.seed
+    if not criterion.source:
+        return Part(settings), {}
+    return Part({**settings, "source": criterion.source}), {"plugins": [plugins.place(criterion.function)]}
+
+
+class Builder:
+    """Makes the steps of one study. What was made for an object once is given again, so that cells share it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._cache: dict[Hashable, Any] = {}
+        self._alive: list[object] = []  # an id is valid while its object lives
+
+    def once(self, key: Sequence[object], make: Callable[[], T]) -> T:
+        """The value of `make`, called once for the objects and words in `key`."""
+        name = tuple([part if part.__class__ in PLAIN else id(part) for part in key])
+        if name not in self._cache:
+            self._alive.extend(key)
+            self._cache[name] = make()
+        value: T = self._cache[name]
+        return value
+
+    def runtime(self, **settings: object) -> dict[str, Any]:
+        """What a step runs with but is not identified by: each of the settings as plain JSON."""
+        return {name: self.once(("plain", part), partial(plain, part)) for name, part in settings.items()}
+
+    def model_part(self, model: ModelConfig) -> Part:
+        """What identifies a model: a hash of its files, or its name on the hub."""
+
+        def make() -> Part:
+            folder = Path(resolve(model.path)).expanduser()
+            source = {"sha256": files.fingerprint(model.path)} if folder.is_dir() else {"hub": model.path}
+            routed = {} if model.top_k is None else {"top_k": model.top_k}
+            return Part({**source, "revision": model.revision, "dtype": model.dtype, **routed})
+
+        return self.once(("model part", model), make)
+
+    def text_part(self, text: CalibrationConfig) -> Part:
+        """What identifies a text."""
+        return self.once(("text part", text), lambda: Part(calibrations.identity(text)))
+
+    def seeded(self, text: CalibrationConfig, seed: int) -> CalibrationConfig:
+        """The text in the order of the cell's seed, unless it has its own."""
+        if text.seed is not None:
+            return text
+        return self.once(("seeded", text, seed), lambda: replace(text, seed=seed))
+
+    def model(self, model: ModelConfig) -> Step:
+        """Facts about the model's layers, experts and parameters, from its configuration."""
+
+        def make() -> Step:
+            return Step("model", model.name, {"model": self.model_part(model)}, runtime=self.runtime(model=model))
+
+        return self.once(("model", model), make)
+
+    def evidence(self, need: str, cell: Cell) -> Step:
+        """The step that leaves what a criterion or an allocation `need`s: a kind of step, or "by"."""
+        if need != "by":
+            return KINDS[need].step(self, cell)
+        name = str(cell.allocation.by)
+        other = self.once(("criterion", name), lambda: CriterionConfig(name=name))
+        return KINDS["scores"].step(self, replace(cell, criterion=other))

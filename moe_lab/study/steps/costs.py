@@ -1,0 +1,205 @@
+"""Steps that say what a pruned model costs: parameters, FLOPs, time; and how its layers behave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_lab import criteria
+from moe_lab.config import CalibrationConfig, TimingConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.grid import plain
+from moe_lab.json_files import write_json
+from moe_lab.models.config_json import has_uneven_layers
+from moe_lab.start import command
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.job import Job
+from moe_lab.study.steps.engine import engine
+from moe_lab.study.steps.inputs import facts, model_and_tokenizer, plan_of, rows, skeleton_of, write_table
+from moe_lab.study.steps.kind import Kind, Reads, always, never
+from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel, finetuned, storage_of
+
+
+def _cost_step(pruned: PrunedModel) -> Step:
+    """Parameters, storage, and FLOPs in a row as long as those of the text. The text itself is read only where a
+    layer may keep experts of different widths, so that FLOPs depend on where tokens go."""
+    builder, cell = pruned.builder, pruned.cell
+    text = _by_engine(pruned)
+    before = COST.step(PrunedModel(builder, replace(cell, recovery=NO_RECOVERY), None)) if pruned.plan else None
+    row = builder.once(("row", text), lambda: Part({"length": text.length}))
+    parts, inputs = {"row": row, **pruned.storage}, pruned.inputs(unpruned=before)
+    if _has_uneven_layers(pruned):
+        return _reading("cost", pruned, pruned.label, parts, inputs, text)
+    return Step("cost", pruned.label, parts, inputs, builder.runtime(model=cell.model))
+
+
+def _has_uneven_layers(pruned: PrunedModel) -> bool:
+    """Whether experts of one layer may differ in width."""
+    cell = pruned.cell
+    if pruned.plan is None:
+        return pruned.builder.once(("uneven", cell.model), lambda: has_uneven_layers(cell.model))
+    return criteria.get(cell.criterion.name).granularity == "channel"
+
+
+def _by_engine(pruned: PrunedModel) -> CalibrationConfig:
+    """The text that FLOPs are counted on, to be read by the engine of the study's calibration."""
+    text, settings = pruned.cell.texts["flops"], pruned.builder.config.calibration
+    return pruned.builder.once(
+        ("by engine", text),
+        lambda: replace(text, engine=settings.engine, activation_budget=settings.activation_budget),
+    )
+
+
+def _reading(
+    kind: str,
+    pruned: PrunedModel,
+    label: str,
+    parts: Mapping[str, Part],
+    inputs: Mapping[str, Step],
+    text: CalibrationConfig,
+) -> Step:
+    """A pass over a text, in the order of the cell's seed."""
+    builder, cell = pruned.builder, pruned.cell
+    text = builder.seeded(text, cell.seed)
+    runtime = builder.runtime(model=cell.model, text=text)
+    return Step(kind, label, {"text": builder.text_part(text), **parts}, inputs, runtime)
+
+
+def cost(job: Job) -> None:
+    """Parameters, storage, and the FLOPs of a token. The model is run only where these depend on where tokens go."""
+    from moe_lab.models.discover import routed_layers
+    from moe_lab.pruning.cost import cost as count
+    from moe_lab.pruning.flops import even_routing, row_flops
+
+    network, plan = skeleton_of(job), plan_of(job)
+    if "unpruned" in job.inputs:  # counted once for all plans
+        row = json.loads(job.input("unpruned", "cost.json").read_text())["flops_by_part"]
+    else:
+        row = row_flops(network, job.settings["row"]["length"])
+    routing = even_routing(routed_layers(network), plan) or _routing(job, plan)
+    costs = count(network, plan, row, routing, facts=facts(job), **job.settings.get("storage", {}))
+    write_json(job.output("cost.json"), costs)
+
+
+def _routing(job: Job, plan: Any) -> Any:
+    """Where the tokens of the job's text go."""
+    if "text" not in job.runtime:
+        raise UserError(
+            f"cost of model={job.model.name}: its experts differ in width, which is known only of a "
+            "folder: download it, and give the folder as model.path"
+        )
+    return engine(job).routing(plan)
+
+
+def _with_evaluations(step: Step) -> str | None:
+    """What needs a pruned model is done where it is loaded anyway."""
+    return "evaluate" if "plan" in step.inputs else None
+
+
+COST = Kind(
+    name="cost",
+    work=cost,
+    step=_cost_step,
+    reads=Reads.MODEL,
+    checkpoint_reads=1,
+    second_model=never,  # what it would take is counted, not held
+    packed_as=_with_evaluations,
+)
+
+
+def _profile_step(pruned: PrunedModel) -> Step:
+    """Hidden states and routing, layer by layer; what recovery changes is not in it."""
+    text = pruned.cell.texts["flops"]
+    return _reading("profile", pruned, pruned.unrecovered_label, {}, pruned.inputs(), text)
+
+
+def profile(job: Job) -> None:
+    """How much hidden states differ between tokens after every layer, and how its router decides."""
+    from moe_lab.pruning.profile import COLUMNS
+    from moe_lab.pruning.profile import profile as measure
+
+    network, tokenizer = model_and_tokenizer(job)
+    measured = measure(network, plan_of(job), rows(job, tokenizer))
+    write_table(job.output("profile.parquet"), COLUMNS, measured)
+
+
+PROFILE = Kind(name="profile", work=profile, step=_profile_step, reads=Reads.MODEL)
+
+
+def _timing_step(pruned: PrunedModel) -> Step:
+    """Seconds and memory of the model as it would be deployed, on one device, which is in its identity."""
+    builder, model, config = pruned.builder, pruned.cell.model, pruned.builder.config
+    text = builder.seeded(pruned.cell.texts["flops"], pruned.cell.seed)
+
+    def make() -> Part:
+        device = config.timed.device or device_here(model.device)
+        return Part({**plain(config.timed), "device": device, "threads": model.threads})
+
+    parts = {"timing": builder.once(("timing", model), make), "text": builder.text_part(text)}
+    runtime = builder.runtime(model=model, text=text)
+    inputs = pruned.inputs(finetune=pruned.finetune)
+    return Step("timing", pruned.label, {**parts, **pruned.storage}, inputs, runtime)
+
+
+def device_here(device: str) -> str:
+    """The name of what `model.device` stands for on this machine. UserError when it is not there.
+
+    Another process looks: torch takes seconds to import.
+    """
+    answer = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
+    if answer.returncode:
+        reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
+        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
+    return answer.stdout.strip().splitlines()[-1]
+
+
+def timing(job: Job) -> None:
+    """Seconds of prompts and answers, and memory, of the model without what its plan removes, in the bits it is stored
+    in. Unavailable on another device than the step is about."""
+    import torch
+
+    from moe_lab.evaluation.timing import COLUMNS, measure
+    from moe_lab.models.device import device_name
+
+    settings = dict(job.settings["timing"])
+    device, here = settings["device"], device_name(job.model.device)
+    if here != device:
+        raise Unavailable(f"timing is about {device}, and this machine has {here}: run it there, or set timed.device")
+    network, tokenizer = model_and_tokenizer(job)
+    model = _deployed(job, network)
+    tokens = torch.cat([ids[valid] for ids, valid in rows(job, tokenizer)])
+    conditions = TimingConfig(**{name: value for name, value in settings.items() if name != "threads"})
+    load = os.getloadavg()[0]
+    measured = measure(model, tokens, conditions)
+    write_table(job.output("timing.parquet"), COLUMNS, measured)
+    write_json(job.output("timing.json"), {"device": device, "load": load, **_about(model)})
+
+
+def _deployed(job: Job, network: Any) -> Any:
+    """The model that a server would hold."""
+    from moe_lab.recovery.apply import recovered
+
+    plan, storage = plan_of(job), storage_of(job)
+    if plan is None and storage["bits"] == 16:
+        return network
+    return recovered(network, plan, bits=storage["bits"], modules=storage["modules"], tuned=finetuned(job))
+
+
+def _about(model: Any) -> dict[str, Any]:
+    import torch
+
+    from moe_lab.recovery.parts import experts_of, storage
+
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "experts": sorted({type(one.module).__name__ for one in experts_of(model)}),
+        "weight_bytes": storage(model)["total"],
+    }
+
+
+TIMING = Kind(name="timing", work=timing, step=_timing_step, reads=Reads.MODEL, second_model=always)

@@ -1,0 +1,118 @@
+"""Passes over a text with the whole model in memory, or with one decoder layer of it: both answer the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe_lab.study.job import Job
+from moe_lab.study.steps.inputs import model_and_tokenizer, rows
+
+GROUP = 8
+"""Batches between two checkpoints of a pass over a text."""
+
+
+def engine(job: Job) -> Resident | Streamed:
+    """What reads the job's text, as calibration.engine says."""
+    return Streamed(job) if job.text.engine == "streamed" else Resident(job)
+
+
+class Resident:
+    """Passes that have the whole model in memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.out = job, Path(job.partial)
+        self.model, tokenizer = model_and_tokenizer(job)
+        self.text = rows(job, tokenizer)
+
+    def read(self, *arguments: Any, **settings: Any) -> Any:
+        """`statistics.gather.read_all`: (model, tap, batches, kind=, fingerprint=, out=) -> sums."""
+        from moe_lab.statistics.gather import read_all
+
+        return read_all(*arguments, groups=GROUP, **settings)
+
+    def forward(self, tap: type, kind: str) -> Any:
+        """What `tap` sums in a forward pass."""
+        return self.read(self.model, tap, self.text, kind=kind, fingerprint=self.job.settings, out=self.out)
+
+    def statistics(self, snapshots: int) -> Any:
+        """All sums of a forward pass, and of so many parts of it in files of their own."""
+        from moe_lab.statistics.gather import gather
+
+        return self._with_snapshots(gather, snapshots)
+
+    def gradients(self, snapshots: int) -> Any:
+        """The same of a forward and a backward pass."""
+        from moe_lab.statistics.gradients import gather_gradients
+
+        return self._with_snapshots(gather_gradients, snapshots, checkpointing=self.job.text.checkpointing)
+
+    def _with_snapshots(self, gather: Callable[..., Any], parts: int, **settings: bool) -> Any:
+        from moe_lab.statistics.snapshots import Snapshots
+
+        snapshots = Snapshots(self.out, self.text, parts)
+        common = {"out": self.out, "fingerprint": self.job.settings, "groups": GROUP, "snapshots": snapshots}
+        sums = gather(self.model, self.text, **common, **settings)
+        snapshots.publish(Path(self.job.scratch))
+        return sums
+
+    def weight_gradients(self) -> Any:
+        """Sums of a forward and a backward pass with the gradients of weights."""
+        from moe_lab.statistics.weight_gradients import gather_weight_gradients
+
+        return gather_weight_gradients(self.model, self.text, fingerprint=self.job.settings)
+
+    def routing(self, plan: Any) -> Any:
+        """Where the tokens go under a plan."""
+        from moe_lab.pruning.flops import measured_routing
+
+        return measured_routing(self.model, plan, self.text)
+
+
+class Streamed:
+    """Passes that have one decoder layer in memory at a time. They leave no snapshots."""
+
+    def __init__(self, job: Job) -> None:
+        from moe_lab.models.streamed import open_streamed
+
+        self.job, self.out = job, Path(job.partial)
+        self.model, tokenizer = open_streamed(job.model)
+        self.budget = job.text.activation_budget * 2**30
+        """Bytes of hidden states that are kept in memory."""
+        self.text = rows(job, tokenizer)
+
+    def read(self, *arguments: Any, **settings: Any) -> Any:
+        """`statistics.streaming.stream`: as `Resident.read`."""
+        from moe_lab.statistics.streaming import stream
+
+        return stream(*arguments, budget=self.budget, **settings)
+
+    def forward(self, tap: type, kind: str) -> Any:
+        return self.read(self.model, tap, self.text, kind=kind, fingerprint=self.job.settings, out=self.out)
+
+    def statistics(self, snapshots: int) -> Any:
+        from moe_lab.statistics.forward import ForwardTap
+
+        return self.forward(ForwardTap, "forward")
+
+    def gradients(self, snapshots: int) -> Any:
+        from moe_lab.statistics.gradients import GradientTap
+
+        return self._backward(GradientTap, "gradients")
+
+    def weight_gradients(self) -> Any:
+        from moe_lab.statistics.weight_gradients import WeightGradientTap
+
+        return self._backward(WeightGradientTap, "weight_gradients")
+
+    def _backward(self, tap: type, kind: str) -> Any:
+        from moe_lab.statistics.streaming import stream_back
+
+        about = self.job.settings
+        return stream_back(self.model, tap, self.text, kind=kind, fingerprint=about, out=self.out, budget=self.budget)
+
+    def routing(self, plan: Any) -> Any:
+        from moe_lab.pruning.layered_flops import layered_routing
+
+        return layered_routing(self.model, plan, self.text, out=self.out, budget=self.budget)

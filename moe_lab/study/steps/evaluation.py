@@ -1,0 +1,190 @@
+"""Steps that ask a pruned model the items of a benchmark, and grade what it wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import Unavailable
+from moe_lab.evaluation import suite
+from moe_lab.evaluation.sandbox.policy import LIMITED
+from moe_lab.masking import identified
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.job import Job
+from moe_lab.study.steps.kind import Kind, Packing, Reads
+from moe_lab.study.steps.memory import answer_bytes, benchmark_memory
+from moe_lab.study.steps.recovery import EXPORT, PrunedModel, pruned_model
+
+GRADING_MEMORY = 4 * 2**30
+"""Bytes that grading may take: a program it runs is let have no more."""
+
+
+def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
+    """The step that has a benchmark's results: its grades where texts are graded without the model."""
+    kind = GRADE if suite.has_two_phases(benchmark) else EVALUATE
+    return kind.step(pruned, benchmark)
+
+
+def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
+    """One benchmark on the model, with its results."""
+    builder, model = pruned.builder, pruned.cell.model
+    graded, grading = _grading(pruned, benchmark)
+    key = ("evaluate", model, benchmark)
+    part, runtime = builder.once(
+        key, lambda: (Part(_asked(pruned, benchmark, graded.settings)), {**builder.runtime(model=model), **grading})
+    )
+    parts = {"benchmark": part, **pruned.storage}
+    inputs = pruned.inputs(finetune=pruned.finetune)
+    return Step("evaluate", f"{pruned.label}-{benchmark.name}", parts, inputs, runtime)
+
+
+def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Mapping[str, Any]]:
+    """What identifies a benchmark's results, and what else grading needs. Without namespaces some programs are not
+    run, so their results are others."""
+    builder = pruned.builder
+
+    def make() -> tuple[Part, Mapping[str, Any]]:
+        policy = suite.policy(builder.config)
+        limited = {"sandbox": LIMITED} if suite.runs_limited(benchmark, policy) else {}
+        part = Part({**suite.identity(benchmark), **limited})
+        return part, {**builder.runtime(benchmark=benchmark), "policy": asdict(policy)}
+
+    return builder.once(("benchmark", benchmark), make)
+
+
+def _asked(pruned: PrunedModel, benchmark: BenchmarkConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A benchmark's settings with what the model's chat template is given."""
+    arguments = {"template_arguments": dict(pruned.cell.model.template_arguments)} if benchmark.chat else {}
+    return {**settings, **arguments}
+
+
+def evaluate(job: Job) -> None:
+    """One benchmark on the model, pruned and recovered as the job says."""
+    from moe_lab.evaluation import run
+    from moe_lab.evaluation.local_model import LocalModel
+
+    arguments = job.model.template_arguments
+    with pruned_model(job) as (network, tokenizer):
+        run.evaluate(LocalModel(network, tokenizer, arguments), _benchmark(job), Path(job.scratch), policy=job.policy)
+    _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
+
+
+EVALUATE = Kind(
+    name="evaluate",
+    work=evaluate,
+    step=_evaluate_step,
+    reads=Reads.MODEL,
+    batch_memory=benchmark_memory,
+    own_process=True,
+    packing=Packing.CELLS,
+)
+
+
+def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
+    """The texts that answer one benchmark, by the model that is loaded or by a server of its checkpoint."""
+    builder, model = pruned.builder, pruned.cell.model
+    backend = builder.config.backend
+
+    def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
+        parts = {"benchmark": Part(_asked(pruned, benchmark, suite.asked(benchmark)))}
+        if backend.name == "server":
+            parts["backend"] = Part({"name": backend.name, "command": identified(backend.command)})
+        elif backend.continuous:  # which may decide a near tie otherwise
+            parts["backend"] = Part({"continuous": True})
+        return parts, builder.runtime(model=model, benchmark=benchmark, backend=backend)
+
+    parts, runtime = builder.once(("generate", model, benchmark), make)
+    checkpoint = EXPORT.step(pruned) if backend.name == "server" and pruned.plan else None
+    inputs = pruned.inputs(finetune=pruned.finetune, checkpoint=checkpoint)
+    return Step("generate", f"{pruned.label}-{benchmark.name}", {**parts, **pruned.storage}, inputs, runtime)
+
+
+def generate(job: Job) -> None:
+    """The texts that answer one benchmark."""
+    from moe_lab.evaluation import run
+
+    with _generator(job) as generator:
+        answers = run.generate(generator, _benchmark(job), Path(job.scratch), Path(job.partial, "answers.jsonl"))
+    _show(job, answers[0].prompt)
+
+
+def _show(job: Job, prompt: str) -> None:
+    """One prompt, as the model read it, for the log."""
+    print(f"{job.name} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _generator(job: Job) -> Iterator[Any]:
+    """What generates: the job's model, loaded, or behind a server that is started for it."""
+    if job.backend.name == "server":
+        from moe_lab.evaluation.server import serving
+        from moe_lab.models.files import local_folder
+
+        checkpoint = job.input("checkpoint", "checkpoint") if "checkpoint" in job.inputs else local_folder(job.model)
+        with serving(checkpoint, job.backend, job.model, job.name) as generator:
+            yield generator
+        return
+    from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
+
+    answering = ContinuousModel if job.backend.continuous else LocalModel
+    with pruned_model(job) as (network, tokenizer):
+        yield answering(network, tokenizer, job.model.template_arguments)
+
+
+def _with_loaded_models(step: Step) -> str | None:
+    """Texts that a loaded model writes are written where its other benchmarks are evaluated."""
+    return "evaluate" if step.runtime["backend"]["name"] == "hf" else None
+
+
+GENERATE = Kind(
+    name="generate",
+    work=generate,
+    step=_generate_step,
+    reads=Reads.MODEL,
+    batch_memory=benchmark_memory,
+    writes=answer_bytes,
+    own_process=True,
+    packed_as=_with_loaded_models,
+)
+
+
+def _grade_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
+    """The results of texts that a step before it generates."""
+    part, runtime = _grading(pruned, benchmark)
+    generated = GENERATE.step(pruned, benchmark)
+    return Step("grade", generated.label, {"benchmark": part}, {"generate": generated}, runtime)
+
+
+def grade(job: Job) -> None:
+    """The results of texts that were generated; needs no model."""
+    from moe_lab.evaluation import generation, run
+
+    answers = generation.read(job.input("generate", run.ANSWERS))
+    run.grade(answers, _benchmark(job), Path(job.scratch), policy=job.policy)
+
+
+GRADE = Kind(
+    name="grade",
+    work=grade,
+    step=_grade_step,
+    memory=GRADING_MEMORY,
+    own_process=True,
+    packing=Packing.GRADING,
+)
+
+
+def _benchmark(job: Job) -> BenchmarkConfig:
+    """The job's benchmark. Unavailable when its data is not, or no longer, what it was when the job was
+    handed in: what it would come to belongs under another name."""
+    benchmark = job.benchmark
+    if job.settings["benchmark"]["data"] != suite.data_digest(benchmark):
+        raise Unavailable(
+            f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
+        )
+    return benchmark

@@ -1,0 +1,114 @@
+"""About how many bytes a step holds, with the whole model loaded or one decoder layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moe_lab.models.config_json import Size
+from moe_lab.study.identity import Step
+
+if TYPE_CHECKING:
+    from moe_lab.study.steps.kind import Kind
+
+BASE = 600 * 2**20
+"""Bytes of Python with torch and transformers loaded."""
+ROOM = 1.1
+"""Sums, buffers and fragments, as a factor on the weights."""
+LOGITS = 2**19
+"""Bytes of the logits of one token, at most: about 130,000 words in fp32."""
+CACHE = 4
+"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
+PROMPT = 128
+"""Tokens of a prompt, or of a question with one of its answers."""
+ITEMS = 1000
+"""Items of a benchmark that does not say how many it has."""
+BYTES_PER_TOKEN = 16
+"""Of a generated text as it is stored: with its prompt, as JSON, and once more among the samples."""
+
+
+def text_of(step: Step) -> Mapping[str, Any]:
+    """The text that a step reads; {} for one that reads none."""
+    text: Mapping[str, Any] = step.runtime.get("calibration") or step.runtime.get("text", {})
+    return text
+
+
+def is_layered(kind: Kind, step: Step) -> bool:
+    """Whether a step has one decoder layer in memory at a time, as calibration.engine=streamed asks."""
+    return kind.checkpoint_reads > 0 and bool(text_of(step).get("engine") == "streamed")
+
+
+def resident_memory(kind: Kind, step: Step, size: Size) -> float:
+    """Weights; a second model where weights are changed; and what the tokens of a batch leave behind."""
+    weights = ROOM * size.bytes * (2 if kind.second_model(step) else 1)
+    return BASE + weights + size.moe_layers * kind.layer_memory(size) + kind.batch_memory(kind, step, size)
+
+
+def token_memory(kind: Kind, step: Step, size: Size) -> float:
+    """Logits, and numbers of each token that a pass over a text keeps."""
+    kept = _kept(size)
+    if kind.backward(step):
+        kept = kept + size.hidden * size.moe_layers if text_of(step)["checkpointing"] else kept * size.moe_layers
+    return _batch(step) * (_logits(size) + size.bytes_per_parameter * kept)
+
+
+def benchmark_memory(kind: Kind, step: Step, size: Size) -> float:
+    """Keys and values of prompts and answers, or the logits of prompts."""
+    benchmark = step.runtime["benchmark"]
+    written = int(benchmark["max_new_tokens"])
+    row = (PROMPT + written) * CACHE * size.hidden * size.moe_layers if written else PROMPT * _logits(size)
+    return int(benchmark["batch_size"]) * row
+
+
+def layered_memory(kind: Kind, step: Step, size: Size) -> float:
+    """A decoder layer, embeddings and the vocabulary head; what a batch leaves behind in a layer; and hidden states as
+    far as calibration.activation_budget goes, which stay where the layers are. Logits are few at a time."""
+    routed = size.experts * size.expert
+    rest = size.parameters - size.moe_layers * routed
+    ends = min(rest, 2 * LOGITS // 4 * size.hidden)
+    weights = ROOM * size.bytes_per_parameter * (routed + ends + (rest - ends) / size.moe_layers)
+    states = min(float(text_of(step)["activation_budget"]) * 2**30, hidden_states(kind, step, size))
+    tokens = _batch(step) * size.bytes_per_parameter * _kept(size)
+    return BASE + weights + kind.layer_memory(size) + tokens + states
+
+
+def hidden_states(kind: Kind, step: Step, size: Size) -> float:
+    """Bytes of what enters each decoder layer in a layered pass: of two layers at a time forward; where gradients come
+    back, of all of them, and of the gradients of two. 0 where the whole model is loaded."""
+    if not is_layered(kind, step):
+        return 0.0
+    layers = size.moe_layers + 2 if kind.backward(step) else 2
+    return float(text_of(step)["tokens"]) * size.hidden * size.bytes_per_parameter * layers
+
+
+def checkpoint_bytes(kind: Kind, step: Step, size: Size) -> float:
+    """Bytes of an exported checkpoint."""
+    return float(size.bytes)
+
+
+def answer_bytes(kind: Kind, step: Step, size: Size) -> float:
+    """Bytes of generated texts, each as long as it may be."""
+    benchmark = step.runtime["benchmark"]
+    items = min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
+    return float(items * int(benchmark["max_new_tokens"]) * BYTES_PER_TOKEN)
+
+
+def expert_gradients(size: Size) -> float:
+    """Bytes of the gradients, in fp32, of the weights of a layer's experts."""
+    return 4.0 * size.experts * size.expert
+
+
+def _logits(size: Size) -> float:
+    """Bytes of the logits of a token; a vocabulary has no more words than parameters allow."""
+    return min(LOGITS, 4 * size.parameters / size.hidden)
+
+
+def _batch(step: Step) -> int:
+    """Tokens of a batch."""
+    text = text_of(step)
+    return int(min(text["batch_size"] * text["length"], text["tokens"]))
+
+
+def _kept(size: Size) -> float:
+    """Numbers of a token that a pass keeps of one layer."""
+    return 20 * size.hidden + 6 * size.top_k * size.width

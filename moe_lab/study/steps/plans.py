@@ -1,0 +1,274 @@
+"""Steps that leave a plan: which experts, and which of their channels, are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_lab import allocation, criteria, plugins
+from moe_lab.allocation import listed
+from moe_lab.config import AllocationConfig
+from moe_lab.grid import Cell, plain
+from moe_lab.search.settings import EvolutionSettings
+from moe_lab.study.identity import Part, Step, digest
+from moe_lab.study.job import Job
+from moe_lab.study.steps import tables
+from moe_lab.study.steps.builder import Builder, evidence_of, scoring
+from moe_lab.study.steps.engine import Streamed, engine
+from moe_lab.study.steps.inputs import evidence, expert_scores, facts, model_and_tokenizer, sums, write_table
+from moe_lab.study.steps.kind import KINDS, Kind, Packing, Reads, Settings, text_units
+from moe_lab.study.steps.scores import CHANNEL_SCORES, score, scores_step
+
+
+def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, Any]:
+    """What changes a plan, and nothing else: the settings, the ratio, and the content of the file they name."""
+    identity = {**plain(settings), "ratio": ratio}
+    del identity["label"]
+    if source := allocation.get(settings.name).source:
+        identity["source"] = source
+    if settings.path is not None:
+        identity["path"] = digest(listed.read(settings.path))
+    return identity
+
+
+def plan_step(builder: Builder, cell: Cell) -> Step:
+    """The step that leaves the cell's plan: of the kind that its allocation is worked out by."""
+    return KINDS[allocation.get(cell.allocation.name).step].step(builder, cell)
+
+
+def _allocation_part(builder: Builder, cell: Cell) -> Part:
+    key = ("allocation", cell.allocation, cell.ratio)
+    return builder.once(key, lambda: Part(allocation_identity(cell.allocation, cell.ratio)))
+
+
+def _inputs(builder: Builder, cell: Cell) -> dict[str, Step]:
+    """The model, and what the allocation reads besides scores."""
+    return {"model": builder.model(cell.model), **{need: builder.evidence(need, cell) for need in evidence_of(cell)}}
+
+
+def _label(cell: Cell) -> str:
+    where = "" if cell.allocation.name == "uniform" else f"-{cell.allocation.name}"
+    return f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
+
+
+def _from_scores(builder: Builder, cell: Cell) -> Step:
+    """Numbers alone, from scores."""
+    chosen = allocation.get(cell.allocation.name)
+    runtime: dict[str, Any] = {"path": cell.allocation.path}
+    if chosen.source:
+        runtime["plugins"] = [plugins.place(one) for one in chosen.functions.values() if one]
+    inputs = {"scores": scores_step(builder, cell), **_inputs(builder, cell)}
+    return Step("plan", _label(cell), {"allocation": _allocation_part(builder, cell)}, inputs, runtime)
+
+
+def plan(job: Job) -> None:
+    """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
+    from moe_lab.pruning.plan import Plan, router_limits
+
+    scored = _channel_scores(job)
+    result = _channel_plan(job, scored) if scored else _expert_plan(job)
+    path = job.runtime["path"]
+    if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
+        result = Plan.load(path)
+        result.check(**router_limits(facts(job)["layers"]))
+        if sha256 := facts(job).get("sha256"):  # which facts of older stores lack
+            result.check_origin(sha256, "this model")
+    result.save(job.output("plan.json"))
+    if scored and result.channels:
+        write_table(job.output("budgets.parquet"), tables.BUDGETS, tables.budgets(scored, result.channels))
+
+
+PLAN = Kind(name="plan", work=plan, step=_from_scores, packing=Packing.SMALL)
+
+
+def _channel_scores(job: Job) -> dict[int, Any]:
+    """Layer -> scores of its channels (E, I); empty where experts were scored."""
+    from safetensors.numpy import load_file
+
+    file = job.input("scores", CHANNEL_SCORES)
+    return {int(layer): values for layer, values in load_file(file).items()} if file.exists() else {}
+
+
+def _expert_plan(job: Job) -> Any:
+    from moe_lab.pruning.plan import make_plan, router_limits
+
+    model = facts(job)
+    scored = expert_scores(job)
+    remove = allocation.allocate(_settings(job), model["layers"], scored, _evidence(job), model)
+    return make_plan(scored, remove, **router_limits(model["layers"]), provenance=_provenance(job))
+
+
+def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
+    from moe_lab.pruning.plan import make_channel_plan, router_limits
+
+    model, settings = facts(job), _settings(job)
+    keep = allocation.budgets(settings, model["layers"], scored, _evidence(job), model)
+    zero, limits = allocation.zero_expert(settings), router_limits(model["layers"])
+    return make_channel_plan(scored, keep, zero_expert=zero, **limits, provenance=_provenance(job))
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """The allocation's settings; the file of allocation=list by its place, where its identity has its content."""
+    return {**job.settings["allocation"], "path": job.runtime["path"]}
+
+
+def _evidence(job: Job) -> dict[str, Any]:
+    """What the allocation reads besides the scores, by name: layer -> sums, or another criterion's scores."""
+    other = {"by": expert_scores(job, "by")} if "by" in job.inputs else {}
+    return {**sums(job), **other}
+
+
+def _provenance(job: Job) -> dict[str, Any]:
+    scores = job.inputs["scores"].rsplit("/", 2)[-1]
+    return {"allocation": job.settings["allocation"], "scores": scores, "model_sha256": facts(job).get("sha256")}
+
+
+def _search_step(builder: Builder, cell: Cell) -> Step:
+    """A search that starts from scores and compares candidates on a text of its own."""
+    text = builder.seeded(cell.texts["search"], cell.seed)
+    inputs = {"scores": scores_step(builder, cell), **_inputs(builder, cell)}
+    return _running("search", builder, cell, text, inputs)
+
+
+def _running(kind: str, builder: Builder, cell: Cell, text: Any, inputs: dict[str, Step]) -> Step:
+    parts = {
+        "allocation": _allocation_part(builder, cell),
+        "text": builder.text_part(text),
+        "seed": builder.once(("seed", cell.seed), lambda: Part({"seed": cell.seed})),
+    }
+    return Step(kind, _label(cell), parts, inputs, builder.runtime(model=cell.model, text=text))
+
+
+def search(job: Job) -> None:
+    """A plan found by evolutionary search, with the history of the search."""
+    from moe_lab.search.run import search as run
+
+    network, tokenizer = model_and_tokenizer(job)
+    run(
+        network,
+        tokenizer,
+        facts=facts(job),
+        scores=expert_scores(job),
+        settings=job.settings["allocation"],
+        text=job.text,
+        out=Path(job.scratch),
+        partial=Path(job.partial),
+        fingerprint=job.settings,
+        seed=job.settings["seed"]["seed"],
+    )
+
+
+def _candidates(settings: Settings) -> float:
+    """P + (T - 1)(P - m) candidates, each on the text."""
+    parameters = settings["allocation"]["parameters"]
+    population, elites, generations = (
+        int(parameters.get(name, getattr(EvolutionSettings, name))) for name in ("population", "elites", "generations")
+    )
+    return (population + (generations - 1) * (population - elites)) * text_units(settings)
+
+
+SEARCH = Kind(name="search", work=search, step=_search_step, reads=Reads.MODEL, units=_candidates)
+
+
+def _reconstruction_step(builder: Builder, cell: Cell) -> Step:
+    """An exhaustive choice, on the calibration set and without scores."""
+    text = builder.seeded(cell.calibration, cell.seed)
+    return _running("reconstruction", builder, cell, text, _inputs(builder, cell))
+
+
+def reconstruction(job: Job) -> None:
+    """The plan that reproduces the layers' outputs best, of all there are."""
+    from moe_lab.pruning.plan import Plan, router_limits
+    from moe_lab.search.reconstruction import COLUMNS, reconstruct
+
+    model, settings, passes = facts(job), job.settings["allocation"], engine(job)
+    best = reconstruct(
+        passes.model,
+        passes.text,
+        facts=model,
+        ratio=allocation.routed_ratio(settings["ratio"], settings["ratio_basis"], model),
+        multiple_of=settings["multiple_of"],
+        fingerprint=job.settings,
+        out=Path(job.partial),
+        read=passes.read,
+        **settings["parameters"],
+    )
+    counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
+    result = Plan(best.kept, counts, {"allocation": settings, "model_sha256": model.get("sha256")})
+    result.check(**router_limits(model["layers"]))
+    result.save(job.output("plan.json"))
+    write_table(job.output("errors.parquet"), COLUMNS, best.errors)
+
+
+RECONSTRUCTION = Kind(
+    name="reconstruction",
+    work=reconstruction,
+    step=_reconstruction_step,
+    reads=Reads.MODEL,
+    reads_text=True,
+    checkpoint_reads=1,
+)
+
+
+def _sequential_step(builder: Builder, cell: Cell) -> Step:
+    """A plan made layer after layer; always streamed, since it never needs more than one layer."""
+    criterion, plugged = scoring(cell)
+    text = replace(builder.seeded(cell.calibration, cell.seed), engine="streamed")
+    inputs = {"model": builder.model(cell.model)}
+    for need in criteria.get(cell.criterion.name).needs:
+        if not KINDS[need].reads_text:
+            inputs[need] = builder.evidence(need, cell)
+    part = _allocation_part(builder, cell)
+    return Step(
+        "sequential",
+        _label(cell),
+        {"allocation": part, "criterion": criterion, "text": builder.text_part(text)},
+        inputs,
+        {**builder.runtime(model=cell.model, text=text), **plugged},
+    )
+
+
+def sequential(job: Job) -> None:
+    """A plan made layer after layer: each layer is scored on what the pruned layers below it give.
+
+    A layer loses the share of uniform, of whole experts, or of layerwise, of channels.
+    """
+    from moe_lab.pruning.plan import make_channel_plan, make_plan, router_limits
+    from moe_lab.search.sequential import prune_sequentially
+
+    passes = Streamed(job)
+    model, weights, settings = facts(job), evidence(job), job.settings["allocation"]
+    of_channels = criteria.get(job.settings["criterion"]["criterion"]).granularity == "channel"
+
+    def choose(layer: int, sums: Any) -> Any:
+        here = {layer: model["layers"][layer]}
+        scored = score(job, {layer: {**weights.get(layer, {}), **sums}}, here)
+        limits = router_limits(here)
+        if not of_channels:
+            remove = allocation.allocate({**settings, "name": "uniform"}, here, scored, model=model)
+            return make_plan(scored, remove, **limits, provenance={})
+        keep = allocation.budgets({**settings, "name": "layerwise"}, here, scored, model=model)
+        return make_channel_plan(scored, keep, zero_expert=allocation.zero_expert(settings), **limits, provenance={})
+
+    result = prune_sequentially(
+        passes.model,
+        passes.text,
+        choose,
+        fingerprint=job.settings,
+        out=Path(job.partial),
+        budget=passes.budget,
+        provenance={**job.settings, "model_sha256": model.get("sha256")},
+    )
+    result.check(**router_limits(model["layers"]))
+    result.save(job.output("plan.json"))
+
+
+SEQUENTIAL = Kind(
+    name="sequential",
+    work=sequential,
+    step=_sequential_step,
+    reads=Reads.MODEL,
+    reads_text=True,
+    checkpoint_reads=1,
+)

@@ -1,0 +1,157 @@
+"""A pruned model: its identity in a study, the model itself in a worker, its recovery, and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import RecoveryConfig
+from moe_lab.grid import Cell
+from moe_lab.json_files import write_json
+from moe_lab.recovery import settings as recoveries
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.job import Job
+from moe_lab.study.steps.builder import Builder
+from moe_lab.study.steps.inputs import model_and_tokenizer, plan_of
+from moe_lab.study.steps.kind import Kind, Reads, Settings, always, text_units
+from moe_lab.study.steps.memory import checkpoint_bytes
+
+NO_RECOVERY = RecoveryConfig()
+
+
+class PrunedModel:
+    """A cell's model under a plan, recovered as the cell says; without a plan, the model as it is.
+
+    Its steps take from here what they share: the label, how weights are stored, and the steps they come from.
+    """
+
+    def __init__(self, builder: Builder, cell: Cell, plan: Step | None) -> None:
+        self.builder, self.cell, self.plan = builder, cell, plan
+        self.finetune = FINETUNE.step(self) if plan and cell.recovery.instructions is not None else None
+        storage = recoveries.storage_identity(cell.recovery)
+        self.storage = {"storage": builder.once(("storage", cell.recovery), lambda: Part(storage))} if storage else {}
+        self.unrecovered_label = plan.label if plan else cell.model.name
+        recovered = "" if cell.recovery.name == "none" else f"-{cell.recovery.name}"
+        self.label = f"{self.unrecovered_label}{recovered}"
+
+    def inputs(self, **more: Step | None) -> dict[str, Step]:
+        """Role -> step: the model, the plan, and those of `more` that there are."""
+        steps = {"model": self.builder.model(self.cell.model), "plan": self.plan, **more}
+        return {role: step for role, step in steps.items() if step}
+
+
+@contextmanager
+def pruned_model(job: Job) -> Iterator[tuple[Any, Any]]:
+    """The job's model as it is pruned and stored, and its tokenizer: a mask on the loaded model, or, when recovered, a
+    model of its own.
+
+    Benchmarks of one recovered model share it; masks cost nothing to make again.
+    """
+    from moe_lab.pruning.mask import mask
+
+    network, tokenizer = model_and_tokenizer(job)
+    plan, storage, tuned = plan_of(job), storage_of(job), finetuned(job)
+    if storage["bits"] == 4 or tuned:
+        yield _recovered(network, plan, storage["bits"], tuple(storage["modules"]), tuned), tokenizer
+    elif plan:
+        with mask(network, plan):
+            yield network, tokenizer
+    else:
+        yield network, tokenizer
+
+
+@lru_cache(maxsize=1)
+def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tuned: Path | None) -> Any:
+    from moe_lab.recovery.apply import recovered
+
+    return recovered(network, plan, bits=bits, modules=modules, tuned=tuned)
+
+
+def storage_of(job: Job) -> dict[str, Any]:
+    """How the job's model is stored: bits, and which modules are stored in fewer than 16."""
+    storage: dict[str, Any] = job.settings.get("storage", {"bits": 16, "modules": []})
+    return storage
+
+
+def finetuned(job: Job) -> Path | None:
+    """The folder with the weights that fine-tuning changed; None where there was none."""
+    return Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
+
+
+def _finetune_step(pruned: PrunedModel) -> Step:
+    """The model's weights after fine-tuning."""
+    cell, builder, plan = pruned.cell, pruned.builder, pruned.plan
+    assert plan is not None
+    text = builder.seeded(cell.texts["instructions"], cell.seed)
+    settings = {**recoveries.finetune_identity(cell.recovery), "seed": cell.seed}
+    return Step(
+        "finetune",
+        f"{plan.label}-{cell.recovery.name}",
+        {"recovery": Part(settings), "text": builder.text_part(text)},
+        {"model": builder.model(cell.model), "plan": plan},
+        builder.runtime(model=cell.model, recovery=cell.recovery, text=text),
+    )
+
+
+def finetune(job: Job) -> None:
+    """The weights that fine-tuning the pruned model changed."""
+    from moe_lab.recovery.finetune import finetune as train
+
+    network, tokenizer = model_and_tokenizer(job)
+    train(
+        network,
+        tokenizer,
+        plan_of(job),
+        job.recovery,
+        job.text,
+        out=Path(job.scratch),
+        partial=Path(job.partial),
+        fingerprint=job.settings,
+        seed=job.settings["recovery"]["seed"],
+    )
+
+
+def _epochs(settings: Settings) -> float:
+    return float(settings["recovery"]["epochs"]) * text_units(settings)
+
+
+FINETUNE = Kind(
+    name="finetune",
+    work=finetune,
+    step=_finetune_step,
+    reads=Reads.MODEL,
+    units=_epochs,
+    backward=always,
+    second_model=always,
+)
+
+
+def _export_step(pruned: PrunedModel) -> Step:
+    """The pruned model as a checkpoint."""
+    assert pruned.plan is not None
+    config = pruned.builder.config
+    shape = {"export": config.export or "natural", **({"verify": True} if config.verify else {})}
+    runtime = pruned.builder.runtime(model=pruned.cell.model)
+    return Step("export", pruned.plan.label, {"shape": Part(shape)}, pruned.inputs(), runtime)
+
+
+def export(job: Job) -> None:
+    """The pruned model as a checkpoint."""
+    from moe_lab.models.files import local_folder
+    from moe_lab.pruning.export import export as write
+
+    source, plan, settings = local_folder(job.model), plan_of(job), job.settings["shape"]
+    partial = Path(job.partial, "checkpoint")
+    checkpoint = write(source, plan, job.output("checkpoint"), shape=settings["export"], partial=partial)
+    if settings.get("verify"):
+        from moe_lab.pruning.verify import verify
+
+        # On the CPU whatever the model's device is: there alone are both sides equal to the bit.
+        difference = verify(source, plan, checkpoint, device="cpu", trust_remote_code=job.model.trust_remote_code)
+        write_json(job.output("verified.json"), {"difference": difference})
+
+
+EXPORT = Kind(name="export", work=export, step=_export_step, reads=Reads.CHECKPOINT, writes=checkpoint_bytes)

@@ -1,0 +1,81 @@
+"""Steps that turn sums into scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_lab import criteria
+from moe_lab.grid import Cell
+from moe_lab.study.identity import Part, Step
+from moe_lab.study.job import Job
+from moe_lab.study.steps import tables
+from moe_lab.study.steps.builder import Builder, scoring
+from moe_lab.study.steps.inputs import evidence, facts, write_table
+from moe_lab.study.steps.kind import Kind, Packing
+from moe_lab.study.steps.passes import reading
+
+CHANNEL_SCORES = "scores.safetensors"
+
+
+def scores_step(builder: Builder, cell: Cell) -> Step:
+    """A score per expert, or per channel, and layer."""
+    criterion = criteria.get(cell.criterion.name)
+
+    def make() -> Step:
+        settings, runtime = scoring(cell)
+        inputs = {"model": builder.model(cell.model)}
+        inputs |= {need: builder.evidence(need, cell) for need in criterion.needs}
+        label = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
+        return Step("scores", label, {"criterion": settings}, inputs, runtime)
+
+    return builder.once(("scores", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed), make)
+
+
+def scores(job: Job) -> None:
+    """A score per expert, or per channel; higher means keep."""
+    values = score(job, evidence(job), facts(job)["layers"])
+    if criteria.get(job.settings["criterion"]["criterion"]).granularity == "channel":
+        from safetensors.numpy import save_file
+
+        save_file({str(layer): array for layer, array in values.items()}, job.output(CHANNEL_SCORES))
+        write_table(job.output("expert_concentration.parquet"), tables.CONCENTRATION, tables.concentration(values))
+        return
+    table = [(layer, expert, float(value)) for layer, array in values.items() for expert, value in enumerate(array)]
+    write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)
+
+
+def score(job: Job, inputs: dict[int, dict[str, Any]], layers: dict[int, dict[str, Any]]) -> dict[int, Any]:
+    """Layer -> scores by the job's criterion, of the layers whose facts are given, from their sums and weights."""
+    settings = job.settings["criterion"]
+    return criteria.score(
+        settings["criterion"],
+        inputs,
+        experts={layer: about["n_experts"] for layer, about in layers.items()},
+        widths={layer: about["width"] for layer, about in layers.items()},
+        gate=settings.get("gate"),
+        seed=settings.get("seed"),
+        parameters=settings["parameters"],
+    )
+
+
+SCORES = Kind(name="scores", work=scores, step=scores_step, packing=Packing.SMALL)
+
+
+def family_step(builder: Builder, cell: Cell) -> Step:
+    """Every S(b, alpha, beta) at once, for the overlap figures."""
+    model, calibration = cell.model, cell.calibration
+
+    def make() -> Step:
+        inputs = {"statistics": reading(builder, "statistics", model, calibration, cell.seed)}
+        return Step("family", f"{model.name}-{calibration.name}", {"family": Part({"gate": cell.gate})}, inputs)
+
+    return builder.once(("family", model, calibration, cell.gate, cell.seed), make)
+
+
+def family(job: Job) -> None:
+    """S(b, alpha, beta) of every expert for all 17 combinations that mean something."""
+    table = criteria.family(evidence(job), gate=job.settings["family"]["gate"])
+    write_table(job.output("family.parquet"), ("layer", "expert", "b", "alpha", "beta", "score"), table)
+
+
+FAMILY = Kind(name="family", work=family, step=family_step, packing=Packing.SMALL)
