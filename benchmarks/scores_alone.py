@@ -13,23 +13,27 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from moe_lab import __main__ as moe_lab
 from moe_lab.paths import resolve
-from moe_lab.study import execute
 from moe_lab.study.job import Job
+from moe_lab.study.steps import KINDS, Kind
 
 CRITERIA = "frequency,seer,ean,reap,mone,man,msan,gate_ean,gate_energy,aimer,magnitude,random"
 spent: dict[str, float] = defaultdict(float)
 
 
-def perform(job: Job, work: Callable[[Job], None] = execute.perform) -> None:
-    """Do a job, and add up what it takes."""
-    start = time.process_time()
-    work(job)
-    spent[job.kind] += time.process_time() - start
+def timed(kind: Kind) -> Kind:
+    """The kind of step, which adds up what its work takes."""
+
+    def work(job: Job) -> None:
+        start = time.process_time()
+        kind.work(job)
+        spent[kind.name] += time.process_time() - start
+
+    return replace(kind, work=work)
 
 
 def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
@@ -56,7 +60,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--layers", type=int, default=8)
     words, more = parser.parse_known_args()
-    execute.perform = perform
+    KINDS.update({name: timed(kind) for name, kind in KINDS.items()})
     with tempfile.TemporaryDirectory() as place:
         model = write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
         study = [f"grid.criterion=[{CRITERIA}]", "suite.benchmarks=[]", "launcher=inline", "report=false"]

@@ -193,8 +193,8 @@ CHANNEL_WEIGHTS = Kind(
 
 def _checkpoint(job: Job) -> tuple[Path, str]:
     """The folder of the job's model, and the one device that is to sum over its weights."""
-    from moe_lab.models.files import DEVICE_MAPS, local_folder
     from moe_lab.models.device import place
+    from moe_lab.models.files import DEVICE_MAPS, local_folder
 
     device: Any = place(job.model)
     return local_folder(job.model), "cuda" if device in DEVICE_MAPS else device
