@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.random_model import random_model
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.channel_mask import sorted_function
-from moe_lab.pruning.mask import mask
+from moe_lab.pruning.mask import mask, sorted_function
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 
 BAR = 0.65
 PACKED, MASKED = "packed", "masked"

@@ -114,7 +114,7 @@ def write_export(arguments: argparse.Namespace) -> dict[str, float]:
 
 def compare(arguments: argparse.Namespace) -> dict[str, float]:
     """the export is compared with the masked model, layer by layer:"""
-    from moe_lab.pruning.verify import verify
+    from moe_lab.pruning.export.verify import verify
 
     plan = Plan.load(arguments.folder / "plan.json")
     return {"difference": verify(arguments.folder / "model", plan, arguments.folder / "export")}

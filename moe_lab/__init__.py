@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from moe_lab.pruning.mask import mask
     from moe_lab.pruning.plan import Plan
-    from moe_lab.pruning.surgery import prune
+    from moe_lab.pruning.prune import prune
 
 __version__ = "0.1.0"
 __all__ = ["ModelStatistics", "Plan", "calibrate", "export", "load", "mask", "plan", "prune", "score"]
-_LAZY = {"Plan": "moe_lab.pruning.plan", "mask": "moe_lab.pruning.mask", "prune": "moe_lab.pruning.surgery"}
+_LAZY = {"Plan": "moe_lab.pruning.plan", "mask": "moe_lab.pruning.mask", "prune": "moe_lab.pruning.prune"}
 """Public names that stand in a module which imports torch."""
 
 

@@ -180,9 +180,9 @@ def _calibration(config: Config) -> Iterator[Row]:
 def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
-    from moe_lab.pruning.channels import refusal
-    from moe_lab.pruning.export_form import SHAPES
-    from moe_lab.pruning.layout import can_bar
+    from moe_lab.pruning.export.form import SHAPES
+    from moe_lab.pruning.export.layout import can_bar
+    from moe_lab.pruning.prune import refusal
 
     method = quantization(config.model)
     stored = f"its weights are stored as {method}" if method else None

@@ -18,7 +18,7 @@ tests/models/test_transformers_private.py:
     models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         know which families have a causal language model without importing their code
 
-Files that are written beside the weights of an export cannot import this one (models/ports, pruning/remote,
+Files that are written beside the weights of an export cannot import this one (models/ports, pruning/uneven_layers.py,
 pruning/ragged.py): each names what it uses itself, and the exports' tests run it. families.py reads source files of
 transformers as text, and compares in tests what it reads with the classes.
 """

@@ -13,7 +13,7 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.models.discover import MoELayer, linears, moe_layers, routed_layers
 from moe_lab.pruning.flops import Routing, channel_parameters, even_routing, flops_per_token, kept_widths
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import check_fit
+from moe_lab.pruning.prune import check_fit
 
 NF4_BLOCK = 64
 """Weights that share one scale."""

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import decoder_layer, linears
-from moe_lab.pruning.surgery import replace_tensor
+from moe_lab.pruning.prune import replace_tensor
 from moe_lab.recovery.imports import peft
 from moe_lab.recovery.parts import Experts, experts_of
 from moe_lab.recovery.unfused import EffectiveWeight, UnfusedExperts, linear_on, projections

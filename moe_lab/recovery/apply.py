@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune, replace_tensor
+from moe_lab.pruning.prune import prune, replace_tensor
 from moe_lab.recovery.nf4 import check_unquantized, quantize
 
 TENSORS = "tuned.safetensors"

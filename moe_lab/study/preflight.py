@@ -19,8 +19,8 @@ from moe_lab.masking import LATE, masked
 from moe_lab.models import config_json, files
 from moe_lab.models.config_json import check_expected
 from moe_lab.paths import check_name, resolve
-from moe_lab.pruning import layout
-from moe_lab.pruning.export_form import SHAPES
+from moe_lab.pruning.export import layout
+from moe_lab.pruning.export.form import SHAPES
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import settings as recoveries
 from moe_lab.search import evolution

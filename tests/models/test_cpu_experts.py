@@ -12,7 +12,7 @@ from moe_lab.models import experts
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 

@@ -19,7 +19,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.export import export
-from moe_lab.pruning.verify import verify
+from moe_lab.pruning.export.verify import verify
 
 PUBLISHED = {  # what the published config.json says besides shapes
     "architectures": ["DeepseekForCausalLM"],

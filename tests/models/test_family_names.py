@@ -11,8 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from moe_lab.models.families import COUNT_FIELDS, PORTS, read_family
 from moe_lab.models.ports import ask_family
-from moe_lab.pruning import export_remote
-from moe_lab.pruning.export import export
+from moe_lab.pruning.export import export, remote
 from moe_lab.pruning.plan import Plan
 
 
@@ -40,7 +39,7 @@ def test_what_cannot_be_read_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     tiny.save("olmoe", tmp_path / "model")
     plan = Plan({0: (0, 1, 2, 3), 1: (1, 2, 3, 4, 5), 2: (0, 1, 7, 9)}, dict.fromkeys(range(3), 16))
     read = export(tmp_path / "model", plan, tmp_path / "read")
-    monkeypatch.setattr(export_remote, "read_family", lambda kind: None)
+    monkeypatch.setattr(remote, "read_family", lambda kind: None)
     asked = export(tmp_path / "model", plan, tmp_path / "asked")
     for name in ("config.json", "modeling_pruned_olmoe.py"):
         assert (read / name).read_bytes() == (asked / name).read_bytes()

@@ -20,7 +20,7 @@ from moe_lab.models.load import load_model
 from moe_lab.models.streamed import open_streamed
 from moe_lab.models.top_k import set_top_k
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 
 FIXED = "phimoe"
 """Its routers mix the best two by a formula for two."""

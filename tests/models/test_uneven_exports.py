@@ -25,7 +25,7 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.flops import measured_routing, row_flops
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 
 NAMES = ("olmoe", "deepseek_v3", "deepseek")
 KINDS = ("per_layer", "ragged")

@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning import export_write
-from moe_lab.pruning.export import export
+from moe_lab.pruning.export import export, write
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -128,7 +127,7 @@ def test_kernel_copy_and_buffered_copy_give_the_same_files(tmp_path: Path, monke
         raise OSError(errno.EXDEV, "other disk")
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
-    monkeypatch.setattr(export_write, "BUFFER", 1000)
+    monkeypatch.setattr(write, "BUFFER", 1000)
     second = export(tmp_path / "model", plan, tmp_path / "second")
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes()
@@ -321,16 +320,16 @@ def test_an_export_that_was_killed_goes_on_from_its_whole_files(tmp_path: Path) 
     plan.save(tmp_path / "plan.json")
     code = f"""
 import os
-from moe_lab.pruning import export_write
+from moe_lab.pruning.export import write
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
-copy, files = export_write._copy, set()
+copy, files = write._copy, set()
 def some(source, target, start, size):
     files.add(target.name)
     copy(source, target, start, size if len(files) < 3 else size // 2)
     if len(files) == 3:
         os._exit(9)
-export_write._copy = some
+write._copy = some
 export({str(tmp_path / "model")!r}, Plan.load({str(tmp_path / "plan.json")!r}), {str(tmp_path / "out")!r},
        partial={str(tmp_path / "partial")!r})
 """

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 
 NAMES = (
     "olmoe",

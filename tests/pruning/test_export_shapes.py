@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
-from moe_lab.pruning.layout import check_masked
+from moe_lab.pruning.export.layout import check_masked
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask, mask_logits
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import prune, prune_layer
+from moe_lab.pruning.prune import prune, prune_layer
 
 
 def logits(model: nn.Module, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,8 +16,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import prune
 from moe_lab.pruning.ragged import RaggedExperts
-from moe_lab.pruning.surgery import prune
 
 PRUNABLE = [name for name in tiny.ARCHITECTURES if name != "gpt_oss"]
 MODELS = {name: tiny.build(name) for name in ("olmoe", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2")}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning import ragged
+from moe_lab.pruning.prune import prune
 from moe_lab.pruning.ragged import RaggedExperts
-from moe_lab.pruning.surgery import prune
 
 STOCK = moe_layers(tiny.build("olmoe", dtype=torch.float64))[0].experts
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.export import export
-from moe_lab.pruning.verify import TOLERANCE, verify
+from moe_lab.pruning.export.verify import TOLERANCE, verify
 
 ROUNDING = TOLERANCE[torch.float32]
 

@@ -15,7 +15,7 @@ from moe_lab.allocation import allocate, budgets
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
-from moe_lab.pruning.surgery import prune
+from moe_lab.pruning.prune import prune
 from moe_lab.search import sequential
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.statistics.gather import Batch, gather

@@ -17,9 +17,8 @@ from moe_lab.models.families import (
     DISK_SHARED,
     EXTRA_PREDICTION_BLOCKS,
 )
-from moe_lab.pruning.export_channels import Channels, fused_piece, narrow_piece
-from moe_lab.pruning.export_form import Form, LayerForm
-from moe_lab.pruning.export_parts import Constant, Part, Piece, Span
+from moe_lab.pruning.export.form import Form, LayerForm
+from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, fused_piece, narrow_piece
 from moe_lab.pruning.plan import Plan
 
 BLOCK = r"(?P<block>(?P<root>(?:\w+\.)*?layers\.(?P<layer>\d+)\.)(?:\w+\.)*?)"

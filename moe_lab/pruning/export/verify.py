@@ -12,10 +12,9 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.streamed import StreamedModel, stored_dtype
-from moe_lab.pruning.channel_mask import channel_masks
-from moe_lab.pruning.mask import mask_layer
+from moe_lab.pruning.mask import channel_masks, mask_layer
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.surgery import check_fit
+from moe_lab.pruning.prune import check_fit
 
 TOKENS = 64
 """Tokens that are read."""

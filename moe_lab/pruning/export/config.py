@@ -17,8 +17,8 @@ from moe_lab.models.families import (
     UNGROUPED_METHODS,
     port_of,
 )
-from moe_lab.pruning.export_form import Form
-from moe_lab.pruning.export_remote import differing
+from moe_lab.pruning.export.form import Form
+from moe_lab.pruning.export.remote import differing, native_family, width_field
 from moe_lab.pruning.plan import Plan
 
 
@@ -70,8 +70,6 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
         if form.same_width == form.width:
             return _alike(edited)
     if form.count is not None and form.same_width is not None:
-        from moe_lab.pruning.export_narrowed import narrowed  # which needs torch
-
         narrow = narrowed(edited, form.same_width)
         if narrow is not None:
             return _alike(narrow)
@@ -119,3 +117,29 @@ def _set_counts(text: dict[str, Any], count: int) -> None:
 def _numbers(value: int | list[int]) -> list[int]:
     """The numbers of a field that may be given once or per layer."""
     return value if isinstance(value, list) else [value]
+
+
+def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
+    """`config` with experts of `width` channels, if a stock model can have them, or None.
+
+    It cannot where the same field sizes something else, such as shared experts: then another parameter of the model
+    changes its shape with it. UserError when transformers does not know the model type.
+    """
+    native_family(config)
+    edited = {**config, width_field(config): width}
+    return edited if _shapes(config) == _shapes(edited) else None
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Parameters of the model that `config` describes, without its routed experts."""
+    import torch  # not above: most exports need neither, and importing them takes seconds
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    import moe_lab.models.ports  # noqa: F401  families that transformers lacks
+    from moe_lab.models.discover import moe_layers
+
+    built = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built)
+    experts = {id(weight) for layer in moe_layers(model) for weight in layer.experts.parameters()}
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters() if id(weight) not in experts}

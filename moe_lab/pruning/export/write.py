@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint
-from moe_lab.pruning.export_parts import Constant, Part, Piece, Span
+from moe_lab.pruning.export.tensors import Constant, Part, Piece, Span
 
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights begin in the middle of a cache line."""

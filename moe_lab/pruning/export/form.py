@@ -1,4 +1,4 @@
-"""Which shape an exported checkpoint gets: what every MoE layer holds. No torch.
+"""What an exported checkpoint gets: what every MoE layer holds, and widths a stock module can have. No torch.
 
 natural       what the plan keeps and nothing else
 masked        the shape of the original; what is dropped is zero and is never chosen
@@ -8,12 +8,23 @@ padded_stock  all layers as wide as the widest expert of all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.pruning.layer import Mask
-from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.widths import KERNEL_BYTES, is_stock
+from moe_lab.pruning.plan import Mask, Plan
+
+RAGGED_FIELD = "expert_widths"
+"""Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
+KERNEL_BYTES = 16
+"""transformers' grouped matrix products need rows of weights that are a multiple of so many bytes."""
+
+
+def is_stock(widths: Sequence[int], element_size: int) -> bool:
+    """Whether experts of these widths, in numbers of `element_size` bytes, fit a family's own module: all the same, not
+    0, and of aligned rows."""
+    return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
+
 
 SHAPES = ("natural", "masked", "padded", "padded_stock")
 

@@ -19,12 +19,12 @@ from uuid import uuid4
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.files import fingerprint
-from moe_lab.pruning.card import Cost, model_card
-from moe_lab.pruning.export_config import Description, check_routing, describe_export, text_part
-from moe_lab.pruning.export_form import make_form
-from moe_lab.pruning.export_parts import Piece
-from moe_lab.pruning.export_write import UNFINISHED, write_weights
-from moe_lab.pruning.layout import expert_type, pieces
+from moe_lab.pruning.export.card import Cost, model_card
+from moe_lab.pruning.export.config import Description, check_routing, describe_export, text_part
+from moe_lab.pruning.export.form import make_form
+from moe_lab.pruning.export.layout import expert_type, pieces
+from moe_lab.pruning.export.tensors import Piece
+from moe_lab.pruning.export.write import UNFINISHED, write_weights
 from moe_lab.pruning.plan import Plan
 
 CARD = "README.md"

@@ -1,0 +1,218 @@
+"""Structural pruning in memory: experts, their channels, router rows and correction biases are gone, the model is
+smaller."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch import nn
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
+from moe_lab.pruning.export.form import RAGGED_FIELD, is_stock
+from moe_lab.pruning.plan import Mask, Plan
+from moe_lab.pruning.ragged import RaggedExperts
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prune(model: Model, plan: Plan) -> Model:
+    """A smaller copy of `model` that has only the experts and channels `plan` keeps.
+
+    `model` stays as it is. Weights that do not change are shared with it, not copied: the copy costs the memory of
+    the kept experts. Layers whose experts keep equally many channels stay modules of the family, others become
+    RaggedExperts. What differs by layer is in the configuration's `per_layer_config`; where everything has one number
+    for all layers, `save_pretrained` writes a stock checkpoint. UserError when the plan does not fit the model.
+    """
+    before = moe_layers(model)
+    check_fit(plan, before)
+    tensors = [*model.parameters(), *model.buffers()]
+    pruned = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for layer in moe_layers(pruned):
+        kept = plan.experts[layer.index]
+        prune_layer(layer, kept)
+        if plan.channels:
+            narrow(layer, plan.channels[layer.index][list(kept)])
+    counts = {len(kept) for kept in plan.experts.values()}
+    if len(counts) == 1:  # the balancing loss, which has no meaning for layers of different counts, and refuses them
+        for name in count_attributes(pruned, before[0].n_experts):
+            setattr(pruned, name, *counts)
+    ragged = {layer.index for layer in before if isinstance(pruned.get_submodule(layer.name), RaggedExperts)}
+    update_configuration(pruned.config.get_text_config(), plan, before, ragged)  # type: ignore[union-attr, operator]
+    if ragged:
+        pruned.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+    return pruned
+
+
+def prune_layer(layer: MoELayer, kept: Iterable[int]) -> None:
+    """Cut one layer down to the experts `kept`, in place: its experts' tensors, routing tensors and counts."""
+    ids = torch.tensor(list(kept))
+    for path, tensor in list(layer.experts.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        replace_tensor(layer.experts.get_submodule(owner), name, rows(tensor, 0, ids))
+    for part in layer.routing:
+        replace_tensor(part.module, part.name, rows(part.tensor, part.axis, ids))
+    for module in (layer.block, layer.experts, *layer.router.modules()):
+        for name in count_attributes(module, layer.n_experts):
+            setattr(module, name, len(ids))
+
+
+def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
+    """UserError unless `plan` is for exactly these layers and their routers work with what it keeps."""
+    expected = {layer.index: layer.n_experts for layer in layers}
+    if plan.n_experts != expected:
+        raise UserError(
+            f"plan is for another model: it is about {_shape(plan.n_experts)}, this model has {_shape(expected)}"
+        )
+    for layer in layers:
+        plan.check(layer.top_k, layer.n_group, layer.topk_group)
+    if plan.channels:
+        check_channels(plan, layers)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """Stands in for save_pretrained: without code of its own, the checkpoint would be loaded with random experts."""
+    raise UserError("a model with experts of different widths cannot be saved by save_pretrained: export its plan")
+
+
+def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
+    """Names of a module's own attributes that hold its number of experts (`out_features` of a linear router
+    included)."""
+    names = (*COUNT_FIELDS, "out_features")
+    return [name for name in names if vars(module).get(name) == n_experts]
+
+
+def rows(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
+    """The entries `ids` of `tensor` along `axis`, as a copy of the same kind (parameter or plain tensor)."""
+    chosen = tensor.detach().index_select(axis, ids.to(tensor.device))
+    return nn.Parameter(chosen, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else chosen
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put `tensor` in the place of a parameter or buffer of any shape."""
+    store = module._parameters if name in module._parameters else module._buffers
+    store[name] = tensor  # type: ignore[assignment]
+
+
+def _shape(counts: dict[int, int]) -> str:
+    sizes = sorted(set(counts.values()))
+    return f"{len(counts)} MoE layers ({min(counts)} to {max(counts)}) of {' or '.join(map(str, sizes))} experts"
+
+
+WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
+"""Names under which experts modules keep their own width."""
+
+
+def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
+    """UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
+    for layer in layers:
+        if reason := refusal(layer.experts):
+            raise UserError(
+                f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, because its "
+                f"experts {reason}: use a criterion of whole experts"
+            )
+        width = plan.channels[layer.index].shape[1]
+        if width != layer.width:
+            raise UserError(
+                f"plan is for another model: it is about {width} channels per expert in layer {layer.index}, this "
+                f"model has {layer.width}"
+            )
+
+
+def narrow(layer: MoELayer, mask: Mask) -> None:
+    """Cut the experts of one layer down to the channels of `mask` (E', I), in place.
+
+    `layer.experts` holds E' experts already. If all keep equally many channels the module stays the family's own, only
+    narrower; otherwise, and where transformers' kernels could not work with that width, RaggedExperts replaces it.
+    """
+    widths = mask.sum(1)
+    if widths.min() == layer.width:
+        return
+    down: Any = layer.experts.down_proj
+    if is_stock(widths.tolist(), down.element_size()):
+        _narrow_stock(layer, mask)
+    else:
+        setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer.experts, mask))
+
+
+def refusal(experts: Any) -> str | None:
+    """Why no channels can be removed from an experts module, in words that follow "its experts"; None if they can."""
+    reasons = {
+        "have biases": experts.has_bias,
+        "have no gate projection": not experts.has_gate,
+        "are stored transposed": experts.is_transposed,
+        "interleave gate and up projection": not experts.is_concatenated,
+        "are followed by a norm": experts.has_post_expert_norm,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _narrow_stock(layer: MoELayer, mask: Mask) -> None:
+    experts: Any = layer.experts
+    parts = [_cut(experts, expert, row) for expert, row in enumerate(mask)]
+    trainable = experts.down_proj.requires_grad
+    experts.gate_up_proj = nn.Parameter(torch.stack([gate_up for gate_up, _ in parts]), trainable)
+    experts.down_proj = nn.Parameter(torch.stack([down.t() for _, down in parts]), trainable)
+    for name in WIDTH_ATTRIBUTES:
+        if vars(experts).get(name) == layer.width:
+            setattr(experts, name, int(mask[0].sum()))
+
+
+def _ragged(experts: nn.Module, mask: Mask) -> RaggedExperts:
+    packed = RaggedExperts(experts, mask.sum(1).tolist())
+    with torch.no_grad():
+        for expert, row in enumerate(mask):
+            for place, part in zip(packed.weights(expert), _cut(experts, expert, row), strict=True):
+                place.copy_(part)
+    return packed
+
+
+def _cut(experts: Any, expert: int, row: numpy.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up (2 I', H) and transposed down (I', H) projection of one expert on the channels `row` (I,) keeps."""
+    gate_up, down = experts.gate_up_proj.detach()[expert], experts.down_proj.detach()[expert]
+    kept = torch.from_numpy(numpy.flatnonzero(row)).to(down.device)
+    return gate_up[torch.cat((kept, kept + len(row)))], down[:, kept].t()
+
+
+def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged: set[int]) -> None:
+    """Write the shapes of the pruned model into `config`, that of the language model, in place.
+
+    `layers` are those before pruning, `ragged` the indices of those whose experts are now RaggedExperts. One number of
+    experts for all layers goes into the fields that held the old one. What differs by layer goes into transformers'
+    `per_layer_config`; reading such a field for the whole model then raises an error instead of giving a wrong number.
+    Widths of ragged layers go into `expert_widths`, and the largest into the layer's configuration.
+    """
+    different = _counts(config, {layer.index: len(plan.experts[layer.index]) for layer in layers})
+    for layer in layers if plan.channels else []:
+        widths = plan.widths(layer.index)
+        if min(widths) < layer.width:
+            different.setdefault(layer.index, {})[_width_field(config)] = max(widths)
+    if ragged:
+        setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
+    if different:
+        config.per_layer_config = different
+
+
+def _counts(config: Any, counts: dict[int, int]) -> dict[int, dict[str, Any]]:
+    """Set the number of experts where all layers have one; what is to be said about single layers otherwise."""
+    fields = [field for field in COUNT_FIELDS if isinstance(vars(config).get(field), int)]
+    if len(set(counts.values())) == 1 and not config.is_heterogeneous:
+        for field in fields:
+            setattr(config, field, next(iter(counts.values())))
+        return {}
+    different = {int(index): dict(said) for index, said in config.to_dict().get("per_layer_config", {}).items()}
+    for index, count in counts.items():
+        different.setdefault(index, {}).update(dict.fromkeys(fields, count))
+    return different
+
+
+def _width_field(config: Any) -> str:
+    for field in WIDTH_FIELDS:
+        if isinstance(vars(config).get(field), int):
+            return field
+    raise UserError(f"config.json has no width of experts: expected one of {', '.join(WIDTH_FIELDS)}")
