@@ -113,6 +113,6 @@ class Streamed:
         return stream_back(self.model, tap, self.text, kind=kind, fingerprint=about, out=self.out, budget=self.budget)
 
     def routing(self, plan: Any) -> Any:
-        from moe_lab.pruning.layered_flops import layered_routing
+        from moe_lab.pruning.flops import layered_routing
 
         return layered_routing(self.model, plan, self.text, out=self.out, budget=self.budget)

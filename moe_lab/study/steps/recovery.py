@@ -147,7 +147,7 @@ def export(job: Job) -> None:
     partial = Path(job.partial, "checkpoint")
     checkpoint = write(source, plan, job.output("checkpoint"), shape=settings["export"], partial=partial)
     if settings.get("verify"):
-        from moe_lab.pruning.verify import verify
+        from moe_lab.pruning.export.verify import verify
 
         # On the CPU whatever the model's device is: there alone are both sides equal to the bit.
         difference = verify(source, plan, checkpoint, device="cpu", trust_remote_code=job.model.trust_remote_code)
