@@ -96,7 +96,7 @@ def calibrate(
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.models.facts import model_facts
-    from moe_lab.statistics_file import by_layer
+    from moe_lab.statistics.file import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     facts = model_facts(model)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from moe_lab.errors import end_with
-from moe_lab.masking import mask
+from moe_lab.errors import end_with, mask
 from moe_lab.paths import conf
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from moe_lab import grid, masking, plugins
+from moe_lab import errors, grid, masking, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
 from moe_lab.criteria import CRITERIA
@@ -202,7 +202,7 @@ def from_environment(config: DictConfig) -> dict[str, Any]:
             key = f"{prefix}{name}"
             if isinstance(value, dict):
                 yield from found(value, f"{key}.")
-            elif masking.ENVIRONMENT.search(str(value)) and not f"{key}.".startswith(late):
+            elif errors.ENVIRONMENT.search(str(value)) and not f"{key}.".startswith(late):
                 yield key, value
 
     return dict(found(_plain(config), ""))

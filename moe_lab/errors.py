@@ -1,15 +1,18 @@
-"""What a user's mistake gets: one sentence, and no stack trace."""
+"""What a user's mistake gets: one sentence, no stack trace, and *** for every secret in it.
+
+A secret is the value of a key such as api_key, the password in a URL, what follows --api-key or TOKEN= in a command
+line, and every variable of the environment that is called so.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import NoReturn
-
-from moe_lab.masking import mask
+from typing import Any, NoReturn
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk without room, and of a quota that is used up."""
@@ -67,3 +70,88 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
     sys.exit(code)
+
+
+MASK = "***"
+OWN = "MOE_LAB_SECRET"
+"""How the variables begin that secrets are moved to."""
+ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^${}]*?)\s*)?\}")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_ALWAYS = {"secret", "secrets", "password", "passwd", "passphrase", "apikey", "authorization", "credentials"}
+_LAST = {"auth", "bearer", "cookie", "credential", "pw", "pwd"}
+_PLAIN = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "begin", "end", "image", "next", "special"}
+"""What stands before `token` where that is one of a tokenizer."""
+_NO_KEY = {"sort", "primary", "group", "cache"}
+_VALUE = r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;&}\]]+)"""
+_PATTERNS = (
+    re.compile(r"://[^/\s@:]*:(?!\d+/)(?P<value>[^\s]+)@"),
+    re.compile(r"://(?P<value>[^/\s@:]{16,})@"),
+    re.compile(rf"(?P<name>[\w.-]+)={_VALUE}"),
+    re.compile(rf"(?P<name>--[\w-]+)\s+{_VALUE}"),
+    re.compile(rf"""[{{,\s"'](?P<name>[\w-]+)["']?\s*:\s*\[?(?=["'])(?:Bearer\s+)?{_VALUE}"""),
+    re.compile(rf"[{{,]\s*(?P<name>[\w-]+)\s*:\s*(?:Bearer\s+)?{_VALUE}"),
+    re.compile(r"\bBearer\s+(?P<value>[^\s\"']+)"),
+)
+_LEAST = 4
+"""Characters of a value that is looked for wherever it stands."""
+_known: set[str] = set()
+
+
+def is_secret(name: str) -> bool:
+    """Whether what is called so is a secret: api_key, HF_TOKEN, Authorization; not max_tokens, eos_token or
+    key_variable."""
+    words = [word.lower() for word in _WORD.findall(name)] or [""]
+    before = words[-2] if len(words) > 1 else ""
+    return (
+        bool(_ALWAYS & set(words))
+        or words[-1] in _LAST
+        or (words[-1] == "token" and before not in _PLAIN)
+        or (words[-1] == "key" and before not in _NO_KEY)
+    )
+
+
+def mask(text: str) -> str:
+    """The text with *** for every secret in it: those this process knows, and whatever looks like one."""
+    text = ENVIRONMENT.sub(lambda found: MASK if found[1].startswith(OWN) else found[0], text)
+    for value in sorted(_known, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return replace_secrets(text, lambda _: MASK)
+
+
+def masked(document: Any, name: str = "") -> Any:
+    """A JSON document with *** for every secret in it; `name` is what it stands under."""
+    if isinstance(document, Mapping):
+        return {key: masked(value, name if is_secret(name) else str(key)) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [masked(value, name) for value in document]
+    if not is_secret(name) or document is None or isinstance(document, bool):
+        return mask(document) if isinstance(document, str) else document
+    return mask(str(document)) if is_placeholder(str(document)) else MASK
+
+
+def replace_secrets(text: str, new: Callable[[str], str]) -> str:
+    """The text with something new for whatever looks like a secret."""
+
+    def replace(found: re.Match[str]) -> str:
+        value, name = found["value"], found.groupdict().get("name")
+        quote = value[0] if value[:1] in ("'", '"') else ""
+        bare = value.strip(quote) if quote else value
+        if not bare or bare == MASK or is_placeholder(bare) or (name is not None and not is_secret(name)):
+            return found[0]
+        start, end = found.start("value") - found.start(), found.end("value") - found.start()
+        return f"{found[0][:start]}{quote}{new(bare)}{quote}{found[0][end:]}"
+
+    for pattern in _PATTERNS:
+        text = pattern.sub(replace, text)
+    return text
+
+
+def is_placeholder(value: str) -> bool:
+    """Whether a value is only the place of one: an interpolation, a variable of the shell, a word to be filled in."""
+    return value.startswith(("$", "{")) or value in ("KEY", "VALUE")
+
+
+def remember_secret(value: str) -> None:
+    """Mask this value from now on wherever it stands, unless it is too short to be told from other text."""
+    if len(value) >= _LEAST:
+        _known.add(value)

@@ -14,7 +14,7 @@ import pytest
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.tracking import check, has_key, log_study
+from moe_lab.study.tracking import check, has_key, log_study
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -93,7 +93,7 @@ def test_without_a_key_it_stays_offline(alone: Path) -> None:
 
 def test_none_tells_nobody_and_imports_nothing() -> None:
     code = (
-        "import sys; from moe_lab.config import TrackerConfig; from moe_lab.tracking import log_study;"
+        "import sys; from moe_lab.config import TrackerConfig; from moe_lab.study.tracking import log_study;"
         "log_study(TrackerConfig(), {}, {}, []); print([m for m in ('wandb', 'pandas', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -43,7 +43,7 @@ class StudyLauncher(Launcher):
 
 def _mask(file: Path) -> None:
     """Take the secrets out of what Hydra has written down about a multirun."""
-    from moe_lab.masking import masked
+    from moe_lab.errors import masked
 
     if file.is_file():
         OmegaConf.save(masked(OmegaConf.to_container(OmegaConf.load(file))), file)

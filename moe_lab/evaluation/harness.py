@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
@@ -128,3 +130,12 @@ def weighted_loss(losses: Sequence[float], weights: Sequence[float]) -> tuple[fl
     mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
     spread = math.fsum((share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True))
     return mean, math.sqrt(spread) if len(losses) > 1 else None
+
+
+@cache
+def installed(package: str) -> str | None:
+    """The version of `package`; None without it. Looked up once: reading a package's metadata takes milliseconds."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

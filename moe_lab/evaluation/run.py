@@ -12,10 +12,9 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, suite
 from moe_lab.evaluation.generation import Answer, Generator, GenSpec
-from moe_lab.evaluation.harness import HARNESSES, Graded
+from moe_lab.evaluation.harness import HARNESSES, Graded, installed
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.results import SCHEMA, Result, ResultFile
-from moe_lab.versions import installed
 
 ANSWERS = "answers.jsonl"
 

@@ -18,19 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.errors import Unavailable, UserError, unknown
-from moe_lab.masking import ENVIRONMENT, filled, mask, revealed
-
-if TYPE_CHECKING:
-    from moe_lab.evaluation.served_model import Completions, ServedModel
+from moe_lab.errors import ENVIRONMENT, Unavailable, UserError, mask, unknown
+from moe_lab.evaluation.served_model import Completions, ServedModel
+from moe_lab.masking import filled, revealed
 
 BACKENDS = ("hf", "server")
 PLACES = ("checkpoint", "port", "name")

@@ -12,11 +12,10 @@ from moe_lab.calibration.sources import FOREIGN, check_text, file_format, is_jso
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, said, unknown
 from moe_lab.evaluation import mirror, rubric
-from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.harness import HARNESSES, installed
 from moe_lab.evaluation.harnesses import evalscope_tasks, lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
-from moe_lab.versions import installed
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template")

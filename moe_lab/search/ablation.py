@@ -24,9 +24,9 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import chosen_experts, watch_routing
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
+from moe_lab.statistics.file import header
 from moe_lab.statistics.gather import CHECKPOINT, Batch, description
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
-from moe_lab.statistics_file import header
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Expert ids and gates (T, K) -> other gates (T, K)."""

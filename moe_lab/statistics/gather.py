@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
+from moe_lab.statistics.file import header
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer, Reading, Tap, forward
 from moe_lab.statistics.snapshots import Snapshots
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
-from moe_lab.statistics_file import header
 
 CHECKPOINT = "checkpoint.safetensors"
 Batch = tuple[torch.Tensor, torch.Tensor]

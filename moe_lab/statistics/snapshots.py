@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_lab.statistics.file import header, read
 from moe_lab.statistics.sums import Layers, Statistics
-from moe_lab.statistics_file import header, read
 
 INDEX = "snapshots.json"
 """Which snapshots a finished pass has: {"asked": how many parts, "files": [name, ...]}, the first part first."""

@@ -56,7 +56,7 @@ import torch
 from safetensors.torch import save
 
 from moe_lab.errors import UserError
-from moe_lab.statistics_file import SCHEMA, header, read
+from moe_lab.statistics.file import SCHEMA, header, read
 
 Layers = dict[int, dict[str, torch.Tensor]]
 

@@ -139,7 +139,7 @@ def _say_failed(done: subprocess.CompletedProcess[str], log: Path) -> None:
 def _track(config: Config, store: Store, folder: Path) -> None:
     if config.tracker.name == "none":
         return
-    from moe_lab.tracking import log_study
+    from moe_lab.study.tracking import log_study
 
     tables: dict[str, Path] = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
     figures: list[Path] = sorted(folder.rglob("*.png"))

@@ -13,10 +13,9 @@ from typing import Any
 
 import moe_lab
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import DISK_FULL, Unavailable, UserError
+from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.masking import mask
 from moe_lab.study.identity import Step, digest
 from moe_lab.study.store import NO_ROOM, Store
 

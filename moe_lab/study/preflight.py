@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from moe_lab import allocation, criteria, tracking
+from moe_lab import allocation, criteria
 from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import UserError, said, unknown
+from moe_lab.errors import UserError, masked, said, unknown
 from moe_lab.evaluation import server, suite
 from moe_lab.evaluation.sandbox.policy import SANDBOXES
 from moe_lab.grid import Cell, plain
-from moe_lab.masking import LATE, masked
+from moe_lab.masking import LATE
 from moe_lab.models import config_json, files
 from moe_lab.models.config_json import check_expected
 from moe_lab.paths import check_name, resolve
@@ -27,6 +27,7 @@ from moe_lab.search import evolution
 from moe_lab.search.settings import parse as parse_search
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
+from moe_lab.study import tracking
 from moe_lab.study.launch import visible_gpus
 from moe_lab.study.slurm import resources
 from moe_lab.study.steps import KINDS

@@ -10,8 +10,8 @@ import sys
 import time
 from typing import Any
 
+from moe_lab.evaluation.harness import installed
 from moe_lab.study.job import code_state
-from moe_lab.versions import installed
 
 PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
 

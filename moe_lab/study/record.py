@@ -11,8 +11,8 @@ from typing import Any
 import moe_lab
 from moe_lab import criteria
 from moe_lab.config import AllocationConfig, Config
+from moe_lab.errors import masked
 from moe_lab.json_files import write_json
-from moe_lab.masking import masked
 from moe_lab.results import STUDY_SHAPE
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.identity import Step, canonical, digest

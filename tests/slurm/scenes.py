@@ -15,7 +15,7 @@ from cluster import LONG, Cluster, until
 from little import Little
 from studies import asked, command, jobs, moe_lab
 
-from moe_lab.statistics_file import header
+from moe_lab.statistics.file import header
 from tests.test_masking import PLANTED, SERVER, secrets
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]

@@ -14,10 +14,10 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.statistics.damage import measure
+from moe_lab.statistics.file import header
 from moe_lab.statistics.gather import CHECKPOINT, gather
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.sums import Layers, Statistics
-from moe_lab.statistics_file import header
 
 FINGERPRINT = {"model": "tiny", "data": "random"}
 

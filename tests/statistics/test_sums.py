@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.errors import UserError
+from moe_lab.statistics.file import header, read
 from moe_lab.statistics.sums import Statistics, check_finite, coverage, unseen
-from moe_lab.statistics_file import header, read
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3)
 

@@ -9,8 +9,8 @@ import yaml
 
 import moe_lab
 from moe_lab import start
+from moe_lab.errors import masked
 from moe_lab.json_files import write_json
-from moe_lab.masking import masked
 from moe_lab.study.job import NOTED, code_state
 
 COPIED = ("moe_lab", "analysis", "conf")
