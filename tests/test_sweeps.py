@@ -147,7 +147,7 @@ def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
     command = " ".join(" ".join(head).partition("# Use: ")[2].replace("\\ #", "").split())
     start = f"python -m moe_lab --config-dir sweeps --config-name {name}"
     assert command.startswith(start) and set(command.removeprefix(start).split()) == permissions(name)
-    assert any("Should come to: " in line for line in head)
+    assert any("Expected: " in line for line in head)
     assert "study: " + name in lines
 
 
