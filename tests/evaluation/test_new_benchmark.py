@@ -1,4 +1,4 @@
-"""docs/evaluation.md#a-benchmark-of-your-own works as it is written, in a copy of the repository."""
+"""docs/evaluation.md#adding-a-benchmark works as it is written, in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    section = page.partition("### A benchmark of your own\n")[2].partition("\n## ")[0]
+    section = page.partition("### Adding a benchmark\n")[2].partition("\n## ")[0]
     blocks = dict(BLOCK.findall(section))
     assert list(blocks) == [
         "colours/task.yaml",
