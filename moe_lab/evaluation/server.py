@@ -1,7 +1,4 @@
-"""backend=server: a server of a checkpoint, started on a free port, checked for the right model, and always stopped.
-
-Without torch or openai until a server is started: the preflight checks command lines with it.
-"""
+"""A server of a checkpoint: started on a free port, checked for the right model, and stopped in any case."""
 
 from __future__ import annotations
 
@@ -9,15 +6,13 @@ import http.client
 import json
 import os
 import secrets
-import shlex
-import shutil
 import signal
 import socket
-import string
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,68 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.errors import ENVIRONMENT, Unavailable, UserError, mask, unknown
+from moe_lab.errors import Unavailable, UserError, mask
 from moe_lab.evaluation.served_model import Completions, ServedModel
-from moe_lab.masking import filled, revealed
-
-BACKENDS = ("hf", "server")
-PLACES = ("checkpoint", "port", "name")
-"""What a command line has places for; it can go without the name."""
-_NEEDED = ("checkpoint", "port")
-_HINTS = {"transformers": "transformers[serving]"}
-
-
-def check_command(backend: BackendConfig) -> None:
-    """UserError for a back end that cannot be."""
-    if backend.name not in BACKENDS:
-        raise unknown("backend.name", backend.name, BACKENDS)
-    if backend.name == "server":
-        if backend.continuous:
-            raise UserError("backend.continuous=true is for backend=hf: a server batches in its own way")
-        command_line(backend, Path("checkpoint"), 0, "name")
-        if not backend.ready_seconds > 0:
-            raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
-
-
-def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The command with everything in its places; what is put in stays one word. UserError for a wrong place."""
-    command = backend.command
-    if not command:
-        raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
-    try:
-        # Secrets last, each within its word and never looked at for places.
-        split = shlex.split(ENVIRONMENT.sub(lambda secret: f"${{{secret[0][1:]}}}", filled(command)))
-        places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
-    except ValueError as error:
-        raise UserError(f"backend.command={command} cannot be read: {error}") from None
-    for place in sorted(places - set(PLACES)):
-        raise unknown("backend.command: place", f"{{{place}}}", [f"{{{each}}}" for each in PLACES])
-    for place in _NEEDED:
-        if place not in places:
-            raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
-    return [revealed(word.format(checkpoint=checkpoint, port=port, name=name)) for word in split]
-
-
-def check_installed(backend: BackendConfig) -> None:
-    """UserError when the program that a server's command starts is not on this machine."""
-    try:
-        check_command(backend)
-    except UserError:  # which `check` tells
-        return
-    if backend.name != "server":
-        return
-    program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
-    if shutil.which(program, path=search_path()) is None:
-        raise UserError(
-            f"backend.command starts {program}, and there is no such program here: install it, such as with pip "
-            f"install {_HINTS.get(program, program)}, or write its path into backend.command"
-        )
-
-
-def search_path() -> str:
-    """Where programs are looked for: beside this interpreter, then as everywhere else."""
-    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-
+from moe_lab.evaluation.server_command import command_line, search_path
 
 GRACE = 20.0
 """Seconds a server that is told to stop may take before it is killed."""
@@ -104,8 +40,6 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
     greedy whatever the checkpoint's author preferred. Raises UserError for a checkpoint that is none, Unavailable for
     a server that ends, serves another model or does not answer within backend.ready_seconds.
     """
-    from moe_lab.evaluation.served_model import ServedModel
-
     if not (checkpoint / "config.json").is_file():
         raise UserError(f"backend=server: {checkpoint} is no checkpoint: expected a folder with config.json")
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:
@@ -226,8 +160,6 @@ def _free_port() -> int:
 
 def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> Completions:
     """The completions of the server, once it answers with the model of one of these names."""
-    from moe_lab.evaluation.served_model import Completions
-
     deadline = time.monotonic() + seconds
     while (served := _models(url)) is None:
         if (ended := server.last_words()) is not None:

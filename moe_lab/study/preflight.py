@@ -12,7 +12,7 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, masked, said, unknown
-from moe_lab.evaluation import server, suite
+from moe_lab.evaluation import server_command, suite
 from moe_lab.evaluation.sandbox.policy import SANDBOXES
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import LATE
@@ -55,7 +55,7 @@ def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Be
         for named in dict.fromkeys(cell.model.device for cells, _ in asked for cell in cells):
             found += said(partial(_check_device, named))
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
-        found += said(partial(server.check_installed, config.backend))
+        found += said(partial(server_command.check_installed, config.backend))
     return list(dict.fromkeys(found))
 
 
@@ -112,7 +112,7 @@ def _check_calibrations(cells: Sequence[Cell]) -> Iterator[str]:
 
 def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
-    yield from said(partial(server.check_command, config.backend))
+    yield from said(partial(server_command.check_command, config.backend))
     by_model = [one for one in benchmarks if not suite.has_two_phases(one) and one.max_new_tokens]
     if by_model and (config.backend.name == "server" or config.backend.continuous):
         yield (

@@ -1,0 +1,72 @@
+"""What backend=server starts: the words of its command line. Without torch or openai, for the preflight."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import string
+import sys
+from pathlib import Path
+
+from moe_lab.config import BackendConfig
+from moe_lab.errors import ENVIRONMENT, UserError, unknown
+from moe_lab.masking import filled, revealed
+
+BACKENDS = ("hf", "server")
+PLACES = ("checkpoint", "port", "name")
+"""What a command line has places for; it can go without the name."""
+_NEEDED = ("checkpoint", "port")
+_HINTS = {"transformers": "transformers[serving]"}
+
+
+def check_command(backend: BackendConfig) -> None:
+    """UserError for a back end that cannot be."""
+    if backend.name not in BACKENDS:
+        raise unknown("backend.name", backend.name, BACKENDS)
+    if backend.name == "server":
+        if backend.continuous:
+            raise UserError("backend.continuous=true is for backend=hf: a server batches in its own way")
+        command_line(backend, Path("checkpoint"), 0, "name")
+        if not backend.ready_seconds > 0:
+            raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
+
+
+def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
+    """The command with everything in its places; what is put in stays one word. UserError for a wrong place."""
+    command = backend.command
+    if not command:
+        raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
+    try:
+        # Secrets last, each within its word and never looked at for places.
+        split = shlex.split(ENVIRONMENT.sub(lambda secret: f"${{{secret[0][1:]}}}", filled(command)))
+        places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
+    except ValueError as error:
+        raise UserError(f"backend.command={command} cannot be read: {error}") from None
+    for place in sorted(places - set(PLACES)):
+        raise unknown("backend.command: place", f"{{{place}}}", [f"{{{each}}}" for each in PLACES])
+    for place in _NEEDED:
+        if place not in places:
+            raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
+    return [revealed(word.format(checkpoint=checkpoint, port=port, name=name)) for word in split]
+
+
+def check_installed(backend: BackendConfig) -> None:
+    """UserError when the program that a server's command starts is not on this machine."""
+    try:
+        check_command(backend)
+    except UserError:  # which `check` tells
+        return
+    if backend.name != "server":
+        return
+    program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
+    if shutil.which(program, path=search_path()) is None:
+        raise UserError(
+            f"backend.command starts {program}, and there is no such program here: install it, such as with pip "
+            f"install {_HINTS.get(program, program)}, or write its path into backend.command"
+        )
+
+
+def search_path() -> str:
+    """Where programs are looked for: beside this interpreter, then as everywhere else."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
