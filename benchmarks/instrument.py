@@ -36,8 +36,8 @@ from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.ablation import ablate
-from moe_lab.statistics.damage import measure
-from moe_lab.statistics.gather import gather
+from moe_lab.statistics.damage import measure_damage
+from moe_lab.statistics.forward import gather
 
 MODELS = ("olmoe", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
 SKILLS = {"math": ("gsm8k", "math500"), "code": ("humaneval", "mbpp")}
@@ -144,7 +144,7 @@ def rankings(subject: LocalModel, skill: str, tokens: int, ablation_tokens: int)
     with tempfile.TemporaryDirectory() as folder:
         passes: dict[Need, Mapping[int, Mapping[str, Any]]] = {
             "statistics": gather(model, rows, out=Path(folder), fingerprint={}, groups=len(rows)).layers,
-            "damage": measure(model, rows, fingerprint={}).layers,
+            "damage": measure_damage(model, rows, fingerprint={}).layers,
         }
     for need, sums in passes.items():
         for name in criteria.of_experts_from(need):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.machine import describe, peak
 from benchmarks.published import CONFIGURATIONS, published_model
 from benchmarks.statistics import BAR_OBSERVE, Batch, batch, observe_gradients, plain_gradients
-from moe_lab.statistics.backward import differentiable, forward_and_backward
+from moe_lab.statistics.gradients import differentiable, forward_and_backward
 
 GIB = 2**30
 

@@ -31,9 +31,8 @@ from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.recovery.adapters import attach
 from moe_lab.recovery.apply import pruned, recovered
-from moe_lab.recovery.finetune import finetune
-from moe_lab.recovery.parts import storage
-from moe_lab.recovery.train import answer_loss
+from moe_lab.recovery.finetune import answer_loss, finetune
+from moe_lab.recovery.quantize import storage
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ("experts", "shared_experts")

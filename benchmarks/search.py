@@ -38,7 +38,7 @@ from moe_lab.search.prefix import Relatives, Schedule, States
 from moe_lab.search.schedules import Problem, space_of
 from moe_lab.search.screening import Screen, reconstruction
 from moe_lab.search.settings import EvolutionSettings, FitnessSettings
-from moe_lab.statistics.gather import gather
+from moe_lab.statistics.forward import gather
 
 BAR_CHILD, BAR_FILTER, BAR_SEEDS = 0.75, 0.5, 8
 SEEDS = 10

@@ -75,14 +75,14 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     """AIMER scores are read from it, and a plan made:"""
     from moe_lab import criteria
     from moe_lab.allocation.uniform import uniform
-    from moe_lab.statistics.weights import weigh
+    from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"
     seconds_of_reading(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
     raw = seconds_of_reading(folder)
     forget(folder)
     start = time.monotonic()
-    sums = weigh(folder, fingerprint={})
+    sums = weigh_experts(folder, fingerprint={})
     seconds = time.monotonic() - start
     experts = dict.fromkeys(range(arguments.layers), int(CONFIG["num_experts"]))
     scores = criteria.score("aimer", sums.layers, experts=experts)

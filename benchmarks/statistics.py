@@ -29,9 +29,8 @@ from benchmarks.random_model import random_model
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import intermediate, output
 from moe_lab.models.partial_forward import run
-from moe_lab.statistics.backward import differentiable, forward_and_backward
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gradients import GradientTap
+from moe_lab.statistics.gradients import GradientTap, differentiable, forward_and_backward
 from moe_lab.statistics.observe import Observer
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -35,8 +35,7 @@ from benchmarks.statistics import batch
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import use_cpu_experts
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gather import gather
+from moe_lab.statistics.forward import ForwardTap, gather
 from moe_lab.statistics.streaming import stream
 
 Made = TypeVar("Made")

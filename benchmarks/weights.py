@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.random_checkpoint import forget, seconds_of_reading, write_checkpoint
 from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.statistics.weights import rows_absolute_and_square, weigh
+from moe_lab.statistics.weights import rows_absolute_and_square, weigh_experts
 
 SHARE = 0.8
 RESIDENT = {
@@ -69,7 +69,7 @@ def _streamed(folder: Path, device: str, pairs: int) -> bool:
         speed = sum(sizes.values()) / seconds_of_reading(folder)
         forget(folder)
         wall, processor = time.monotonic(), time.process_time()
-        weigh(folder, fingerprint={}, device=device)
+        weigh_experts(folder, fingerprint={}, device=device)
         found.append((scored / (time.monotonic() - wall) / speed, scored / (time.process_time() - processor) / GIB))
     share, rate = (statistics.median(values) for values in zip(*found, strict=True))
     good = share >= SHARE

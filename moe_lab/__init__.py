@@ -128,20 +128,18 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     """Layer -> the sums of one pass, as numpy arrays."""
-    from moe_lab.statistics.channel_weights import weigh_channels
-    from moe_lab.statistics.damage import measure
-    from moe_lab.statistics.gather import gather
-    from moe_lab.statistics.gradients import gather_gradients
-    from moe_lab.statistics.weight_gradients import gather_weight_gradients
-    from moe_lab.statistics.weights import weigh
+    from moe_lab.statistics.damage import measure_damage
+    from moe_lab.statistics.forward import gather
+    from moe_lab.statistics.gradients import gather_gradients, gather_weight_gradients
+    from moe_lab.statistics.weights import weigh_channels, weigh_experts
 
     common: dict[str, Any] = {"fingerprint": {}}
     if need in ("weights", "channel_weights"):
-        found = (weigh if need == "weights" else weigh_channels)(_checkpoint(model), **common)
+        found = (weigh_experts if need == "weights" else weigh_channels)(_checkpoint(model), **common)
     elif need == "weight_gradients":
         found = gather_weight_gradients(model, rows, **common)
     else:
-        passes: Mapping[str, Any] = {"statistics": gather, "gradients": gather_gradients, "damage": measure}
+        passes: Mapping[str, Any] = {"statistics": gather, "gradients": gather_gradients, "damage": measure_damage}
         found = passes[need](model, rows, out=None, groups=len(rows), **common)
     return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in found.layers.items()}
 

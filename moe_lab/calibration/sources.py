@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration import hub
 from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Text, document, has_answer, is_empty, plain
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
@@ -46,11 +45,11 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 def read(settings: CalibrationConfig) -> list[Document]:
     """All documents of the source, in its order; empty ones are left out. UserError when none is left."""
     file = locate(settings.path)
-    if file is None and not hub.is_file(settings.path):
-        rows = ((f"{settings.path} row {row}", record) for row, record in hub.rows(settings))
+    if file is None and not is_hub_file(settings.path):
+        rows = ((f"{settings.path} row {row}", record) for row, record in hub_rows(settings))
         documents = _documents(rows, settings)
     else:
-        documents = _read_file(file or hub.download(settings.path), settings)
+        documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
         documents = [_joined(documents, settings)]
     kept = [document for document in documents if not is_empty(document)]
@@ -78,7 +77,7 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 def check_answers(settings: CalibrationConfig) -> None:
     """UserError when the source is a file of this machine and no document in it has an answer."""
-    if not hub.is_file(settings.path) and locate(settings.path) is not None:
+    if not is_hub_file(settings.path) and locate(settings.path) is not None:
         read_answered(settings)
 
 
@@ -88,7 +87,7 @@ def locate(path: str) -> Path | None:
     Raises UserError for a missing file (with the nearest name in its folder), a folder, an empty file, a format
     that is not read.
     """
-    if hub.is_file(path):
+    if is_hub_file(path):
         file_format(path, Path(path))
         return None
     file = Path(resolve(path)).expanduser()
@@ -177,7 +176,7 @@ def check_text(file: Path, setting: str) -> None:
 
 def check_first(settings: CalibrationConfig) -> None:
     """UserError when the first record of JSON lines on this machine has not what the settings read, such as a field."""
-    file = None if hub.is_file(settings.path) else locate(settings.path)
+    file = None if is_hub_file(settings.path) else locate(settings.path)
     if file is None or not is_json(file):
         return
     with _reading(file, "calibration.path"), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
@@ -260,3 +259,46 @@ def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{file} line {number}", json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{file} line {number} is damaged JSON: {error.msg}") from error
+
+
+FILE_PREFIX = "hf://datasets/"
+"""How a file on the hub is written: hf://datasets/OWNER/NAME/FILE. C4 is read so: its split is 300 GB, one file 0.3."""
+
+
+def is_hub_file(path: str) -> bool:
+    """Whether `path` names one file of a data set on the hub."""
+    return path.startswith(FILE_PREFIX)
+
+
+def download_file(path: str) -> Path:
+    """The local copy of hf://datasets/OWNER/NAME/FILE, downloaded once."""
+    from huggingface_hub import hf_hub_download
+
+    parts = path.removeprefix(FILE_PREFIX).split("/", 2)
+    if len(parts) < 3:
+        raise UserError(f"calibration.path={path} is incomplete: expected {FILE_PREFIX}OWNER/NAME/FILE")
+    owner, name, file = parts
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
+    except (OSError, ValueError) as error:
+        raise _unreachable(path, error) from error
+
+
+def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
+    """(number, record) for each row of a split."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        split = load_dataset(settings.path, settings.subset, split=settings.split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise _unreachable(settings.path, error) from error
+    yield from enumerate(split, start=1)
+
+
+def _unreachable(path: str, error: Exception) -> UserError:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return UserError(
+        f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "
+        "expected a file, or a data set's id while the hub can be reached"
+    )

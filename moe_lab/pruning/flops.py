@@ -32,8 +32,8 @@ from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask, mask_layer
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
-from moe_lab.statistics.gather import Batch
-from moe_lab.statistics.states import States
+from moe_lab.statistics.observe import Batch
+from moe_lab.statistics.streaming import States
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
 """attention: all that mixes tokens, its projections and what is recurrent; attention_scores: products of activations

@@ -19,7 +19,7 @@ from moe_lab.models.experts import intermediate, output, sort_by_expert
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.prune import check_fit, count_attributes, replace_tensor, rows
-from moe_lab.statistics.dispatch import ExpertsFunction, replaced
+from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def channel_masks(model: PreTrainedModel, layers: list[MoELayer], plan: Plan) ->
     """
     calls = {layer.index: _Call(layer, plan.channels[layer.index]) for layer in layers}
     with ExitStack() as undo:
-        undo.enter_context(replaced(model, layers, {index: call.compute for index, call in calls.items()}))
+        undo.enter_context(replaced_experts(model, layers, {index: call.compute for index, call in calls.items()}))
         for call in calls.values():
             undo.callback(call.layer.experts.register_forward_hook(call.check).remove)
         yield

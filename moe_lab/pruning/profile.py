@@ -17,8 +17,8 @@ from moe_lab.models.experts import watch_routing
 from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask, mask_layer
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics.accumulate import EPSILON
-from moe_lab.statistics.gather import Batch
+from moe_lab.statistics.forward import EPSILON
+from moe_lab.statistics.observe import Batch
 
 COLUMNS = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
 """variance         of the residual stream after the layer over tokens, the mean over its coordinates

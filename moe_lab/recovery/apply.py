@@ -14,7 +14,7 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, replace_tensor
-from moe_lab.recovery.nf4 import check_unquantized, quantize
+from moe_lab.recovery.quantize import check_unquantized, quantize
 
 TENSORS = "tuned.safetensors"
 

@@ -1,14 +1,23 @@
-"""Fine-tune a pruned model on an instruction set, and leave its changed tensors behind."""
+"""Fine-tune a pruned model on an instruction set, and leave its changed tensors behind.
+
+The seed fixes the order of rows; the loss is that of answers; a stopped training goes on exactly from a checkpoint.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
@@ -16,9 +25,8 @@ from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.adapters import Adapted, attach, merge, trainable
 from moe_lab.recovery.apply import TENSORS, pruned
-from moe_lab.recovery.nf4 import check_unquantized
-from moe_lab.recovery.settings import check
-from moe_lab.recovery.train import Row, train
+from moe_lab.recovery.quantize import check_unquantized
+from moe_lab.recovery.settings import check, finetune_identity
 
 REPORT = "finetune.json"
 
@@ -84,3 +92,190 @@ def _counts(layers: list[Adapted], rows: list[Row]) -> dict[str, Any]:
         "rows": len(rows),
         "answer_tokens": sum(int(answers[1:].sum()) for _, _, answers in rows),
     }
+
+
+Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""ids (S,) int64, valid (S,) bool, answers (S,) bool: the tokens, which of them count, which of them are learnt."""
+
+
+def train(
+    model: Any,
+    layers: Sequence[Adapted],
+    rows: Sequence[Row],
+    settings: RecoveryConfig,
+    *,
+    rows_at_once: int,
+    partial: Path,
+    fingerprint: Mapping[str, Any],
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """Train the adapters `layers` of `model` on `rows`; returns the loss of each step, in nats per answer token.
+
+    A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss is the mean over all their
+    answer tokens, so the split changes rounding alone. Everything random in a step is drawn from (seed, step): what a
+    stopped training left in `partial` goes on to the very weights of one that was not stopped. UserError when the loss
+    is not finite.
+    """
+    groups = trainable(list(layers))
+    parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
+    rates = {**dict.fromkeys(groups, settings.learning_rate), "routers": settings.router_learning_rate}
+    parts = [part for part in groups if groups[part]]
+    optimizer = torch.optim.AdamW([{"params": list(groups[part].values())} for part in parts], lr=0.0, weight_decay=0.0)
+    steps = step_count(settings, len(rows))
+    about = {
+        "fingerprint": dict(fingerprint),
+        "settings": finetune_identity(settings),
+        "seed": seed,
+        "rows": digest(rows),
+    }
+    losses = load_progress(partial, about, parameters, optimizer)
+    for step in range(len(losses), steps):
+        chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]
+        for part, group in zip(parts, optimizer.param_groups, strict=True):
+            group["lr"] = rates[part] * rate_factor(settings, step, steps)
+        with torch.random.fork_rng():
+            torch.manual_seed(_mixed(seed, step))
+            losses.append(_backward(model, chosen, rows_at_once))
+        if not math.isfinite(losses[-1]):
+            raise UserError(
+                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}: expected a finite number, lower "
+                f"recovery.learning_rate={settings.learning_rate}"
+            )
+        torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % settings.save_every == 0 and step + 1 < steps:
+            save_progress(partial, about, losses, parameters, optimizer)
+        if progress is not None:
+            progress(step + 1, steps)
+    return losses
+
+
+def step_count(settings: RecoveryConfig, n_rows: int) -> int:
+    """Steps of `settings.epochs` passes over `n_rows` rows; the last may begin another pass. At least 1."""
+    return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
+
+
+def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
+    """Share of the peak learning rate in `step` (from 0) of `steps`: up in a straight line over the first
+    `settings.warmup` of them, then down to 0 after the last, along a cosine or a straight line."""
+    rising = math.ceil(settings.warmup * steps)
+    if step < rising:
+        return (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+
+def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
+    """The rows of one step: pass after pass over all of them, each pass in an order of its own drawn from the seed."""
+    chosen = []
+    orders: dict[int, list[int]] = {}
+    for at in range(step * size, (step + 1) * size):
+        turn, place = divmod(at, n_rows)
+        if turn not in orders:
+            generator = torch.Generator().manual_seed(_mixed(seed, -1 - turn))
+            orders[turn] = torch.randperm(n_rows, generator=generator).tolist()
+        chosen.append(orders[turn][place])
+    return chosen
+
+
+def _backward(model: Any, rows: Sequence[Row], at_once: int) -> float:
+    """Add the gradients of the mean loss over the answer tokens of `rows`; returns that loss."""
+    tokens = sum(int(answers[1:].sum()) for _, _, answers in rows)
+    if not tokens:
+        return 0.0
+    total = 0.0
+    for start in range(0, len(rows), at_once):
+        ids, valid, answers = _stacked(rows[start : start + at_once], model.device)
+        if bool(answers[:, 1:].any()):
+            loss = answer_loss(model, ids, valid, answers) / tokens
+            loss.backward()
+            total += float(loss.detach())
+    return total
+
+
+def answer_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Sum over the answer tokens (B, S) of -log p(token | what stands before it), in fp32; the first token of a row
+    has nothing before it and never counts. Only positions that predict an answer in some row reach the vocabulary."""
+    learnt = answers[:, 1:]
+    columns = learnt.any(0).nonzero()[:, 0]
+    mask = None if bool(valid.all()) else valid.to(torch.int64)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
+    learnt = learnt[:, columns]
+    return cross_entropy(logits[learnt].float(), ids[:, 1:][:, columns][learnt], reduction="sum")
+
+
+def _stacked(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows as one batch (B, S), without the columns on the right in which no row has a token."""
+    ids, valid, answers = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+    end = int(valid.any(0).nonzero().max()) + 1
+    return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, answers))
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """sha256 of all rows."""
+    content = hashlib.sha256()
+    for row in rows:
+        for tensor in row:
+            content.update(str(tuple(tensor.shape)).encode() + tensor.contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+def _mixed(seed: int, step: int) -> int:
+    """A seed for one step of the training of another seed; they do not run into each other."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
+
+
+PROGRESS_FILE = "finetune.safetensors"
+OPTIMIZER = "optimizer"
+
+
+def save_progress(
+    folder: Path,
+    about: Mapping[str, Any],
+    losses: list[float],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Write adapters, optimiser and losses (one per step done); `about` says whose they are. Whole or not at all."""
+    tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+            tensors[f"{OPTIMIZER}.{key}.{name}"] = value.contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f"{PROGRESS_FILE}.part"
+    # one entry: safetensors writes several in an order that changes from run to run
+    save_file(tensors, beside, {"moe_lab": json.dumps({"about": about, "losses": losses}, sort_keys=True)})
+    beside.replace(folder / PROGRESS_FILE)
+
+
+def load_progress(
+    folder: Path,
+    about: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> list[float]:
+    """Put adapters and optimiser back as they were saved; returns the losses of the steps done.
+
+    [] and nothing changed when there is no such file, it is damaged, or another fine-tuning's.
+    """
+    try:
+        with safe_open(folder / PROGRESS_FILE, framework="pt") as file:
+            found = json.loads(file.metadata()["moe_lab"])
+            if found["about"] != json.loads(json.dumps(about)):
+                return []
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (FileNotFoundError, SafetensorError, ValueError, KeyError, TypeError):
+        return []
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{OPTIMIZER}.{key}.{name}" in tensors]
+            if keys:
+                state = {key: tensors[f"{OPTIMIZER}.{key}.{name}"] for key in keys}
+                optimizer.state[parameter] = {
+                    key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
+                }
+    losses: list[float] = found["losses"]
+    return losses

@@ -1,9 +1,11 @@
-"""What can be said of a recovery before anything is loaded: whether its settings hold together, and what names it.
-No torch."""
+"""Settings of a recovery: checks before anything is loaded, its identity, its optional libraries. No torch."""
 
 from __future__ import annotations
 
+import logging
 import math
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,3 +99,27 @@ def _check_tuning(settings: RecoveryConfig) -> None:
             raise UserError(
                 f"recovery.{name}={getattr(settings, name)} is no share: expected 0 or more and less than 1"
             )
+
+
+@cache
+def bitsandbytes_functional() -> Any:
+    """The module bitsandbytes.functional; UserError with the command that installs it."""
+    need("bitsandbytes", "quantisation", "recovery.bits=4")
+    return _import("bitsandbytes.functional")
+
+
+@cache
+def peft() -> Any:
+    """The module peft, which imports bitsandbytes when that is there; UserError with the command that installs it."""
+    need("peft", "fine-tuning", "fine-tuning")
+    return _import("peft")
+
+
+def _import(name: str) -> Any:
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return import_module(name)
+    finally:
+        log.setLevel(level)

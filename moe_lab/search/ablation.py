@@ -25,7 +25,7 @@ from moe_lab.models.experts import chosen_experts, watch_routing
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics.file import header
-from moe_lab.statistics.gather import CHECKPOINT, Batch, description
+from moe_lab.statistics.observe import CHECKPOINT, Batch, description
 from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -23,9 +23,8 @@ from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import intermediate, output
 from moe_lab.pruning.mask import slice_router
 from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
-from moe_lab.statistics.accumulate import wide
-from moe_lab.statistics.gather import Batch, read_all
-from moe_lab.statistics.observe import Tap
+from moe_lab.statistics.forward import wide
+from moe_lab.statistics.observe import Batch, Tap, read_all
 from moe_lab.statistics.sums import Layers, Statistics
 
 BUDGET = 1 << 28

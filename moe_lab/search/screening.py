@@ -18,7 +18,7 @@ from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.prefix import Schedule
-from moe_lab.statistics.dispatch import ExpertsFunction, replaced
+from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 TOKENS = 128
 """Tokens whose expert outputs are held at once: TOKENS x experts x hidden numbers."""
@@ -70,7 +70,7 @@ def _routings(
             stack.callback(layer.block.register_forward_pre_hook(record, with_kwargs=True).remove)
         run(model, ids, valid)
     functions = {layer.index: _recorder(found[k]) for k, layer in enumerate(plans.layers)}
-    with replaced(model, plans.layers, functions):
+    with replaced_experts(model, plans.layers, functions):
         for number in range(max(map(len, removals))):
             schedule = tuple(choices[min(number, len(choices) - 1)] for choices in removals)
             with mask(model, plans.plan(schedule)):

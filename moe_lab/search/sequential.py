@@ -17,7 +17,7 @@ from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask_layer
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gather import Batch
+from moe_lab.statistics.observe import Batch
 from moe_lab.statistics.streaming import stream_pruned
 
 Sums = Mapping[str, torch.Tensor]

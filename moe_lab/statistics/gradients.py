@@ -1,27 +1,31 @@
-"""What the loss says about every channel, at about the cost of a plain forward and backward pass.
+"""What the loss says about every channel: gradients with respect to activations, and with respect to weights (SNIP).
 
-Two vectors per expert replace HEAPr's (H, H) matrix, because the gradient at the input of down_proj is that matrix's
-factor already multiplied with the channel's weights: memory grows with the number of channels, and one pass does it.
+The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that both count. Sums, unlike
+means, do not depend on how rows are cut into batches. Two vectors per expert replace HEAPr's (H, H) matrix, because the
+gradient at the input of down_proj is that matrix's factor already multiplied with the channel's weights: memory grows
+with the number of channels, and one forward and backward pass does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import intermediate, output, sort_by_expert
-from moe_lab.statistics.accumulate import Channels, wide
-from moe_lab.statistics.backward import SCALE, differentiable, forward_and_backward
-from moe_lab.statistics.forward import inside_backward
-from moe_lab.statistics.gather import Batch, read_all
-from moe_lab.statistics.observe import Tap
-from moe_lab.statistics.snapshots import Snapshots
-from moe_lab.statistics.sums import Statistics
+from moe_lab.models.partial_forward import run
+from moe_lab.models.transformers_private import recomputed
+from moe_lab.statistics.forward import Channels, inside_backward, wide
+from moe_lab.statistics.observe import Batch, Observer, Tap, description, read_all
+from moe_lab.statistics.sums import Snapshots, Statistics, check_finite
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 
@@ -103,7 +107,7 @@ class GradientTap(Tap):
         gradient = wide(gradient)
         product = gradient * wide(phi)
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
-        for name, part, scale in zip(GRADIENT_SUMS, parts, (SCALE**2, SCALE, SCALE), strict=True):
+        for name, part, scale in zip(GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True):
             self.sums[name][expert] += part.double() / scale
 
     def _add_forward(self, sums: Mapping[str, torch.Tensor]) -> None:
@@ -130,3 +134,177 @@ class _Watch(torch.autograd.Function):
         rows = (phi, gradient) if counted is None else (phi[counted], gradient[counted])
         ctx.tap.add_gradient(ctx.expert, *rows)
         return gradient, None, None, None
+
+
+LOSS_SCALE = 2.0**8
+"""Gradients that flow back are those of the loss times this, so that half precision does not round small ones to zero;
+a power of two, so that dividing by it loses nothing."""
+LOGITS = 1 << 26
+"""Vocabulary logits that exist at once: 256 MB in fp32."""
+
+
+def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
+    """Read one batch, `input_ids` (B, S) and `valid` (B, S), and send SCALE times the loss's gradient back through it.
+
+    To be called within `differentiable(model)`.
+    """
+    output = run(model, input_ids, valid)
+    states: torch.Tensor = output.last_hidden_state
+    gradient = loss_gradient(model, output, input_ids, valid)
+    states.backward(gradient)
+
+
+def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`.
+
+    Only positions whose token and next token both count reach the vocabulary, LOGITS numbers at a time.
+    """
+    states: torch.Tensor = output.last_hidden_state.detach()
+    gradient = torch.zeros_like(states)
+    row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
+    targets = input_ids.to(states.device)[row, column + 1]
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
+        some = states[row[part], column[part]][None].requires_grad_()
+        logits = head(model, some, output)[0]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        loss = cross_entropy(logits, targets[part].to(logits.device), reduction="sum") * LOSS_SCALE
+        (gradient[row[part], column[part]],) = (part[0] for part in torch.autograd.grad(loss, some))
+    return gradient
+
+
+def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
+    """Logits (B, n, V) the model reads from `states` (B, n, H), whatever it does on the way (scaling, capping).
+
+    The model's own forward is called, its decoder standing still: it gives `states` in the place of `output`.
+    """
+    decoder = model.base_model
+    before = decoder.__dict__.get("forward")
+    still = type(output)(last_hidden_state=states)
+    decoder.__dict__["forward"] = lambda *given, **named: still
+    try:
+        logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
+        return logits
+    finally:
+        del decoder.__dict__["forward"]
+        if before is not None:
+            decoder.__dict__["forward"] = before
+
+
+@contextmanager
+def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> Iterator[None]:
+    """While open, no weight of `model` takes part in gradients and its embedded tokens do.
+
+    With `checkpointing` each decoder layer keeps only its input and is computed again in the backward pass; the modules
+    stay in eval mode. UserError for a model whose layers cannot do that.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    embeddings: Any = model.get_input_embeddings()
+    with ExitStack() as stack, torch.enable_grad():
+        for weight in trained:
+            stack.callback(weight.requires_grad_, True)
+            weight.requires_grad_(False)
+        stack.callback(embeddings.register_forward_hook(lambda module, given, out: out.requires_grad_()).remove)
+        if checkpointing:
+            try:
+                stack.enter_context(recomputed(model))
+            except ValueError as error:
+                raise UserError(f"checkpointing=true: {error}, set false") from None
+        yield
+
+
+def gather_weight_gradients(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    fingerprint: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+) -> Statistics:
+    """`snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I) of every layer: sum over the channel's
+    weights in that projection of |w dL/dw|.
+
+    L is the loss of `gather_gradients` over all `batches`; the absolute value is taken of the whole set's gradient, so
+    parts of a set cannot be merged and a stopped pass starts again. Memory: the gradients of all routed experts'
+    weights are held in fp32, 4 bytes each, beside the model. `progress` is called with (batches done, of how many).
+
+    UserError for no batches and for NaN or infinite sums, naming layer and expert.
+    """
+    about = description(batches, "weight_gradients", fingerprint)
+    with differentiable(model), Observer(model, WeightGradientTap, reading=forward_and_backward) as observer:
+        for number, (ids, valid) in enumerate(batches, 1):
+            observer.read(ids, valid)
+            if progress is not None:
+                progress(number, len(batches))
+        layers = observer.layers()
+    check_finite(layers, "all batches")
+    return Statistics(layers, about)
+
+
+class WeightGradientTap(Tap):
+    """Collects SCALE * dL/dw of the layer's routed experts over all passes, at least in fp32."""
+
+    def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
+        super().__init__(observer, layer, start)
+        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
+
+    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed output (T, H), each used expert's weights taking part in gradients."""
+        rows = sort_by_expert(index, self.layer.n_experts)
+        mixed = torch.zeros_like(hidden)
+        for expert, part in rows.parts():
+            token = rows.token[part]
+            module: Any = _OneExpert(self.layer.experts, expert, self._add)
+            f = output(module, intermediate(module, hidden[token], expert), expert)
+            mixed.index_add_(0, token, (f * weights[token, rows.column[part], None]).to(mixed.dtype))
+        return mixed
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
+        experts: Any = self.layer.experts
+        projections = ("gate", "up", "down") if experts.has_gate else ("up", "down")
+        shape = (self.layer.n_experts, self.layer.width)
+        sums = {f"snip_{projection}": torch.zeros(shape, dtype=torch.float64) for projection in projections}
+        for (name, expert), gradient in self.gradients.items():
+            products = (wide(getattr(experts, name)[expert].to(gradient.device)) * gradient).abs_()
+            for projection, part in by_channel(self.layer, name, products).items():
+                sums[f"snip_{projection}"][expert] = part.double().cpu() / LOSS_SCALE
+        return sums
+
+    def _add(self, name: str, expert: int, gradient: torch.Tensor) -> None:
+        known = self.gradients.get((name, expert))
+        if known is None:
+            self.gradients[name, expert] = wide(gradient)
+        else:
+            known += gradient
+
+
+class _OneExpert:
+    """An experts module whose weights, for one expert, are leaves that give their gradients away at once."""
+
+    def __init__(self, module: torch.nn.Module, expert: int, take: Callable[[str, int, torch.Tensor], None]) -> None:
+        self.module = module
+        for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+            leaf = getattr(module, name)[expert].detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(_hand_over, name, expert, take))
+            setattr(self, name, {expert: leaf})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _hand_over(name: str, expert: int, take: Callable[[str, int, torch.Tensor], None], leaf: torch.Tensor) -> None:
+    assert leaf.grad is not None
+    take(name, expert, leaf.grad)
+    leaf.grad = None
+
+
+def by_channel(layer: MoELayer, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Projection -> sums (I,) over each channel's entries of one expert's weight `name`, as the experts module of
+    `layer` lays it out."""
+    module: Any = layer.experts
+    channels_last = module.is_transposed != (name == "down_proj")
+    sums = values.sum(0 if channels_last else 1)
+    if name != "gate_up_proj":
+        return {name.removesuffix("_proj"): sums}
+    gate, up = sums.view(2, -1) if module.is_concatenated else sums.view(-1, 2).t()
+    return {"gate": gate, "up": up}

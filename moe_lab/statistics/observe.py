@@ -1,20 +1,84 @@
-"""Watch the routed experts of a model while it reads: one tap per MoE layer, opened and closed together."""
+"""Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer, one pass, checkpoints.
+
+A function of ours takes the place of every experts module, through transformers' registry of experts functions. It is
+handed exactly the routed tokens and the weights the router gave them, for every family that uses the registry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.partial_forward import run
-from moe_lab.statistics.dispatch import not_called, replaced
-from moe_lab.statistics.sums import Layers, combine
+from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
+from moe_lab.statistics.file import header
+from moe_lab.statistics.sums import Layers, Snapshots, Statistics, check_finite, combine
+
+REGISTERED_NAME = "moe_lab"
+SLOT = "_moe_lab_experts_function"
+
+ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
+
+
+def _dispatch(
+    module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What the registry calls: the function that stands for this very module."""
+    function: ExpertsFunction = module.__dict__[SLOT]
+    return function(hidden, index, weights)
+
+
+ExpertsInterface.register(REGISTERED_NAME, _dispatch)
+
+
+@contextmanager
+def replaced_experts(
+    model: PreTrainedModel, layers: Sequence[MoELayer], functions: Mapping[int, ExpertsFunction]
+) -> Iterator[None]:
+    """While open, layer i of `layers` computes its experts with `functions[i]`; afterwards the model is as before.
+
+    UserError when a layer's experts ignore the registry (transformers then silently keeps their own forward) or are
+    sharded over devices by expert.
+    """
+    before = model.get_experts_implementation()
+    for layer in layers:
+        if is_expert_parallel(layer.experts):
+            raise UserError(
+                f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan"
+            )
+        # Not setattr: a plain entry is neither a submodule nor in the state dict, and survives any call order.
+        layer.experts.__dict__[SLOT] = functions[layer.index]
+    try:
+        model.set_experts_implementation(REGISTERED_NAME)
+        for layer in layers:
+            if experts_implementation(layer.experts) != REGISTERED_NAME:
+                raise not_called(layer)
+        yield
+    finally:
+        model.set_experts_implementation(before)
+        for layer in layers:
+            layer.experts.__dict__.pop(SLOT, None)
+
+
+def not_called(layer: MoELayer) -> UserError:
+    """The error for experts that the registry does not reach."""
+    return UserError(
+        f"{layer.name} ({type(layer.experts).__name__}) does not compute its experts through transformers' registry "
+        "of experts functions, so what it does cannot be observed: this architecture is not supported"
+    )
+
 
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
 """A pass over one batch: model, input_ids (B, S), valid (B, S)."""
@@ -98,7 +162,7 @@ class Observer:
     def __enter__(self) -> Observer:
         with ExitStack() as stack:
             functions = {tap.layer.index: self._counted(tap) for tap in self.taps}
-            stack.enter_context(replaced(self.model, [tap.layer for tap in self.taps], functions))
+            stack.enter_context(replaced_experts(self.model, [tap.layer for tap in self.taps], functions))
             for tap in self.taps:
                 around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
                 stack.callback(tap.layer.router.register_forward_hook(tap.after_router, with_kwargs=True).remove)
@@ -135,3 +199,80 @@ class Observer:
             return tap.experts(hidden, index, weights)
 
         return experts
+
+
+CHECKPOINT = "checkpoint.safetensors"
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
+
+
+def read_all(
+    model: PreTrainedModel,
+    tap: type[Tap],
+    batches: Sequence[Batch],
+    *,
+    kind: str,
+    fingerprint: Mapping[str, Any],
+    out: Path | None,
+    groups: int,
+    first_row: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    reading: Reading = forward,
+    snapshots: Snapshots | None = None,
+) -> Statistics:
+    """What `tap` sums over `batches`, each read by `reading`, with checkpoints; `kind` goes into the header, the rest
+    is as in `gather`."""
+    about = description(batches, kind, fingerprint, first_row)
+    checkpoint = None if out is None else out / CHECKPOINT
+    done, start = _resume(checkpoint, about)
+    with Observer(model, tap, start, reading) as observer:
+        for number, (ids, valid) in enumerate(batches[done:], done + 1):
+            observer.read(ids, valid)
+            if snapshots is not None and number in snapshots.points:  # before the sums to go on from, so none is missed
+                snapshots.save(observer.layers(), about, number)
+            if number % groups == 0 or number == len(batches):
+                layers = observer.layers()
+                check_finite(layers, f"batches {done + 1} to {number}")
+                done = number
+                if checkpoint is not None:
+                    Statistics(layers, {**about, "done": done}).save(checkpoint)
+            if progress is not None:
+                progress(number, len(batches))
+    return Statistics(observer.layers(), about)
+
+
+def description(
+    batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, Any], first_row: int = 0
+) -> dict[str, Any]:
+    """The header of sums of that kind over `batches`. UserError when there are none."""
+    if not batches:
+        raise UserError("calibration gives no batches, expected at least one")
+    rows = [first_row, first_row + sum(len(ids) for ids, _ in batches)]
+    return {"kind": kind, "fingerprint": dict(fingerprint), "rows": [rows], "batches": digest(batches)}
+
+
+def digest(batches: Sequence[Batch]) -> str:
+    """sha256 of the token ids, the masks, and how they are cut into batches."""
+    content = hashlib.sha256()
+    for tensors in batches:
+        for tensor in tensors:
+            content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+            content.update(tensor.contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+def _resume(checkpoint: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers | None]:
+    """(batches done, their sums) from a checkpoint of this very pass; (0, None) when there is none."""
+    if checkpoint is None or not checkpoint.exists():
+        return 0, None
+    try:
+        found = header(checkpoint)
+        done = found.pop("done", 0)
+        return (done, Statistics.load(checkpoint).layers) if found == _as_json(about) else (0, None)
+    except UserError:  # damaged: what it held is computed again
+        return 0, None
+
+
+def _as_json(about: Mapping[str, Any]) -> Any:
+    """`about` as it comes back from a file."""
+    return json.loads(json.dumps(about))

@@ -33,21 +33,21 @@ From passes of their own, and from weights alone:
     damage               (E,)      sum_t ||y - y without j||                                             (damage.py)
     ablation             (E,)      rise of the mean loss without j, nats per token             (search/ablation.py)
     scaling              ()        rise of the mean loss with m times 0.9, nats per token      (search/ablation.py)
-    snip_down            (E, I)    sum over a channel's weights in down_proj of |w dL/dw|       (weight_gradients.py)
-    snip_gate, snip_up   (E, I)    the same of gate_proj and up_proj                            (weight_gradients.py)
+    snip_down            (E, I)    sum over a channel's weights in down_proj of |w dL/dw|              (gradients.py)
+    snip_gate, snip_up   (E, I)    the same of gate_proj and up_proj                                   (gradients.py)
     abs_sum, square_sum  (E,)      sum |w| and sum w^2 over gate, up and down weights                   (weights.py)
     count                ()        number of those weights per expert                                   (weights.py)
-    channel_down_square  (E, I)    sum_o w_oc^2 over the outputs o of down_proj                 (channel_weights.py)
-    channel_down_abs     (E, I)    sum_o |w_oc| over the outputs o of down_proj                 (channel_weights.py)
-    channel_gate_square  (E, I)    sum over inputs of the squared weights of gate_proj          (channel_weights.py)
-    channel_up_square    (E, I)    the same of up_proj                                          (channel_weights.py)
+    channel_down_square  (E, I)    sum_o w_oc^2 over the outputs o of down_proj                         (weights.py)
+    channel_down_abs     (E, I)    sum_o |w_oc| over the outputs o of down_proj                         (weights.py)
+    channel_gate_square  (E, I)    sum over inputs of the squared weights of gate_proj                  (weights.py)
+    channel_up_square    (E, I)    the same of up_proj                                                  (weights.py)
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,3 +182,57 @@ def _difference(first: Statistics, second: Statistics, key: str) -> str:
         name = next(name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name))
         return f"{name} is {a.get(name)!r} in one and {b.get(name)!r} in the other"
     return f"{a!r} and {b!r}"
+
+
+SNAPSHOT_INDEX = "snapshots.json"
+"""Which snapshots a finished pass has: {"asked": how many parts, "files": [name, ...]}, the first part first."""
+_OF_CHANNELS = "channel_"
+
+
+def snapshot_points(batches: int, parts: int) -> list[int]:
+    """Batches after which to look, the end left out: `parts` parts as equal as whole batches allow, each once."""
+    return sorted({-(-batches * part // parts) for part in range(1, parts)} - {0, batches})
+
+
+class Snapshots:
+    """Saves the sums of one pass at its points into a folder."""
+
+    def __init__(self, folder: Path, batches: Sequence[Any], parts: int) -> None:
+        self.folder = folder
+        self.parts = parts
+        self.points = snapshot_points(len(batches), parts) if parts > 1 else []
+        self.batches = batches
+
+    def file(self, done: int) -> Path:
+        """Where the sums after so many batches are."""
+        return self.folder / f"snapshot-{self.points.index(done) + 1}-of-{self.parts}.safetensors"
+
+    def save(self, layers: Layers, about: Mapping[str, Any], done: int) -> None:
+        """Keep the sums after `done` batches, one of `points`."""
+        named = {
+            layer: {name: part.float() if _OF_CHANNELS in name else part for name, part in sums.items()}
+            for layer, sums in layers.items()
+        }
+        seen = sum(int(valid.sum()) for _, valid in self.batches[:done])
+        Statistics(named, {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
+
+    def publish(self, folder: Path) -> bool:
+        """Move all snapshots into `folder` with their index; False, and nothing moved, when one is missing, as when
+        the pass was begun without."""
+        files = [self.file(done) for done in self.points]
+        if not all(file.exists() for file in files):
+            return False
+        for file in files:
+            file.replace(folder / file.name)
+        index = {"asked": self.parts, "files": [file.name for file in files]}
+        (folder / SNAPSHOT_INDEX).write_text(json.dumps(index))
+        return True
+
+
+def load_snapshots(folder: Path, parts: int) -> list[tuple[int, dict[int, dict[str, Any]]]] | None:
+    """(valid tokens, layer -> arrays) of each snapshot in `folder`, the least first; None where no pass left snapshots
+    of so many parts there."""
+    index = folder / SNAPSHOT_INDEX
+    if not index.exists() or (found := json.loads(index.read_text()))["asked"] != parts:
+        return None
+    return [(int(header(folder / name)["valid_tokens"]), read(folder / name)) for name in found["files"]]

@@ -21,7 +21,7 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
-from moe_lab.recovery.parts import experts_of
+from moe_lab.recovery.adapters import experts_of
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
 from moe_lab.study.identity import Step
 from moe_lab.study.job import Job

@@ -32,7 +32,7 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
-from moe_lab.statistics.weights import weigh
+from moe_lab.statistics.weights import weigh_experts
 from tests.campaign.models import EXPERT, SHARD, cut, put_twice, reconfigure, reindex
 
 
@@ -91,7 +91,7 @@ def test_an_expert_of_another_shape_is_named_by_whatever_reads_it(folder: Path, 
     refused(lambda: load_model(settings(folder)), message)
     refused(lambda: StreamedModel(folder, dtype=torch.float32, device="cpu"), message)
     refused(lambda: export(folder, plan, folder.parent / "out"), message)
-    refused(lambda: weigh(folder, fingerprint={}), message)
+    refused(lambda: weigh_experts(folder, fingerprint={}), message)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
@@ -300,7 +300,10 @@ def test_mxfp4_is_scored_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
     expected, found = (observed(load_model(settings(tmp_path / name))[0]) for name in ("plain", "mxfp4"))
     for index, named in expected.items():
         assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
-    refused(lambda: weigh(tmp_path / "mxfp4", fingerprint={}), r"_proj_blocks is stored as U8, expected plain weights")
+    refused(
+        lambda: weigh_experts(tmp_path / "mxfp4", fingerprint={}),
+        r"_proj_blocks is stored as U8, expected plain weights",
+    )
 
 
 def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:

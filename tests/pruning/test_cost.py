@@ -18,7 +18,7 @@ from moe_lab.pruning.cost import cost, nf4_bytes, size
 from moe_lab.pruning.flops import Routing, even_routing, flops_per_token, layered_routing, measured_routing, row_flops
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.nf4 import quantize
+from moe_lab.recovery.quantize import quantize
 
 CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
 

@@ -14,11 +14,9 @@ from torch.nn.functional import cross_entropy
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears
-from moe_lab.recovery.adapters import attach, merge, trainable
+from moe_lab.recovery.adapters import attach, experts_of, merge, projections, trainable
 from moe_lab.recovery.apply import pruned, recovered
-from moe_lab.recovery.parts import experts_of
-from moe_lab.recovery.train import Row, answer_loss, factor, rows_of_step, step_count, train
-from moe_lab.recovery.unfused import projections
+from moe_lab.recovery.finetune import Row, answer_loss, rate_factor, rows_of_step, step_count, train
 
 pytest.importorskip("peft")
 SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
@@ -258,9 +256,9 @@ def test_loss_is_that_of_answer_tokens(name: str) -> None:
 
 
 def test_schedules() -> None:
-    cosine = [factor(recovery(warmup=0.2), step, 10) for step in range(10)]
+    cosine = [rate_factor(recovery(warmup=0.2), step, 10) for step in range(10)]
     assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
-    linear = [factor(recovery(warmup=0.0, schedule="linear"), step, 4) for step in range(4)]
+    linear = [rate_factor(recovery(warmup=0.0, schedule="linear"), step, 4) for step in range(4)]
     assert linear == [1.0, 0.75, 0.5, 0.25]
     assert [step_count(recovery(epochs=epochs), 5) for epochs in (2, 0.1, 0.9)] == [5, 1, 3]
 

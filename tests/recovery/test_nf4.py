@@ -15,10 +15,9 @@ from moe_lab.pruning.cost import size
 from moe_lab.pruning.plan import Plan, make_channel_plan
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery import settings
+from moe_lab.recovery.adapters import experts_of
 from moe_lab.recovery.apply import recovered
-from moe_lab.recovery.fourbit import FourBitLinear, FourBitMatrices
-from moe_lab.recovery.nf4 import quantize
-from moe_lab.recovery.parts import experts_of, storage
+from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, quantize, storage
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

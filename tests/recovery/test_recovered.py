@@ -15,7 +15,7 @@ from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.finetune import finetune
-from moe_lab.recovery.nf4 import quantize
+from moe_lab.recovery.quantize import quantize
 
 pytest.importorskip("peft")
 

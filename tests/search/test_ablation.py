@@ -14,7 +14,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.search import ablation
 from moe_lab.search.ablation import ablate, scale_layers
-from moe_lab.statistics.gather import CHECKPOINT
+from moe_lab.statistics.observe import CHECKPOINT
 from moe_lab.statistics.sums import Statistics
 
 SMALL: dict[str, dict[str, int]] = {

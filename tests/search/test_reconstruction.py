@@ -19,8 +19,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.search import reconstruction
 from moe_lab.search.reconstruction import SubsetTap, reconstruct
 from moe_lab.search.subsets import check_removals, count_subsets, kept_subsets
-from moe_lab.statistics.gather import CHECKPOINT
-from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.observe import CHECKPOINT, Observer
 from moe_lab.statistics.streaming import stream
 
 FEW: dict[str, tuple[float, dict[str, int]]] = {

@@ -18,7 +18,8 @@ from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
 from moe_lab.pruning.prune import prune
 from moe_lab.search import sequential
 from moe_lab.search.sequential import Sums, prune_sequentially
-from moe_lab.statistics.gather import Batch, gather
+from moe_lab.statistics.forward import gather
+from moe_lab.statistics.observe import Batch
 
 NAMES = ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"]
 RATIO = 0.25

@@ -13,7 +13,7 @@ from test_expert_weights import DOWN, rewrite
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics.channel_weights import weigh_channels
+from moe_lab.statistics.weights import weigh_channels
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

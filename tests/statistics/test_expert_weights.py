@@ -11,8 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics.channel_weights import weigh_channels
-from moe_lab.statistics.weights import CHUNK, absolute_and_square, rows_absolute_and_square, weigh
+from moe_lab.statistics.weights import (
+    CHUNK,
+    absolute_and_square,
+    rows_absolute_and_square,
+    weigh_channels,
+    weigh_experts,
+)
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -20,7 +25,7 @@ def test_sums_are_those_of_the_weights_in_memory(name: str, tmp_path: Path) -> N
     model = naive.model(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    layers = weigh(tmp_path, fingerprint={}).layers
+    layers = weigh_experts(tmp_path, fingerprint={}).layers
     expected = {layer.index: layer.experts for layer in moe_layers(model)}
     assert list(layers) == sorted(expected)
     for index, experts in expected.items():
@@ -49,7 +54,7 @@ def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
 def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     naive.model(name).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
-    for read in (weigh, weigh_channels):
+    for read in (weigh_experts, weigh_channels):
         expected, found = (read(tmp_path, fingerprint={}, device=device).layers for device in ("cpu", "cuda"))
         assert expected.keys() == found.keys()
         for layer, named in expected.items():
@@ -79,19 +84,19 @@ DOWN = "model__layers__1__mlp__experts__3__down_proj__weight"
 def test_a_broken_weight_is_named(folder: Path) -> None:
     rewrite(folder, **{DOWN: torch.full((32, 24), torch.nan)})
     with pytest.raises(UserError, match=r"layer 1, expert 3: weights model\.layers\.1\.mlp\.experts\.3\.down_proj"):
-        weigh(folder, fingerprint={})
+        weigh_experts(folder, fingerprint={})
 
 
 def test_quantised_weights_are_refused(folder: Path) -> None:
     rewrite(folder, **{DOWN: torch.ones(32, 24).to(torch.float8_e4m3fn)})
     with pytest.raises(UserError, match=r"down_proj\.weight is stored as F8_E4M3, expected plain"):
-        weigh(folder, fingerprint={})
+        weigh_experts(folder, fingerprint={})
 
 
 def test_missing_weights_are_noticed(folder: Path) -> None:
     rewrite(folder, **{DOWN: None})
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts\.3\.down_proj"):
-        weigh(folder, fingerprint={})
+        weigh_experts(folder, fingerprint={})
 
 
 def test_layers_that_predict_further_tokens_are_left_out(folder: Path) -> None:
@@ -99,14 +104,14 @@ def test_layers_that_predict_further_tokens_are_left_out(folder: Path) -> None:
         f"model__layers__3__mlp__experts__0__{part}__weight": torch.ones(4, 4) for part in ("up_proj", "down_proj")
     }
     rewrite(folder, **extra, mtp__layers__0__mlp__experts__0__up_proj__weight=torch.ones(4, 4))
-    assert list(weigh(folder, fingerprint={}).layers) == [0, 1, 2]
-    assert weigh(folder, fingerprint={}).layers[0]["count"] == 3 * 24 * 32
+    assert list(weigh_experts(folder, fingerprint={}).layers) == [0, 1, 2]
+    assert weigh_experts(folder, fingerprint={}).layers[0]["count"] == 3 * 24 * 32
 
 
 def test_folders_without_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
-        weigh(tmp_path, fingerprint={})
+        weigh_experts(tmp_path, fingerprint={})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
     save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="no weights of routed experts"):
-        weigh(tmp_path, fingerprint={})
+        weigh_experts(tmp_path, fingerprint={})

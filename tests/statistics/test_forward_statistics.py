@@ -12,9 +12,8 @@ from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import sort_by_expert
-from moe_lab.statistics import dispatch
-from moe_lab.statistics.accumulate import Call
-from moe_lab.statistics.forward import ENTROPY_BINS, ForwardTap, inside_backward, is_softmax
+from moe_lab.statistics import observe
+from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, inside_backward, is_softmax
 from moe_lab.statistics.observe import Observer
 
 SOFTMAX_ROUTERS = {
@@ -41,7 +40,7 @@ def test_observed_logits_are_those_of_eager(name: str) -> None:
     assert torch.equal(plain, watched)
     assert torch.equal(plain, after)
     assert model.get_experts_implementation()[""] == "eager"
-    assert not any(dispatch.SLOT in vars(module) for module in model.modules())
+    assert not any(observe.SLOT in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -194,7 +193,7 @@ def test_experts_beside_the_registry_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(model.model), "_can_set_experts_implementation_cached_value", False, raising=False)
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts .*registry"), Observer(model, ForwardTap):
         pass
-    assert not any(dispatch.SLOT in vars(module) for module in model.modules())
+    assert not any(observe.SLOT in vars(module) for module in model.modules())
 
 
 def test_experts_that_are_never_called_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import tiny
 import torch
 
 from moe_lab.errors import UserError
-from moe_lab.statistics.damage import measure
+from moe_lab.statistics.damage import measure_damage
 from moe_lab.statistics.file import header
-from moe_lab.statistics.gather import CHECKPOINT, gather
-from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.forward import gather
+from moe_lab.statistics.observe import CHECKPOINT, Observer
 from moe_lab.statistics.sums import Layers, Statistics
 
 FINGERPRINT = {"model": "tiny", "data": "random"}
@@ -152,15 +152,15 @@ def test_no_batches_is_an_error(tmp_path: Path) -> None:
 
 def test_the_damage_pass_resumes_too(tmp_path: Path) -> None:
     model = naive.model("olmoe")
-    expected = measure(model, batches(3), fingerprint=FINGERPRINT)
+    expected = measure_damage(model, batches(3), fingerprint=FINGERPRINT)
 
     def stop(done: int, total: int) -> None:
         if done == 2:
             raise Killed
 
     with pytest.raises(Killed):
-        measure(model, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1, progress=stop)
-    resumed = measure(model, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1)
+        measure_damage(model, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1, progress=stop)
+    resumed = measure_damage(model, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1)
     assert equal(resumed.layers, expected.layers)
     assert resumed.header["kind"] == "damage"
     assert Statistics.load(tmp_path / CHECKPOINT).header["done"] == 3

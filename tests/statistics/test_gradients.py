@@ -15,12 +15,18 @@ from torch.nn.functional import cross_entropy
 from moe_lab import criteria
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics import backward
-from moe_lab.statistics.backward import SCALE, differentiable, forward_and_backward, head, loss_gradient
+from moe_lab.statistics import gradients
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gather import CHECKPOINT
-from moe_lab.statistics.gradients import GradientTap, gather_gradients
-from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.gradients import (
+    LOSS_SCALE,
+    GradientTap,
+    differentiable,
+    forward_and_backward,
+    gather_gradients,
+    head,
+    loss_gradient,
+)
+from moe_lab.statistics.observe import CHECKPOINT, Observer
 from moe_lab.statistics.sums import Layers, Statistics
 
 NAMES = {
@@ -135,9 +141,9 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
     model = naive_gradients.model("granitemoe")  # divides its logits
     whole = gathered(model, [naive.batch()])
     sizes: list[int] = []
-    monkeypatch.setattr(backward, "LOGITS", 7 * tiny.VOCABULARY)
+    monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
     monkeypatch.setattr(
-        backward, "head", lambda model, states, output: sizes.append(states.shape[1]) or head(model, states, output)
+        gradients, "head", lambda model, states, output: sizes.append(states.shape[1]) or head(model, states, output)
     )
     parts = gathered(model, [naive.batch()])
     assert max(sizes) == 7
@@ -151,7 +157,7 @@ def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
     valid = torch.tensor([[True, True, False, True, True, True], [False, True, True, True, False, False]])
     with differentiable(model):
         output = model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
-        found = loss_gradient(model, output, ids, valid) / SCALE
+        found = loss_gradient(model, output, ids, valid) / LOSS_SCALE
         states = output.last_hidden_state.detach().requires_grad_()
         logits = model.lm_head(states)
         pairs = [(0, 0), (0, 3), (0, 4), (1, 1), (1, 2)]

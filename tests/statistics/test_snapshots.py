@@ -6,9 +6,8 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.statistics import snapshots
-from moe_lab.statistics.gather import gather
-from moe_lab.statistics.snapshots import Snapshots, points
+from moe_lab.statistics.forward import gather
+from moe_lab.statistics.sums import SNAPSHOT_INDEX, Snapshots, load_snapshots, snapshot_points
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -19,9 +18,9 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_points_part_the_batches_evenly() -> None:
-    assert points(64, 8) == [8, 16, 24, 32, 40, 48, 56]
-    assert points(7, 3) == [3, 5]
-    assert points(3, 8) == [1, 2] and points(1, 8) == [] and points(5, 1) == []
+    assert snapshot_points(64, 8) == [8, 16, 24, 32, 40, 48, 56]
+    assert snapshot_points(7, 3) == [3, 5]
+    assert snapshot_points(3, 8) == [1, 2] and snapshot_points(1, 8) == [] and snapshot_points(5, 1) == []
 
 
 def run(folder: Path, rows: list, kept: Snapshots | None, groups: int = 2):
@@ -34,7 +33,7 @@ def test_a_snapshot_is_a_pass_over_its_part(tmp_path: Path) -> None:
     whole = run(tmp_path / "partial", rows, kept)
     (tmp_path / "result").mkdir()
     assert kept.publish(tmp_path / "result") and list((tmp_path / "partial").glob("snapshot*")) == []
-    found = snapshots.taken(tmp_path / "result", 3)
+    found = load_snapshots(tmp_path / "result", 3)
     assert found is not None and [tokens for tokens, _ in found] == [36 - 7, 60 - 7]
     for (_, layers), done in zip(found, (3, 5), strict=True):
         part = run(tmp_path / f"{done}", rows[:done], None).layers
@@ -44,7 +43,7 @@ def test_a_snapshot_is_a_pass_over_its_part(tmp_path: Path) -> None:
                 expected = part[layer][name].float() if "channel_" in name else part[layer][name]
                 assert (torch.from_numpy(value) == expected).all(), name
     assert (whole.layers[0]["tokens"].numpy() >= found[1][1][0]["tokens"]).all()
-    assert snapshots.taken(tmp_path / "result", 4) is None and snapshots.taken(tmp_path / "3", 3) is None
+    assert load_snapshots(tmp_path / "result", 4) is None and load_snapshots(tmp_path / "3", 3) is None
 
 
 def test_a_stopped_pass_leaves_the_same_snapshots(tmp_path: Path) -> None:
@@ -73,4 +72,4 @@ def test_a_stopped_pass_leaves_the_same_snapshots(tmp_path: Path) -> None:
 def test_a_pass_that_was_begun_without_publishes_none(tmp_path: Path) -> None:
     kept = Snapshots(tmp_path, batches(), 3)
     run(tmp_path, batches(), None)
-    assert not kept.publish(tmp_path) and not (tmp_path / snapshots.INDEX).exists()
+    assert not kept.publish(tmp_path) and not (tmp_path / SNAPSHOT_INDEX).exists()

@@ -17,17 +17,16 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.statistics import streaming
-from moe_lab.statistics.damage import DamageTap, measure
-from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gather import Batch, gather
-from moe_lab.statistics.gradients import GradientTap, gather_gradients
+from moe_lab.statistics.damage import DamageTap, measure_damage
+from moe_lab.statistics.forward import ForwardTap, gather
+from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients, gather_weight_gradients
+from moe_lab.statistics.observe import Batch
 from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.statistics.sums import Statistics
-from moe_lab.statistics.weight_gradients import WeightGradientTap, gather_weight_gradients
 
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
     "forward": (partial(gather, groups=2), partial(stream, tap=ForwardTap, kind="forward")),
-    "damage": (partial(measure, groups=2), partial(stream, tap=DamageTap, kind="damage")),
+    "damage": (partial(measure_damage, groups=2), partial(stream, tap=DamageTap, kind="damage")),
     "gradients": (partial(gather_gradients, groups=2), partial(stream_back, tap=GradientTap, kind="gradients")),
     "weight_gradients": (
         lambda *given, out, **named: gather_weight_gradients(*given, **named),

@@ -10,7 +10,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics.weight_gradients import gather_weight_gradients
+from moe_lab.statistics.gradients import gather_weight_gradients
 
 
 def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:

@@ -169,12 +169,12 @@ def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:
     Snapshots without the sum `needed`, as an older moe_lab kept none of channels, count as none.
     """
     from moe_lab.statistics.file import read
-    from moe_lab.statistics.snapshots import taken
+    from moe_lab.statistics.sums import load_snapshots
 
     count = job.settings["convergence"]["snapshots"]
-    snapshots = taken(Path(job.inputs[role]), count)
+    snapshots = load_snapshots(Path(job.inputs[role]), count)
     if snapshots is None or any(needed not in named for _, sums in snapshots for named in sums.values()):
         PASSES[role](Resident(job), count)  # for the snapshots alone
-        snapshots = taken(Path(job.scratch), count) or []
+        snapshots = load_snapshots(Path(job.scratch), count) or []
     whole = json.loads(job.input(role, "calibration.json").read_text())["valid_tokens"]
     return [*snapshots, (sum(whole.values()), read(job.input(role, STATISTICS)))]

@@ -192,7 +192,8 @@ def _deployed(job: Job, network: Any) -> Any:
 def _about(model: Any) -> dict[str, Any]:
     import torch
 
-    from moe_lab.recovery.parts import experts_of, storage
+    from moe_lab.recovery.adapters import experts_of
+    from moe_lab.recovery.quantize import storage
 
     return {
         "dtype": str(model.dtype).removeprefix("torch."),

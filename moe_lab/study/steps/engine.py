@@ -28,7 +28,7 @@ class Resident:
 
     def read(self, *arguments: Any, **settings: Any) -> Any:
         """`statistics.gather.read_all`: (model, tap, batches, kind=, fingerprint=, out=) -> sums."""
-        from moe_lab.statistics.gather import read_all
+        from moe_lab.statistics.observe import read_all
 
         return read_all(*arguments, groups=GROUP, **settings)
 
@@ -38,7 +38,7 @@ class Resident:
 
     def statistics(self, snapshots: int) -> Any:
         """All sums of a forward pass, and of so many parts of it in files of their own."""
-        from moe_lab.statistics.gather import gather
+        from moe_lab.statistics.forward import gather
 
         return self._with_snapshots(gather, snapshots)
 
@@ -49,7 +49,7 @@ class Resident:
         return self._with_snapshots(gather_gradients, snapshots, checkpointing=self.job.text.checkpointing)
 
     def _with_snapshots(self, gather: Callable[..., Any], parts: int, **settings: bool) -> Any:
-        from moe_lab.statistics.snapshots import Snapshots
+        from moe_lab.statistics.sums import Snapshots
 
         snapshots = Snapshots(self.out, self.text, parts)
         common = {"out": self.out, "fingerprint": self.job.settings, "groups": GROUP, "snapshots": snapshots}
@@ -59,7 +59,7 @@ class Resident:
 
     def weight_gradients(self) -> Any:
         """Sums of a forward and a backward pass with the gradients of weights."""
-        from moe_lab.statistics.weight_gradients import gather_weight_gradients
+        from moe_lab.statistics.gradients import gather_weight_gradients
 
         return gather_weight_gradients(self.model, self.text, fingerprint=self.job.settings)
 
@@ -102,7 +102,7 @@ class Streamed:
         return self._backward(GradientTap, "gradients")
 
     def weight_gradients(self) -> Any:
-        from moe_lab.statistics.weight_gradients import WeightGradientTap
+        from moe_lab.statistics.gradients import WeightGradientTap
 
         return self._backward(WeightGradientTap, "weight_gradients")
 

@@ -167,10 +167,10 @@ SCALING = Kind(name="scaling", work=scaling, step=of_text("scaling"), reads=Read
 
 def weights(job: Job) -> None:
     """Sums over the weights of each expert, read from the checkpoint without building the model."""
-    from moe_lab.statistics.weights import weigh
+    from moe_lab.statistics.weights import weigh_experts
 
     folder, device = _checkpoint(job)
-    sums = weigh(folder, fingerprint=job.settings, device=device)
+    sums = weigh_experts(folder, fingerprint=job.settings, device=device)
     sums.save(job.output(STATISTICS))
     write_table(job.output("weights.parquet"), tables.WEIGHTS, tables.weights(sums.layers))
 
@@ -180,7 +180,7 @@ WEIGHTS = Kind(name="weights", work=weights, step=of_weights("weights"), reads=R
 
 def channel_weights(job: Job) -> None:
     """Sums over the weights of each channel, read like those of each expert."""
-    from moe_lab.statistics.channel_weights import weigh_channels
+    from moe_lab.statistics.weights import weigh_channels
 
     folder, device = _checkpoint(job)
     weigh_channels(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
