@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moe_lab import __main__ as moe_lab
 from moe_lab.paths import resolve
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 from moe_lab.study.steps import KINDS, Kind
 
 CRITERIA = "frequency,seer,ean,reap,mone,man,msan,gate_ean,gate_energy,aimer,magnitude,random"

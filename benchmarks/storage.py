@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from moe_lab.study.identity import Part, Step
+from moe_lab.study.step import Part, Step
 from moe_lab.study.store import Store, damaged
 
 MIB = 2**20

@@ -20,9 +20,9 @@ from moe_lab.evaluation.server_command import command_line
 from moe_lab.masking import hidden, identified, revealed, shell
 from moe_lab.paths import conf
 from moe_lab.study import record
-from moe_lab.study.finish import Study
 from moe_lab.study.graph import build
-from moe_lab.study.slurm import snapshot
+from moe_lab.study.report import Study
+from moe_lab.study.slurm import submit
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.resources import resources
 from moe_lab.study.store import Store
@@ -146,8 +146,8 @@ def test_a_copy_of_the_code_has_no_secret_of_a_file(tmp_path: Path, monkeypatch:
     for name in ("moe_lab", "conf/judge"):
         (tmp_path / "own" / name).mkdir(parents=True)
     (tmp_path / "own/conf/judge/mine.yaml").write_text("name: mine\nextra: {api_key: PLANTED-key}\n")
-    monkeypatch.setattr(snapshot.moe_lab, "__file__", str(tmp_path / "own" / "moe_lab" / "__init__.py"))
-    snapshot.take(tmp_path / "copy")
+    monkeypatch.setattr(submit.moe_lab, "__file__", str(tmp_path / "own" / "moe_lab" / "__init__.py"))
+    submit.take_snapshot(tmp_path / "copy")
     assert "mine" in (copy := (tmp_path / "copy/conf/judge/mine.yaml").read_text()) and "PLANTED" not in copy
 
 

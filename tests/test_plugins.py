@@ -13,7 +13,7 @@ import pytest
 
 from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
-from moe_lab.study.identity import Step
+from moe_lab.study.step import Step
 
 MODULE = """
 import numpy

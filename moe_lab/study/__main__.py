@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from moe_lab.errors import UserError, end_with, unknown
 
 if TYPE_CHECKING:
-    from moe_lab.study.state import StepState, StudyState
+    from moe_lab.study.status import StepState, StudyState
     from moe_lab.study.store import Store
 
 
 def main() -> int:
     """Answer; exit code 1 for damaged steps, 2 with a sentence for a name nobody knows."""
-    from moe_lab.study.ask import COMMANDS  # here, since Ctrl-C while it is imported is to print no trace
     from moe_lab.study.progress import say_notices
+    from moe_lab.study.status import COMMANDS  # here, since Ctrl-C while it is imported is to print no trace
     from moe_lab.study.store import Store
 
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
@@ -41,7 +41,7 @@ def main() -> int:
 def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
     """The study of that name with all its steps, or the steps of that name and the study they are in."""
     from moe_lab.study.runs import last_about, studies
-    from moe_lab.study.state import study_state
+    from moe_lab.study.status import study_state
 
     known = studies(store)
     if name in known:

@@ -21,7 +21,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.models.config_json import Size, quantization, size_of
 from moe_lab.models.memory import main_memory
-from moe_lab.study.identity import Step, canonical
+from moe_lab.study.step import Step, canonical
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Kind, Reads, Settings
 from moe_lab.study.steps.memory import BASE, ITEMS, is_layered, layered_memory, resident_memory

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from moe_lab.config import (
-    AllocationConfig,
-    BenchmarkConfig,
-    CalibrationConfig,
-    Config,
-    CriterionConfig,
-    ModelConfig,
-)
+from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.results import ID_DIGITS
-from moe_lab.study.identity import Step
 from moe_lab.study.progress import say
+from moe_lab.study.step import Step
 from moe_lab.study.steps.builder import Builder, reads_text
 from moe_lab.study.steps.convergence import CHANNEL_CONVERGENCE, CONVERGENCE, follows_channels
 from moe_lab.study.steps.costs import COST, PROFILE, TIMING

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.study.execute import Here, Worker
-from moe_lab.study.finish import Study
 from moe_lab.study.progress import watch
+from moe_lab.study.report import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.store import Store
+from moe_lab.study.worker import Here, Worker
 
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:
@@ -63,7 +63,7 @@ def visible_gpus() -> list[str]:
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
     """Jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they are done."""
-    from moe_lab.study.slurm.follow import follow
+    from moe_lab.study.slurm.pack import follow
     from moe_lab.study.slurm.submit import submit
 
     submit(schedule, study, run)

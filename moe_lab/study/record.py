@@ -15,7 +15,7 @@ from moe_lab.errors import masked
 from moe_lab.json_files import write_json
 from moe_lab.results import STUDY_SHAPE
 from moe_lab.study.graph import CellSteps, Graph
-from moe_lab.study.identity import Step, canonical, digest
+from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import Store
 
 SCHEMA = 1
@@ -190,31 +190,3 @@ def read(store: Store, study: str) -> dict[str, Any] | None:
     """The study as written; None where it was not, or where that is damaged."""
     found: dict[str, Any] | None = store.read(_path(store, study), STUDY_SHAPE, "written again when the study ends")
     return found
-
-
-def report_folder(store: Store, study: str) -> Path:
-    """Where the report of a study is."""
-    return store.root / "reports" / study
-
-
-def fingerprint(store: Store, study: str) -> str:
-    """What a report made from the record as it is now is made from."""
-    return digest({key: value for key, value in (read(store, study) or {}).items() if key not in ("created", "config")})
-
-
-def report_is_current(store: Store, study: str) -> bool:
-    """Whether the report there is shows exactly these cells, made by this version."""
-    folder = report_folder(store, study)
-    mark = folder / ".made_from"
-    return (folder / "report.html").is_file() and mark.is_file() and mark.read_text() == fingerprint(store, study)
-
-
-def outdate_reports(store: Store) -> None:
-    """Forget what reports were made from: a step that was set aside may be missing in them."""
-    for mark in (store.root / "reports").glob("*/.made_from"):
-        mark.unlink(missing_ok=True)
-
-
-def mark_report(store: Store, study: str, made_from: str) -> None:
-    """Remember what the report was made from, as `fingerprint` gave it before."""
-    (report_folder(store, study) / ".made_from").write_text(made_from)

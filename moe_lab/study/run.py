@@ -10,17 +10,16 @@ from typing import Any
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
-from moe_lab.study import record
+from moe_lab.study import record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
-from moe_lab.study.finish import Study, finish
 from moe_lab.study.graph import Graph, build
-from moe_lab.study.identity import Step
-from moe_lab.study.job import code_state
 from moe_lab.study.launch import Launcher, launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
+from moe_lab.study.report import Study, finish
 from moe_lab.study.runs import begin, last_about
 from moe_lab.study.schedule import Schedule, StepError
+from moe_lab.study.step import Step, code_state
 from moe_lab.study.store import Store
 
 
@@ -53,7 +52,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     steps = graph.steps()
     done = {step.id for step in steps if store.done(step)}
     if store.notices and not config.dry_run:
-        record.outdate_reports(store)
+        report.outdate_reports(store)
     say_notices(store)
     say(_summary(config, graph, steps, done))
     undone = [step for step in steps if step.id not in done]

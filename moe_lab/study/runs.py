@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import Number, write_json
-from moe_lab.study.identity import Step
-from moe_lab.study.job import code_state, edits
+from moe_lab.study.step import Step, code_state, edits
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_lab.study.identity import Step
-from moe_lab.study.job import error_document
+from moe_lab.study.step import Step, error_document
 from moe_lab.study.store import Busy, Gone, Store
 
 POLL = 0.5

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json, write_json
-from moe_lab.study.identity import Step
+from moe_lab.study.step import NO_ROOM, Step
 
 SCHEMA = 1
 MARKER = "store.json"
@@ -35,7 +35,6 @@ ERROR_SHAPE = {"message": str, "log": str | None}
 TICK = 2
 """Seconds between two times of the file systems whose clocks are coarsest."""
 NANO = 10**9
-NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 
 
 class Busy(Exception):

@@ -1,7 +1,8 @@
-"""A process that does jobs: one JSON line in, one JSON line out, the model stays loaded in between.
+"""Processes that do steps: this one, or workers beside it.
 
-Started as `python -m moe_lab.study.worker`; needs neither Hydra nor the configuration. It ends when its standard
-input does, even in the middle of a job, so that no orphan goes on writing after its parent was killed.
+A worker is started as `python -m moe_lab.study.worker`: one JSON line in, one JSON line out, and the model stays loaded
+in between. It needs neither Hydra nor the configuration. It ends when its standard input does, even in the middle of a
+job, so that no orphan goes on writing after its parent was killed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,100 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
-from moe_lab.study.job import Job, error_document
+from moe_lab.start import command
+from moe_lab.study.schedule import StepError
+from moe_lab.study.step import Job, Step, error_document
+from moe_lab.study.steps import KINDS, perform
+from moe_lab.study.store import Store
+
+
+class Worker:
+    """A worker process, started at the first step and again when it has died; closes with the `with` block."""
+
+    def __init__(self, store: Store, name: str, environment: dict[str, str] | None = None) -> None:
+        self.store, self.name, self.environment = store, name, environment or {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process and self.process.stdin and self.process.stdout:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process.stdout.close()
+
+    @property
+    def log(self) -> Path:
+        """What the worker and the libraries in it print."""
+        return self.store.root / "logs" / f"{self.name}.log"
+
+    def _start(self) -> subprocess.Popen[str]:
+        self.log.parent.mkdir(exist_ok=True)
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                command("moe_lab.study.worker"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **self.environment},
+            )
+
+    def __call__(self, step: Step, scratch: Path) -> None:
+        """Do `step` in the worker. Raises StepError; a worker that died is reported with the signal that ended it."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = self._start()
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(asdict(Job.of(step, self.store, scratch))) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise StepError(self._obituary(step))
+        if reply := json.loads(line):
+            raise StepError({**reply, "log": str(self.log)})
+
+    def _obituary(self, step: Step) -> dict[str, Any]:
+        assert self.process
+        code = self.process.wait()
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {self.log}"
+        return {"message": message, "transient": code < 0}
+
+
+class Here:
+    """Do steps in this process; those that run foreign code in a worker beside it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.worker.__exit__(*exception)
+
+    def __call__(self, step: Step, scratch: Path) -> None:
+        if KINDS[step.kind].own_process:
+            self.worker(step, scratch)
+            return
+        try:
+            perform(Job.of(step, self.store, scratch))
+        except Exception as error:
+            raise StepError(error_document(error)) from error
 
 
 def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -31,8 +120,6 @@ def serve(replies: IO[str]) -> None:
         job = Job(**jobs.get())
         print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
         try:
-            from moe_lab.study.steps import perform
-
             perform(job)
             reply: dict[str, Any] = {}
         except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this job alone, and is reported

@@ -25,7 +25,7 @@ from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation import rubric
 from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.study.job import error_document
+from moe_lab.study.step import error_document
 
 KEY = "MOE_LAB_TEST_KEY"
 

@@ -23,10 +23,8 @@ from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
 from moe_lab.recovery.adapters import experts_of
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
-from moe_lab.study.identity import Step
-from moe_lab.study.job import Job
 from moe_lab.study.preflight import _check_timing
-from moe_lab.study.provenance import provenance
+from moe_lab.study.step import Job, Step, provenance
 from moe_lab.study.steps import costs
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.costs import TIMING, _deployed, timing

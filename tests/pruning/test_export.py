@@ -301,7 +301,7 @@ def test_the_step_needs_neither_torch_nor_memory(
     }
     code = f"""
 import sys
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 from moe_lab.study.steps import perform
 perform(Job(**{job!r}))
 assert not {{"torch", "transformers"}} & set(sys.modules)

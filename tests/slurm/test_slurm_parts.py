@@ -12,19 +12,17 @@ import pytest
 
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError
-from moe_lab.study.identity import Part, Step
 from moe_lab.study.launch import launcher
-from moe_lab.study.logs import excerpt
 from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm.arrays import arrange
-from moe_lab.study.slurm.nodes import Nodes, nodes, too_much
 from moe_lab.study.slurm.pack import Pack, settle
-from moe_lab.study.slurm.refusal import refusal
+from moe_lab.study.slurm.refusals import Nodes, nodes, refusal, too_much
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.slurm.under_way import under_way
-from moe_lab.study.state import StepState, StudyState, left
+from moe_lab.study.slurm.submit import under_way
+from moe_lab.study.status import StepState, StudyState, excerpt, left
+from moe_lab.study.step import Part, Step
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)

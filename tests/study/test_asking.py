@@ -13,7 +13,7 @@ from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
 from moe_lab.grid import plain
 from moe_lab.json_files import write_json
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 from moe_lab.study.steps import evaluation
 
 BENCHMARK = BenchmarkConfig(

@@ -27,13 +27,13 @@ from moe_lab.errors import UserError, end_with
 from moe_lab.grid import Request
 from moe_lab.paths import conf
 from moe_lab.study import __main__ as command
-from moe_lab.study import finish, launch, record
-from moe_lab.study.identity import Step
+from moe_lab.study import launch, record, report
 from moe_lab.study.run import run
 from moe_lab.study.runs import Submitted, begin, last_about, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import submit as submitting
 from moe_lab.study.slurm.pack import Pack
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store, changed
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "calibration=pocket_code", "launcher=inline", "report=false"]
@@ -422,7 +422,7 @@ def test_a_report_is_not_begun_when_the_disk_is_full(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Worker, "harm", harm)
-    monkeypatch.setattr(finish, "_report", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(report, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
     monkeypatch.setattr(record, "write_json", lambda *_: harm(Step("plan", "x"), store))

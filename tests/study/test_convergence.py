@@ -18,7 +18,7 @@ from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import plain
 from moe_lab.statistics.file import read
 from moe_lab.study import steps
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 from moe_lab.study.steps import convergence
 
 MODEL = plain(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))

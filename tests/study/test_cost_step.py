@@ -19,8 +19,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.study.estimates import memory_of, memory_problems
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION
-from moe_lab.study.identity import Step
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Step
 from moe_lab.study.steps import costs, inputs, passes
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel

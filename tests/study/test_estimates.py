@@ -22,7 +22,7 @@ from moe_lab.grid import plain
 from moe_lab.json_files import write_json
 from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
-from moe_lab.study.identity import Part, Step
+from moe_lab.study.step import Part, Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Reads
 from moe_lab.study.store import Store

@@ -25,7 +25,7 @@ from moe_lab.config import (
 )
 from moe_lab.grid import Files, benchmarks, cells, choose
 from moe_lab.study.graph import Graph, build
-from moe_lab.study.identity import Step
+from moe_lab.study.step import Step
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]

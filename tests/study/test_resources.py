@@ -12,9 +12,9 @@ from moe_lab.config import BenchmarkConfig, ExpectedConfig, JobConfig, ModelConf
 from moe_lab.errors import UserError
 from moe_lab.grid import plain
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.identity import Step
 from moe_lab.study.slurm import resources as module
 from moe_lab.study.slurm.resources import check
+from moe_lab.study.step import Step
 
 BIG = ModelConfig(
     name="big",

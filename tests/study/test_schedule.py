@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.study.identity import Part, Step
 from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.step import Part, Step
 from moe_lab.study.store import Store
 
 

@@ -18,9 +18,9 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
-from moe_lab.study.identity import Part, Step
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.step import Part, Step
 from moe_lab.study.store import Busy, Store
 
 
@@ -221,7 +221,8 @@ def test_another_label_is_the_same_step(store: Store) -> None:
 def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
     script = f"""
         import os, signal
-        from moe_lab.study.identity import Part, Step
+        from moe_lab.study.step import Part
+        from moe_lab.study.step import Step
         from moe_lab.study.store import Store
         step = Step("plan", "example", {{"settings": Part({{"number": 0}})}})
         with Store({str(store.root)!r}).claim(step) as scratch:

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
+from moe_lab.config import LauncherConfig
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.identity import Step, canonical
+from moe_lab.study.step import Step, canonical
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Packing
-
-if TYPE_CHECKING:
-    from moe_lab.config import LauncherConfig
 
 LONGEST = 1001
 """Tasks of an array, where nobody has changed Slurm's MaxArraySize."""

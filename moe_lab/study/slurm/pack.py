@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -12,14 +13,17 @@ from typing import TYPE_CHECKING
 
 from submitit.helpers import DelayedSubmission
 
-from moe_lab.study.execute import Worker
-from moe_lab.study.identity import Step
+from moe_lab.errors import UserError
+from moe_lab.study.progress import watch
+from moe_lab.study.runs import runs
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm import scheduler
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
+from moe_lab.study.worker import Worker
 
 if TYPE_CHECKING:
-    from moe_lab.study.finish import Study
+    from moe_lab.study.report import Study
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Record:
     study: Study
 
     def __call__(self) -> int:
-        from moe_lab.study.finish import finish  # with the whole configuration, which other jobs need nothing of
+        from moe_lab.study.report import finish  # with the whole configuration, which other jobs need nothing of
 
         schedule = Schedule(self.study.graph.steps())
         settle(schedule, self.study.store)
@@ -100,3 +104,40 @@ def settle(schedule: Schedule, store: Store) -> None:
                 f"{step.folder} was not finished: its job was cancelled or died; the same command goes on from here"
             )
             schedule.fail(step, StepError({"message": message, "transient": True}))
+
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the store."""
+ASK_EVERY = 5.0
+"""Seconds between two questions to the scheduler, whom many ask."""
+
+
+def follow(schedule: Schedule, study: Study) -> None:
+    """Return when the study has no job left, with `schedule` as the store then says."""
+    jobs = {job.id: job.name for run in runs(study.store, study.config.study) for job in run.jobs}
+    with watch(schedule):
+        asked = 0.0
+        while True:
+            _note_finished(schedule, study)
+            if not schedule.waiting or time.monotonic() - asked >= ASK_EVERY:
+                asked = time.monotonic()
+                if not _any_left(jobs):
+                    break
+            time.sleep(LOOK_EVERY)
+    settle(schedule, study.store)
+
+
+def _note_finished(schedule: Schedule, study: Study) -> None:
+    with schedule.changed:
+        for step in [step for step in schedule.waiting.values() if study.store.path(step).exists()]:
+            del schedule.waiting[step.id]
+            schedule.finished.add(step.id)
+
+
+def _any_left(jobs: dict[str, str]) -> bool:
+    """Whether the scheduler still has one of the jobs; while it does not answer, jobs go on without it."""
+    try:
+        queue = scheduler.queue()
+    except UserError:
+        return True
+    return any(queue[job].name == name for job, name in jobs.items() if job in queue)

@@ -14,7 +14,7 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
 from moe_lab.masking import escaped
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
-from moe_lab.study.identity import Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Reads
 

@@ -9,26 +9,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import yaml
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+import moe_lab
 from moe_lab import start
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, masked
+from moe_lab.json_files import write_json
 from moe_lab.masking import shell
 from moe_lab.study.estimates import Times
-from moe_lab.study.finish import Study
 from moe_lab.study.progress import say
+from moe_lab.study.report import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule
-from moe_lab.study.slurm import scheduler, snapshot
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
-from moe_lab.study.slurm.nodes import nodes, too_much
 from moe_lab.study.slurm.pack import Pack, Record
-from moe_lab.study.slurm.refusal import less, refusal
+from moe_lab.study.slurm.refusals import less, nodes, refusal, too_much
 from moe_lab.study.slurm.resources import check, resources
-from moe_lab.study.slurm.under_way import under_way
+from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.step import NOTED, code_state
 
 EARLY = 60
 """Seconds by which Slurm may send its warning before the time that was asked for."""
@@ -66,7 +70,7 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     _check_sizes(arrays)
     scheduler.cancel(found.hopeless)
     if config.snapshot:
-        snapshot.take(submission.run.code)
+        take_snapshot(submission.run.code)
     for array in arrays:
         submission.add(array)
     submission.close()
@@ -125,7 +129,7 @@ class Submission:
         """Submit jobs that ask for the same; their ids."""
         settings = self.study.config.launcher
         python = shell(settings.python) if settings.python else shlex.quote(sys.executable)
-        starter = snapshot.starter(self.run.code) if self.study.config.snapshot else start.FILE
+        starter = snapshot_starter(self.run.code) if self.study.config.snapshot else start.FILE
         executor = SlurmExecutor(
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(starter))}"
         )
@@ -187,3 +191,55 @@ def _count(number: int, word: str) -> str:
 
 def _named(jobs: Iterable[str]) -> str:
     return ", ".join(sorted(set(jobs)))
+
+
+@dataclass
+class UnderWay:
+    """Steps that need no new job, by the id of the job that does them, and jobs that can no longer do theirs."""
+
+    steps: dict[str, str] = field(default_factory=dict)
+    hopeless: list[str] = field(default_factory=list)
+    recorded: list[str] = field(default_factory=list)
+    """Jobs that will write the record."""
+
+
+def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: Iterable[str]) -> UnderWay:
+    """Look through `jobs`, in the order they were submitted in, for those that will do `missing` steps.
+
+    Slurm kills what waits for an array as soon as one task of that array has not ended well; so a pending job is
+    hopeless when anything it waits for has lost a step.
+    """
+    wanted, found, lost = set(missing), UnderWay(), set[str]()
+    for job in jobs:
+        queued = queue.get(job.id)
+        alive = queued is not None and queued.name == job.name
+        left = wanted.intersection(job.steps)
+        if job.kind == RECORD:
+            found.recorded += [job.id] * alive
+        elif alive and not (queued and queued.pending and lost.intersection(job.after)):
+            found.steps.update({step: job.id for step in left})
+        elif left:
+            lost |= {job.id, job.array}
+            found.hopeless += [job.id] * alive
+    return found
+
+
+COPIED = ("moe_lab", "analysis", "conf")
+
+
+def take_snapshot(folder: Path) -> None:
+    """Copy the packages to `folder`, noting which code they are."""
+    root = Path(moe_lab.__file__).parents[1]
+    for name in COPIED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in folder.rglob("*.yaml"):
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if (shown := masked(content)) != content:  # jobs are handed their settings, secrets in the environment
+            file.write_text(yaml.safe_dump(shown), encoding="utf-8")
+    write_json(folder / "moe_lab" / NOTED, code_state())
+
+
+def snapshot_starter(folder: Path) -> Path:
+    """The file of the copy in `folder` that starts its modules, and in turn whatever they start."""
+    return folder.absolute() / "moe_lab" / Path(start.FILE).name

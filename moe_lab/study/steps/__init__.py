@@ -11,8 +11,7 @@ import pkgutil
 import time
 
 from moe_lab.json_files import write_json
-from moe_lab.study.job import Job
-from moe_lab.study.provenance import provenance
+from moe_lab.study.step import Job, provenance
 from moe_lab.study.steps.kind import KINDS, Kind
 
 __all__ = ["KINDS", "Kind", "perform"]

@@ -14,7 +14,7 @@ from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConf
 from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.paths import resolve
-from moe_lab.study.identity import Part, Step
+from moe_lab.study.step import Part, Step
 from moe_lab.study.steps.kind import KINDS
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from moe_lab import criteria, plugins
 from moe_lab.grid import Cell
-from moe_lab.study.identity import Part, Step
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.engine import Resident
 from moe_lab.study.steps.inputs import STATISTICS, facts, write_table

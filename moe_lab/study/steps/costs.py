@@ -16,8 +16,7 @@ from moe_lab.grid import plain
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import has_uneven_layers
 from moe_lab.start import command
-from moe_lab.study.identity import Part, Step
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.inputs import facts, model_and_tokenizer, plan_of, rows, skeleton_of, write_table
 from moe_lab.study.steps.kind import Kind, Reads, always, never

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 from moe_lab.study.steps.inputs import model_and_tokenizer, rows
 
 GROUP = 8

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 
 STATISTICS = "statistics.safetensors"
 NO_SUMS = ("model", "scores", "by")

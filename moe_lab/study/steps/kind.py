@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_lab.models.config_json import Size
-from moe_lab.study.identity import Step
+from moe_lab.study.step import Job, Step
 from moe_lab.study.steps.memory import hidden_states, token_memory
-
-if TYPE_CHECKING:
-    from moe_lab.study.job import Job
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Role -> the settings that identify a step, as in `Step.parts` and in the step.json of a finished one."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.models.config_json import Size
-from moe_lab.study.identity import Step
+from moe_lab.study.step import Step
 
 if TYPE_CHECKING:
     from moe_lab.study.steps.kind import Kind

@@ -9,8 +9,7 @@ from typing import Any
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
-from moe_lab.study.identity import Part, Step
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.engine import GROUP, engine

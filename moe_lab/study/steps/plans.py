@@ -11,8 +11,7 @@ from moe_lab.allocation import listed
 from moe_lab.config import AllocationConfig
 from moe_lab.grid import Cell, plain
 from moe_lab.search.settings import EvolutionSettings
-from moe_lab.study.identity import Part, Step, digest
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Part, Step, digest
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder, evidence_of, scoring
 from moe_lab.study.steps.engine import Streamed, engine

@@ -12,8 +12,7 @@ from moe_lab.config import RecoveryConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.recovery import settings as recoveries
-from moe_lab.study.identity import Part, Step
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.inputs import model_and_tokenizer, plan_of
 from moe_lab.study.steps.kind import Kind, Reads, Settings, always, text_units

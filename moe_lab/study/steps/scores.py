@@ -6,8 +6,7 @@ from typing import Any
 
 from moe_lab import criteria
 from moe_lab.grid import Cell
-from moe_lab.study.identity import Part, Step
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder, scoring
 from moe_lab.study.steps.inputs import evidence, facts, write_table

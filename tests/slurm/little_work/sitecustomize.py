@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from moe_lab.study.job import Job
+from moe_lab.study.step import Job
 from moe_lab.study.steps import KINDS
 
 PARTS = 2

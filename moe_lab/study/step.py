@@ -1,24 +1,98 @@
-"""A step as it is handed to whoever does it: plain JSON, so that it crosses process and machine borders."""
+"""A step: what identifies it, the job that a process gets to do it, and what is written of how it went."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import os
+import platform
+import resource
+import socket
 import subprocess
+import sys
+import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import moe_lab
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
+from moe_lab.evaluation.harness import installed
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.study.identity import Step, digest
-from moe_lab.study.store import NO_ROOM, Store
+from moe_lab.paths import shortened
 
+if TYPE_CHECKING:
+    from moe_lab.study.store import Store
+
+LONGEST_LABEL = 200
+"""Bytes of a label, so that what is written beside a folder, under a longer name, can be called so too."""
+
+
+def canonical(document: Any) -> str:
+    """JSON text that is equal for equal documents: sorted keys, no spaces, no NaN."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(document: Any) -> str:
+    """sha256 of the canonical JSON of `document`, in hexadecimal."""
+    return sha256(canonical(document).encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Settings that change a result. Many steps share one part, so that its digest is computed once."""
+
+    settings: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.settings)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One cached, restartable piece of work.
+
+    `parts` and `inputs` are its identity, by role. `runtime` (device, batch size, paths, permissions) tells how to
+    do it on this machine and never what comes out; `label` makes its folder readable.
+    """
+
+    kind: str
+    label: str
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    inputs: Mapping[str, Step] = field(default_factory=dict)
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def id(self) -> str:
+        """sha256 over kind, parts and inputs."""
+        lines = [f"{role}={part.digest}" for role, part in self.parts.items()]
+        lines += [f"{role}<{step.id}" for role, step in self.inputs.items()]
+        return sha256("\n".join([self.kind, *sorted(lines)]).encode()).hexdigest()
+
+    @cached_property
+    def folder(self) -> str:
+        """Path inside the store: kind, readable label, and enough of the id to be unique."""
+        return f"{self.kind}/{shortened(self.label, LONGEST_LABEL)}-{self.id[:12]}"
+
+    def document(self) -> dict[str, Any]:
+        """The identity in full, as stored beside the result."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "settings": {role: dict(part.settings) for role, part in self.parts.items()},
+            "inputs": {role: step.folder for role, step in self.inputs.items()},
+        }
+
+
+NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
 """Errors of the machine, not of the work: a rerun simply tries again."""
 
@@ -137,3 +211,30 @@ def edits() -> str:
 def _git(*words: str) -> str:
     folder = Path(moe_lab.__file__).parent
     return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
+
+
+def provenance(start: float) -> dict[str, Any]:
+    """What is written beside the result of a step that began at `start`, seconds since the epoch."""
+    return {
+        "code": code_state(),
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in PACKAGES},
+        "host": socket.gethostname(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "started": start,
+        "seconds": round(time.time() - start, 3),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+        "peak_gpu_memory_bytes": _gpu_peak(),
+    }
+
+
+def _gpu_peak() -> int | None:
+    """Bytes that torch held at once on each GPU at most, added up; None in a process that used none."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""Whether any node could ever run a job: Slurm also takes jobs that none can, and lets them wait for ever."""
+"""What Slurm cannot or will not run, as sentences that name the setting to change."""
 
 from __future__ import annotations
 
@@ -66,3 +66,39 @@ def too_much(asks: Mapping[str, Any], known: Sequence[Nodes]) -> tuple[list[str]
     shown = dict.fromkeys(" ".join(f"{name}={getattr(each, name):.6g}" for name in sizes) for each in own)
     partitions = ", ".join(dict.fromkeys(each.partition for each in own))
     return fields or [*sizes], f"no node of partition {partitions} has that: sinfo shows {' or '.join(shown)}"
+
+
+WORDS = {
+    "account": "account",
+    "partition": "partition",
+    "qos": "qos",
+    "feature": "constraint",
+    "time limit": "minutes",
+    "memory": "memory",
+    "gres": "gpus",
+    "generic resource": "gpus",
+    "cpu count": "cpus",
+    "processor": "cpus",
+}
+"""What stands in a refusal -> the field of JobConfig that asked for it, the most telling first."""
+SIZE = ("gpus", "cpus", "memory")
+
+
+def refusal(kind: str, asks: Mapping[str, Any], words: str) -> str:
+    """One sentence: what was refused, in the scheduler's words, and the setting that asked for it."""
+    said = "; ".join(line.removeprefix("sbatch: error: ").strip() for line in words.splitlines() if line.strip())
+    lower = said.lower()
+    fields = [next((field for word, field in WORDS.items() if word in lower), None)]
+    if fields == [None]:
+        fields = [*SIZE] if "configuration" in lower else ["sbatch"]
+    return less(kind, asks, [field for field in fields if field], f"Slurm says: {said}")
+
+
+def less(kind: str, asks: Mapping[str, Any], fields: Sequence[str], reason: str) -> str:
+    """One sentence: what jobs of a kind ask for, why it cannot be, and the settings to change."""
+    values = " ".join(f"{field}={asks[field]}" for field in fields)
+    places = " ".join(f"resources.every.{field}" for field in fields)
+    return (
+        f"{kind} jobs ask for {values}, and {reason}; set {places}, or resources.jobs of {kind} "
+        "(nothing was left in the queue)"
+    )

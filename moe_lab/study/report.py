@@ -1,4 +1,4 @@
-"""The end of a study: its record, what went wrong in a sentence each, and the report."""
+"""The end of a study: its record, a sentence for each thing that went wrong, and the report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from moe_lab.start import command
 from moe_lab.study import record
 from moe_lab.study.graph import Graph
 from moe_lab.study.progress import say, say_notices
+from moe_lab.study.record import read
 from moe_lab.study.schedule import Schedule
-from moe_lab.study.store import NO_ROOM, Store
+from moe_lab.study.step import NO_ROOM, digest
+from moe_lab.study.store import Store
 
 NAMED = 8
 """Exports that are named one by one."""
@@ -97,9 +99,9 @@ def _compared(difference: float | None) -> str:
 def _report(config: Config, store: Store) -> int:
     """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date. One at a
     time: two runs of a study write to the same folder."""
-    page = record.report_folder(store, config.study) / "report.html"
+    page = report_folder(store, config.study) / "report.html"
     with store.lock(store.root / "locks" / f"report-{config.study}.lock"):
-        if not record.report_is_current(store, config.study) and not _make_report(config, store, page):
+        if not report_is_current(store, config.study) and not _make_report(config, store, page):
             return 1
     say(f"report: {page.absolute()}")
     return 0
@@ -107,7 +109,7 @@ def _report(config: Config, store: Store) -> int:
 
 def _make_report(config: Config, store: Store, page: Path) -> bool:
     """Whether the report was made whole."""
-    start, made_from = time.monotonic(), record.fingerprint(store, config.study)
+    start, made_from = time.monotonic(), fingerprint(store, config.study)
     about = [f"store={store.root}", f"study={config.study}", f"out={page.parent}"]
     if config.tracker.name != "none":
         about.append("format=png")  # trackers show no vector images
@@ -121,7 +123,7 @@ def _make_report(config: Config, store: Store, page: Path) -> bool:
         say(f"report: {page.absolute()}")
         say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {page.parent / 'failed'}", style="red")
         return False
-    record.mark_report(store, config.study, made_from)
+    mark_report(store, config.study, made_from)
     return True
 
 
@@ -145,3 +147,31 @@ def _track(config: Config, store: Store, folder: Path) -> None:
     figures: list[Path] = sorted(folder.rglob("*.png"))
     if study := record.read(store, config.study):
         log_study(config.tracker, study, tables, figures)
+
+
+def report_folder(store: Store, study: str) -> Path:
+    """Where the report of a study is."""
+    return store.root / "reports" / study
+
+
+def fingerprint(store: Store, study: str) -> str:
+    """What a report made from the record as it is now is made from."""
+    return digest({key: value for key, value in (read(store, study) or {}).items() if key not in ("created", "config")})
+
+
+def report_is_current(store: Store, study: str) -> bool:
+    """Whether the report there is shows exactly these cells, made by this version."""
+    folder = report_folder(store, study)
+    mark = folder / ".made_from"
+    return (folder / "report.html").is_file() and mark.is_file() and mark.read_text() == fingerprint(store, study)
+
+
+def outdate_reports(store: Store) -> None:
+    """Forget what reports were made from: a step that was set aside may be missing in them."""
+    for mark in (store.root / "reports").glob("*/.made_from"):
+        mark.unlink(missing_ok=True)
+
+
+def mark_report(store: Store, study: str, made_from: str) -> None:
+    """Remember what the report was made from, as `fingerprint` gave it before."""
+    (report_folder(store, study) / ".made_from").write_text(made_from)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.study import finish, record
+from moe_lab.study import report
 from moe_lab.study.store import Store
 
 
@@ -18,8 +18,8 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the end of a study with a report that ends as it is told; gives the exit code and whether it is marked."""
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
     marked: list[str] = []
-    monkeypatch.setattr(record, "report_is_current", lambda store, study: False)
-    monkeypatch.setattr(record, "mark_report", lambda store, study, made_from: marked.append(study))
+    monkeypatch.setattr(report, "report_is_current", lambda store, study: False)
+    monkeypatch.setattr(report, "mark_report", lambda store, study, made_from: marked.append(study))
 
     def run(stdout: str, failed: tuple[str, ...] = ()) -> tuple[int, bool]:
         folder = tmp_path / "reports" / "study"
@@ -28,7 +28,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             (folder / "failed" / f"{name}.log").write_text("Traceback")
         done = SimpleNamespace(returncode=1, stdout=stdout, stderr="KeyError: 'cell'")
         monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-        return finish._report(config, Store(tmp_path).create()), bool(marked)
+        return report._report(config, Store(tmp_path).create()), bool(marked)
 
     return run
 
