@@ -98,6 +98,8 @@ def less(kind: str, asks: Mapping[str, Any], fields: Sequence[str], reason: str)
     """One sentence: what jobs of a kind ask for, why it cannot be, and the settings to change."""
     values = " ".join(f"{field}={asks[field]}" for field in fields)
     places = " ".join(f"resources.every.{field}" for field in fields)
+    if "minutes" in fields:  # which may be what a job gets whose time is unknown
+        places += " or resources.longest"
     return (
         f"{kind} jobs ask for {values}, and {reason}; set {places}, or resources.jobs of {kind} "
         "(nothing was left in the queue)"
