@@ -62,7 +62,7 @@ def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(store: Path, study: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of the report, whose page is there and lacks nothing; figures are drawn for the page alone."""
     with monkeypatch.context() as quick:
-        quick.setattr(style, "write", lambda figure, folder: [folder / figure.name])
+        quick.setattr(style, "write", lambda figure, folder, _: [folder / figure.name])
         code = main(["report", f"store={store}", f"study={study}", f"out={out}"])
     assert not list((out / "failed").glob("*"))
     assert "Nothing is missing" in html.unescape((out / "report.html").read_text(encoding="utf-8"))
