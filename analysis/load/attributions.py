@@ -13,7 +13,6 @@ from analysis.frames import records
 from analysis.load import steps
 from analysis.load.reader import Reader
 from analysis.load.settings import passes
-from analysis.load.study import Study
 
 EXPERTS = (
     "layer",
@@ -104,7 +103,7 @@ ABLATION = "ablation"
 """Kind of step behind a plan that says what the loss gains without an expert."""
 
 
-def experts(study: Study) -> pd.DataFrame:
+def experts(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader) -> pd.DataFrame:
     """One row per model, calibration set, layer and expert: KEYS, MEASURES and MAGNITUDES.
 
     tokens       N, tokens that the router sent to the expert
@@ -117,15 +116,15 @@ def experts(study: Study) -> pd.DataFrame:
     """
     frames = [
         _measures(sums, _tokens(report))
-        .merge(_behind(study, cells, ABLATION), on=["layer", "expert"], how="left")
+        .merge(_behind(own, ABLATION, reader), on=["layer", "expert"], how="left")
         .assign(model=model, calibration=calibration)
-        for model, calibration, cells, sums, report in _passes(study, "experts.parquet")
+        for model, calibration, own, sums, report in _passes("experts.parquet", cells, calibrations, reader)
     ]
     columns = [*KEYS, *MEASURES, *MAGNITUDES]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def raw_statistics(study: Study) -> pd.DataFrame:
+def raw_statistics(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader) -> pd.DataFrame:
     """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic, mean, std, count.
 
     weight       |w| over the expert's weights, where some criterion of the study reads weights of whole experts
@@ -135,13 +134,13 @@ def raw_statistics(study: Study) -> pd.DataFrame:
     mean and std over `count` weights or channels. Only experts with an ablation; without a token there is no statistic.
     """
     frames = []
-    for model, calibration, cells, sums, _ in _passes(study, "experts.parquet"):
-        ablations = _behind(study, cells, ABLATION)
+    for model, calibration, calibrated, sums, _ in _passes("experts.parquet", cells, calibrations, reader):
+        ablations = _behind(calibrated, ABLATION, reader)
         if ablations.empty:
             continue
-        own = study.cells[study.cells["model"] == model]
-        weights = _behind(study, own, "weights")
-        gradients = _behind(study, own[own["calibration"] == calibration], "gradients")
+        own = cells[cells["model"] == model]
+        weights = _behind(own, "weights", reader)
+        gradients = _behind(own[own["calibration"] == calibration], "gradients", reader)
         roots = sums[ROOTS] if ROOTS in sums else pd.Series(np.nan, sums.index)
         found = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(statistic="weight"),
@@ -173,23 +172,25 @@ def _moments(experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count:
     return experts[["layer", "expert"]].assign(mean=mean, std=std, count=count)
 
 
-def router_entropies(study: Study) -> pd.DataFrame:
+def router_entropies(
+    cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader
+) -> pd.DataFrame:
     """model, calibration, layer, entropy, tokens: how many tokens of each calibration set have a router entropy in the
     bin that ends at `entropy`, as a share of the logarithm of the number of experts."""
     frames = [
         counts.assign(model=model, calibration=calibration)
-        for model, calibration, _, counts, _ in _passes(study, "entropy.parquet")
+        for model, calibration, _, counts, _ in _passes("entropy.parquet", cells, calibrations, reader)
     ]
     columns = ["model", "calibration", *ENTROPIES]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def layer_losses(study: Study) -> pd.DataFrame:
+def layer_losses(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader) -> pd.DataFrame:
     """model, calibration, layer, loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), m the routed output
     of the layer, y the residual stream after it."""
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
-        for model, calibration, _, sums, report in _passes(study, "layers.parquet")
+        for model, calibration, _, sums, report in _passes("layers.parquet", cells, calibrations, reader)
     ]
     columns = ["model", "calibration", "layer", "loss"]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
@@ -218,17 +219,19 @@ def _tokens(report: Mapping[str, Any]) -> float:
     return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
 
 
-def _passes(study: Study, file: str) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
+def _passes(
+    file: str, cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader
+) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
     """Model, calibration set, cells, table `file` and report of each pass that left one."""
-    cells = study.cells[study.cells["statistics_folder"].notna()].assign(shown=passes(study.cells)["statistics_folder"])
+    cells = cells[cells["statistics_folder"].notna()].assign(shown=passes(cells)["statistics_folder"])
     for (model, calibration, *_), found in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
         shown = found["shown"].dropna()
         if shown.empty:
             continue
-        folder: Path | None = study.reader.find(shown.iloc[0])
-        sums = read(folder, file, study.reader)
+        folder: Path | None = reader.find(shown.iloc[0])
+        sums = read(folder, file, reader)
         if sums is not None:
-            report = study.calibrations.get(f"{calibration}@{model}", {})
+            report = calibrations.get(f"{calibration}@{model}", {})
             yield str(model), str(calibration), found.drop(columns="shown"), sums, report
 
 
@@ -236,11 +239,11 @@ _BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 """Kind of step -> the columns of the table that it leaves, which is called by the kind."""
 
 
-def _behind(study: Study, cells: pd.DataFrame, kind: str) -> pd.DataFrame:
+def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
     """The table of the first step of this kind that some plan among `cells` rests on; empty when none does."""
     for row in records(cells[cells["plan_folder"].notna()]):
-        for name, folder in steps.behind(row["plan_folder"], study.reader).items():
-            found = read(folder, f"{kind}.parquet", study.reader) if steps.kind(name) == kind else None
+        for name, folder in steps.behind(row["plan_folder"], reader).items():
+            found = read(folder, f"{kind}.parquet", reader) if steps.kind(name) == kind else None
             if found is not None:
                 return found
     return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype({"layer": int, "expert": int})

@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.frames import records
-from analysis.load import plans, studies
+from analysis.load import attributions, plans, studies
 from analysis.load.evaluations import evaluations, labels
 from analysis.load.reader import Gap, Reader
 from analysis.load.settings import of_passes, passes, remarks, shown
@@ -88,9 +88,22 @@ class Study:
     @cached_property
     def experts(self) -> pd.DataFrame:
         """model, calibration, layer, expert, tokens, gate, first, ablation, ...: see `attributions.experts`."""
-        from analysis.load import attributions  # which reads studies
+        return attributions.experts(self.cells, self.calibrations, self.reader)
 
-        return attributions.experts(self)
+    @cached_property
+    def raw_statistics(self) -> pd.DataFrame:
+        """model, calibration, layer, expert, statistic, mean, ...: see `attributions.raw_statistics`."""
+        return attributions.raw_statistics(self.cells, self.calibrations, self.reader)
+
+    @cached_property
+    def router_entropies(self) -> pd.DataFrame:
+        """model, calibration, layer, entropy, tokens: see `attributions.router_entropies`."""
+        return attributions.router_entropies(self.cells, self.calibrations, self.reader)
+
+    @cached_property
+    def layer_losses(self) -> pd.DataFrame:
+        """model, calibration, layer, loss: see `attributions.layer_losses`."""
+        return attributions.layer_losses(self.cells, self.calibrations, self.reader)
 
     @cached_property
     def convergence(self) -> pd.DataFrame:

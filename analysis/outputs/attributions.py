@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.frames import groups
-from analysis.load.attributions import MAGNITUDES, MEASURES, layer_losses
+from analysis.load.attributions import MAGNITUDES, MEASURES
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
 from analysis.registry import Item, output
@@ -226,5 +226,5 @@ def activations_by_depth(results: Results, name: str) -> list[Item]:
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
 def smoothings(results: Results, name: str) -> list[Item]:
     """Layer losses as each smoothing leaves them."""
-    losses = layer_losses(results.study)
+    losses = results.study.layer_losses
     return per_model(results.study, name, lambda model, own: smoothing_figure(losses, model=model, name=own))

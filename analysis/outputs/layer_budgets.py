@@ -14,7 +14,6 @@ from matplotlib.ticker import PercentFormatter
 
 from analysis.frames import records
 from analysis.load import attributions, settings
-from analysis.load.attributions import layer_losses
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
 from analysis.outputs.channels import DEFAULT_SMOOTHING, SMOOTHING, plain
@@ -189,7 +188,7 @@ _MEANING = (
 
 def _strips(results: Results, name: str, strips: Iterable[str], title: str, caption: str) -> list[Item | None]:
     study = results.study
-    losses, figures = layer_losses(study), []
+    losses, figures = study.layer_losses, []
     for comparison, own in results.per_pruned_model(name):
         budgets = budget_strips(layer_budgets(study, comparison), losses[losses["model"] == comparison.model])
         said = {"title": f"{title}: {comparison.model}", "caption": caption}

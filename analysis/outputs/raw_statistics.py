@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.frames import groups
-from analysis.load.attributions import STATISTICS, raw_statistics
+from analysis.load.attributions import STATISTICS
 from analysis.outputs.attributions import ABLATED, SUMS, agreement, per_model
 from analysis.outputs.channel_scores import shallow_middle_deep
 from analysis.registry import Item, output
@@ -236,7 +236,7 @@ def router_ranks(results: Results, name: str) -> list[Item]:
 )
 def statistics_and_losses(results: Results, name: str) -> list[Item]:
     """Weights, activations and gradients of experts beside their ablated losses, by depth and in one layer."""
-    found = raw_statistics(results.study)
+    found = results.study.raw_statistics
     return per_model(results.study, name, lambda model, own: statistics_figure(found, model=model, name=own))
 
 

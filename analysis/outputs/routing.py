@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 
 from analysis import names
 from analysis.frames import groups
-from analysis.load.attributions import router_entropies
 from analysis.outputs.captions import of_pass
 from analysis.registry import output
 from analysis.render import style
@@ -34,7 +33,7 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
 @output("coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store")
 def entropy_figure(results: Results, name: str) -> Figure | None:
     """Router entropy over tokens, by calibration set, layer and model."""
-    found = quantiles(router_entropies(results.study))
+    found = quantiles(results.study.router_entropies)
     if found.empty:
         return None
     models = list(found["model"].unique())

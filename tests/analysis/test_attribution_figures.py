@@ -19,7 +19,6 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
 from analysis.load import attributions as expert_frames
-from analysis.load.attributions import layer_losses
 from analysis.load.study import Study, load
 from analysis.outputs import channel_scores, criteria, layer_budgets, models, raw_statistics, routing
 from analysis.registry import outputs
@@ -72,7 +71,7 @@ def test_numbers_of_experts_are_those_of_the_sums(study: Study) -> None:
         assert row["largest"] == max(one["channel_max"][expert])
     silent = found.xs(SILENT, level="expert")
     assert silent[["gate", "norm", "size", "largest"]].isna().all(axis=None) and (silent["first"] == 0).all()
-    losses = layer_losses(study)
+    losses = study.layer_losses
     assert losses["loss"].tolist() == pytest.approx([(70 + layer) / TOKENS for layer in range(LAYERS)])
 
 
@@ -172,7 +171,7 @@ def naive_spread(values: list[float]) -> tuple[float, float]:
 
 def test_raw_statistics_are_means_and_deviations_over_channels(study: Study) -> None:
     """Fig. 3: of an expert (b), and over all experts of a layer (a)."""
-    found = expert_frames.raw_statistics(study)
+    found = study.raw_statistics
     assert set(found["statistic"]) == {"weight", "activation", "gradient"}
     for statistic, name in (("activation", "channel_square"), ("gradient", "channel_gradient_square")):
         layer, everything = 2, []
@@ -228,13 +227,13 @@ def test_losses_smoothed_and_raw_stand_over_what_is_kept(study: Study) -> None:
     """Figs. 7 and 11; the plans of this store smooth by the square root."""
     [comparison] = Results(study).comparisons
     budgets = layer_budgets.layer_budgets(study, comparison)
-    strips = layer_budgets.budget_strips(budgets, layer_losses(study))
+    strips = layer_budgets.budget_strips(budgets, study.layer_losses)
     mean = sum(70 + layer for layer in range(LAYERS)) / LAYERS
     roots = [(70 + layer) ** 0.5 for layer in range(LAYERS)]
     for row in strips.itertuples():
         assert row.loss == pytest.approx((70 + row.layer) / mean)
         assert row.smoothed == pytest.approx(roots[row.layer] / sum(roots) * LAYERS)
-    clipped = layer_budgets.budget_strips(budgets.assign(smoothing="none"), layer_losses(study))
+    clipped = layer_budgets.budget_strips(budgets.assign(smoothing="none"), study.layer_losses)
     assert clipped["smoothed"].tolist() == pytest.approx(clipped["loss"].tolist())
     [figure] = outputs()["coverage.fig11"].items(Results(study))
     words = [text.get_text() for text in figure.drawing.axes[0].texts]
@@ -248,7 +247,7 @@ def test_quantiles_of_router_entropies_are_those_of_their_histogram(study: Study
     even = pd.DataFrame({"entropy": [at / 8 for at in range(1, 9)], "tokens": 5, "layer": 0})
     row = routing.quantiles(even.assign(model="m", calibration="c")).iloc[0]
     assert [row[share] for share in routing.QUANTILES] == pytest.approx(routing.QUANTILES)
-    found = expert_frames.router_entropies(study)
+    found = study.router_entropies
     counts = found[found["layer"] == 2].sort_values("entropy")["tokens"].tolist()
     assert counts == sums()[2]["router_entropy"].tolist()
     tokens = [(at + 0.5) / 50 for at, count in enumerate(counts) for _ in range(int(count))]
