@@ -20,7 +20,7 @@ from analysis.frames import groups
 from analysis.load.attributions import MAGNITUDES, MEASURES
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
-from analysis.registry import Item, output
+from analysis.registry import output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.results import Results
@@ -183,7 +183,7 @@ def _legend(panels: Iterable[Axes], drawing: Drawing) -> None:
 SUMS = "the sums of a pass over a text in the store"
 
 
-def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Item]:
+def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Figure]:
     """The figure of every model with statistics, with what its numbers rest on in the caption."""
     models = list(dict.fromkeys(study.experts["model"]))
     figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
@@ -194,13 +194,13 @@ ABLATED = "cells with allocation=coverage and allocation.parameters.prior=loss, 
 
 
 @output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
-def ablations(results: Results, name: str) -> list[Item]:
+def ablations(results: Results, name: str) -> list[Figure]:
     """Attributions against the loss that ablating an expert causes."""
     study = results.study
     return per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
 
 
-def _by_depth(results: Results, name: str, measures: Mapping[str, str], title: str, caption: str) -> list[Item]:
+def _by_depth(results: Results, name: str, measures: Mapping[str, str], title: str, caption: str) -> list[Figure]:
     study = results.study
     return per_model(
         study,
@@ -210,21 +210,21 @@ def _by_depth(results: Results, name: str, measures: Mapping[str, str], title: s
 
 
 @output("attributions_by_depth", chapter="attribution", needs=SUMS)
-def attributions_by_depth(results: Results, name: str) -> list[Item]:
+def attributions_by_depth(results: Results, name: str) -> list[Figure]:
     """Statistics of experts by depth."""
     caption = "Statistics of experts by depth, as gathered."
     return _by_depth(results, name, MEASURES, "Routing and attribution by depth", caption)
 
 
 @output("activations_by_depth", chapter="attribution", needs=SUMS)
-def activations_by_depth(results: Results, name: str) -> list[Item]:
+def activations_by_depth(results: Results, name: str) -> list[Figure]:
     """Sizes of activations by depth."""
     caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
     return _by_depth(results, name, MAGNITUDES, "Size of activations", caption)
 
 
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
-def smoothings(results: Results, name: str) -> list[Item]:
+def smoothings(results: Results, name: str) -> list[Figure]:
     """Layer losses as each smoothing leaves them."""
     losses = results.study.layer_losses
     return per_model(results.study, name, lambda model, own: smoothing_figure(losses, model=model, name=own))

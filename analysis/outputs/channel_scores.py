@@ -21,7 +21,7 @@ from analysis.load import attributions, settings
 from analysis.load.study import Study
 from analysis.outputs.channels import plain, ratio_lines
 from analysis.outputs.layer_budgets import BUDGETED, coverage_cells, of_passes
-from analysis.registry import Item, output
+from analysis.registry import output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.results import Results
@@ -233,7 +233,7 @@ _BARS = (
     chapter="attribution",
     needs="scores of channels in the store; for losses, profile=true with a channel criterion at three ratios",
 )
-def channel_scores(results: Results, name: str) -> list[Item | None]:
+def channel_scores(results: Results, name: str) -> list[Figure]:
     """How concentrated the channel scores of experts are, and the loss of layers against the kept share."""
     study = results.study
     figures = []
@@ -247,7 +247,7 @@ IN_STORE = f"{BUDGETED}, and their scores in the store"
 
 
 @output("coverage.fig15", chapter="attribution", needs=IN_STORE)
-def expert_bars(results: Results, name: str) -> list[Item | None]:
+def expert_bars(results: Results, name: str) -> list[Figure]:
     """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a deep layer."""
     study, figures = results.study, []
     for comparison, own in results.per_pruned_model(name):
@@ -272,7 +272,7 @@ def _first_by(cells: pd.DataFrame, criterion: str) -> pd.DataFrame:
     needs=f"cells with criterion={ACTIVATION} and with criterion={WEIGHT_GRADIENT}, both with the same "
     "allocation=coverage, ratio and calibration set, and their scores in the store",
 )
-def expert_bars_by_score(results: Results, name: str) -> list[Item | None]:
+def expert_bars_by_score(results: Results, name: str) -> list[Figure]:
     """The same in one layer, by scores from activations and from gradients of weights."""
     study, figures = results.study, []
     for comparison, own in results.per_pruned_model(name):

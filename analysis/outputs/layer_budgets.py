@@ -17,7 +17,7 @@ from analysis.load import attributions, settings
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
 from analysis.outputs.channels import DEFAULT_SMOOTHING, SMOOTHING, plain
-from analysis.registry import Item, output
+from analysis.registry import output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.results import Results
@@ -129,7 +129,7 @@ def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], *
             axes.text(layer + 0.5, at + 0.5, text, ha="center", va="center", color=ink, fontsize=6)
 
 
-def of_passes(study: Study, figures: Iterable[Figure | None]) -> list[Item | None]:
+def of_passes(study: Study, figures: Iterable[Figure | None]) -> list[Figure]:
     """The figures there are, with what their numbers rest on in the captions."""
     return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
 
@@ -186,7 +186,7 @@ _MEANING = (
 )
 
 
-def _strips(results: Results, name: str, strips: Iterable[str], title: str, caption: str) -> list[Item | None]:
+def _strips(results: Results, name: str, strips: Iterable[str], title: str, caption: str) -> list[Figure]:
     study = results.study
     losses, figures = study.layer_losses, []
     for comparison, own in results.per_pruned_model(name):
@@ -200,7 +200,7 @@ BUDGETED = "cells of channels with allocation=coverage"
 
 
 @output("coverage.fig7", chapter="attribution", needs=BUDGETED)
-def coverage_budgets(results: Results, name: str) -> list[Item | None]:
+def coverage_budgets(results: Results, name: str) -> list[Figure]:
     """Losses, coverage and the kept share of each layer."""
     title = "Losses of layers and what their budgets keep"
     return _strips(results, name, ("loss", "coverage", "kept"), title, _MEANING)
@@ -211,7 +211,7 @@ def coverage_budgets(results: Results, name: str) -> list[Item | None]:
     chapter="attribution",
     needs=f"{BUDGETED}, and the sums of their pass in the store",
 )
-def smoothed_losses_and_budgets(results: Results, name: str) -> list[Item | None]:
+def smoothed_losses_and_budgets(results: Results, name: str) -> list[Figure]:
     """Raw and smoothed losses, coverage and the kept share of each layer."""
     title = "From layer losses to budgets"
     caption = (
@@ -225,7 +225,7 @@ def smoothed_losses_and_budgets(results: Results, name: str) -> list[Item | None
     chapter="attribution",
     needs=f"{BUDGETED}, and the sums of their pass in the store",
 )
-def attribution_stacks(results: Results, name: str) -> list[Item | None]:
+def attribution_stacks(results: Results, name: str) -> list[Figure]:
     """Experts of each layer by attribution and by budget, one above the other."""
     study = results.study
     return of_passes(

@@ -17,7 +17,7 @@ from analysis.frames import groups
 from analysis.load.attributions import STATISTICS
 from analysis.outputs.attributions import ABLATED, SUMS, agreement, per_model
 from analysis.outputs.channel_scores import shallow_middle_deep
-from analysis.registry import Item, output
+from analysis.registry import output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.results import Results
@@ -223,7 +223,7 @@ def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
 
 
 @output("coverage.fig2", chapter="attribution", needs=ABLATED)
-def router_ranks(results: Results, name: str) -> list[Item]:
+def router_ranks(results: Results, name: str) -> list[Figure]:
     """Losses without the experts that routers rank highest."""
     study = results.study
     return per_model(study, name, lambda model, own: router_figure(study.experts, model=model, name=own))
@@ -234,14 +234,14 @@ def router_ranks(results: Results, name: str) -> list[Item]:
     chapter="attribution",
     needs=f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}",
 )
-def statistics_and_losses(results: Results, name: str) -> list[Item]:
+def statistics_and_losses(results: Results, name: str) -> list[Figure]:
     """Weights, activations and gradients of experts beside their ablated losses, by depth and in one layer."""
     found = results.study.raw_statistics
     return per_model(results.study, name, lambda model, own: statistics_figure(found, model=model, name=own))
 
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
-def activations_by_text(results: Results, name: str) -> list[Item]:
+def activations_by_text(results: Results, name: str) -> list[Figure]:
     """Activation magnitudes of experts in three layers, by calibration set."""
     study = results.study
     return per_model(study, name, lambda model, own: activation_figure(study.experts, model=model, name=own))
