@@ -161,8 +161,7 @@ def _run(request: argparse.Namespace) -> int:
     from analysis.load.studies import studies
     from analysis.load.study import load
     from analysis.publish import Publisher
-    from analysis.registry import find
-    from analysis.results import Results
+    from analysis.registry import Results, find
 
     for name in set(request.names) - {"all", "report"}:
         find(name)

@@ -12,18 +12,17 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.frames import groups, records
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.names import capitalised, count
 from analysis.outputs.claims import claims, sentences
 from analysis.outputs.coverage import coverage_summary
 from analysis.outputs.recovery import recovery_findings
 from analysis.outputs.winners import competitor, where_pruned, who_won
-from analysis.results import Results
+from analysis.registry import Results
 from analysis.stats import overlap
-from analysis.stats.answer_losses import MEAN
 from analysis.stats.comparison import Comparison, Panel
-from analysis.stats.winners import LEVEL
+from analysis.stats.winners import LEVEL, MEAN
 
 
 def pair_finding(found: pd.DataFrame) -> list[str]:

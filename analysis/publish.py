@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from analysis import names
-from analysis.registry import Item, find
+from analysis.registry import Item, Results, find
 from analysis.render import style, table
 from analysis.render.style import Figure
-from analysis.results import Results
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")

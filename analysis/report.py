@@ -19,10 +19,9 @@ from analysis.outputs.convergence import finding as convergence_finding
 from analysis.outputs.recovery import recovery_findings
 from analysis.outputs.winners import winner_views
 from analysis.publish import Publisher
-from analysis.published.chapter import published_chapter
-from analysis.registry import Item, outputs
+from analysis.published.tables import published_chapter
+from analysis.registry import Item, Results, outputs
 from analysis.render.page import Page, Section, html
-from analysis.results import Results
 
 PAGE = "report.html"
 GAPS = "gaps"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from analysis.load.study import load
-from analysis.results import Results
+from analysis.registry import Results
 
 STORE = Path(sys.argv[1] if len(sys.argv) > 1 else "store")
 SETTINGS = ["study=example", "grid.criterion=[reap,man]", "grid.ratio=[0.25,0.5]", "suite=pocket_quick"]

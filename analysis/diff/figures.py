@@ -13,10 +13,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.diff import plans
-from analysis.diff.plans import LayerPlan, Layers
+from analysis.diff import sides
+from analysis.diff.sides import LayerPlan, Layers
 from analysis.diff.tables import BETTER, CELL, DIFFERENCE, WORSE
-from analysis.frames import records
+from analysis.load.reader import records
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -124,7 +124,7 @@ def _changed(pairs: Sequence[Pair]) -> list[tuple[str, dict[int, float]]]:
     """Words -> layer -> share of what either side keeps that only one keeps, for pairs that keep something else."""
     found = []
     for called, first, second in pairs:
-        frame = plans.changes(first, second)
+        frame = sides.changes(first, second)
         counted = frame["channels_both"].notna()
         experts = frame["out"].map(len) + frame["in"].map(len)
         alone = (frame["channels_out"] + frame["channels_in"]).where(counted, experts).to_numpy(float)

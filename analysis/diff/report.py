@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import names, publish
-from analysis.diff import plans
+from analysis.diff import sides
 from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
 from analysis.diff.sides import Sides, beside, side
 from analysis.diff.tables import BETTER, CELL, WORSE, kept_table, named, plan_pairs, plan_table, score_table, unmatched
@@ -92,11 +92,11 @@ def diff(words: Sequence[str], store: Path) -> Changes:
 
 def _is_plan(word: str) -> bool:
     path = Path(word)
-    return path.suffix == ".json" or (path / plans.FILE).is_file()
+    return path.suffix == ".json" or (path / sides.FILE).is_file()
 
 
 def _of_plans(first: Path, second: Path) -> Changes:
-    one, other = plans.read(first), plans.read(second)
+    one, other = sides.read(first), sides.read(second)
     table = plan_table(one, other)
     pairs = [("", one, other)]
     figures = [expert_figure(pairs, name="diff.experts"), channel_figure(pairs, name="diff.channels")]
@@ -176,7 +176,7 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
     ]
 
 
-def _named_pairs(sides: Sides) -> list[tuple[str, plans.Layers, plans.Layers]]:
+def _named_pairs(sides: Sides) -> list[tuple[str, sides.Layers, sides.Layers]]:
     """Corresponding plans that are different steps, by what tells their cells from the others'."""
     found = list(plan_pairs(sides))
     called = words(pd.DataFrame([text for text, _ in found], columns=list(CELL)))

@@ -10,10 +10,9 @@ import pandas as pd
 from scipy.special import ndtr, ndtri
 
 from analysis import names
-from analysis.diff import plans
-from analysis.diff.plans import Layers
-from analysis.diff.sides import OFFSET, Sides
-from analysis.frames import records
+from analysis.diff import sides
+from analysis.diff.sides import OFFSET, Layers, Sides
+from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import reading, setting
 from analysis.render.table import SCORE, Table
@@ -32,7 +31,7 @@ _NUMBERS = ("A", "B", DIFFERENCE, "p", "p (Holm)")
 
 def plan_table(first: Layers, second: Layers, *, name: str = "diff.plans") -> Table:
     """Experts, and channels, in and out of each layer between two plans."""
-    found = plans.changes(first, second)
+    found = sides.changes(first, second)
     frame = pd.DataFrame(
         {
             "Layer": found["layer"].astype(str),
@@ -188,7 +187,7 @@ def plan_pairs(sides: Sides, *, same: bool = False) -> Iterator[tuple[dict[str, 
 
 def _plan(study: Study, name: str) -> Layers | None:
     folder = study.reader.folder(name)
-    return plans.read(folder) if folder is not None else None
+    return sides.read(folder) if folder is not None else None
 
 
 def _text(sides: Sides, pair: tuple[int, int]) -> dict[str, str]:

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.frames import records
-from analysis.load import steps
-from analysis.load.reader import Reader
+from analysis.load.reader import Reader, records, step_kind, steps_behind
 from analysis.load.settings import passes
 
 EXPERTS = (
@@ -242,8 +240,8 @@ _BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
     """The table of the first step of this kind that some plan among `cells` rests on; empty when none does."""
     for row in records(cells[cells["plan_folder"].notna()]):
-        for name, folder in steps.behind(row["plan_folder"], reader).items():
-            found = read(folder, f"{kind}.parquet", reader) if steps.kind(name) == kind else None
+        for name, folder in steps_behind(row["plan_folder"], reader).items():
+            found = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
             if found is not None:
                 return found
     return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype({"layer": int, "expert": int})

@@ -1,15 +1,18 @@
-"""Files of a store, read one by one; what is missing or damaged becomes a gap with its reason, never a crash."""
+"""Files of a store as Python objects and data frames, steps behind a result, and rows and groups of frames.
+
+What cannot be read is a gap."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -118,3 +121,57 @@ class Reader:
 
     def _unreadable(self, what: str, folder: Path) -> None:
         self.gap(what, str(folder.relative_to(self.root)))
+
+
+_STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
+TIMELESS = ("model",)
+"""Steps that every study has and that read a configuration only."""
+
+
+def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:
+    """The step called `name` and all steps it rests on: folder as its users call it -> where it is.
+
+    Steps without a record of their inputs are taken to have none; what is gone from the store is left out.
+    """
+    found: dict[str, Path] = {}
+    open_names = [name] if name else []
+    while open_names:
+        current = open_names.pop()
+        folder = reader.find(current)
+        if folder is None or current in found:
+            continue
+        found[current] = folder
+        if (folder / "step.json").is_file():
+            open_names += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
+    return found
+
+
+def step_kind(name: str) -> str:
+    """What a step does, by the folder it is in."""
+    return name.partition("/")[0]
+
+
+def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
+    """One row per step that says what it took: folder, kind, seconds, peak memory of its process in bytes, that on
+    GPUs (NaN for none), machine."""
+    rows = []
+    for name in names:
+        folder = reader.find(name)
+        if folder is None or not (folder / "provenance.json").is_file():
+            continue
+        about = reader.json(folder, "provenance.json") or {}
+        measured = [about.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")]
+        rows.append((name, step_kind(name), *measured, str(about.get("machine", ""))))
+    return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(dict.fromkeys(_STEP_COLUMNS[2:5], float))
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as dictionaries, column -> value."""
+    columns = [str(column) for column in frame.columns]
+    return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(object).tolist()]
+
+
+def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Groups of rows with equal values in `columns`, in the order they first appear, with these values by name."""
+    for key, group in frame.groupby(list(columns), sort=False):
+        yield dict(zip(columns, key, strict=True)), group

@@ -13,13 +13,13 @@ from typing import Any
 import pandas as pd
 
 from analysis import names
-from analysis.frames import records
+from analysis.load.reader import records
 
 WORDS = {"gate": "gate {}", "seed": "seed {}"}
 """Axis -> how its value is said."""
 
 
-def settings(cells: pd.DataFrame) -> pd.Series:
+def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     """For each cell its gate and seed in words, if its model's pruned cells have several of them: `seed 43`, or ""."""
     told = pd.Series("", cells.index, dtype=object)
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
@@ -32,7 +32,9 @@ def settings(cells: pd.DataFrame) -> pd.Series:
 
 def pruned(cells: pd.DataFrame) -> pd.Series:
     """For each cell how much of the model is removed, with its setting where there are several: `50 %, seed 43`."""
-    return pd.Series(list(map(joined, cells["ratio"].map(names.ratio), settings(cells))), cells.index, dtype=object)
+    return pd.Series(
+        list(map(joined, cells["ratio"].map(names.ratio), gate_and_seed(cells))), cells.index, dtype=object
+    )
 
 
 def passes(cells: pd.DataFrame) -> pd.DataFrame:
@@ -173,3 +175,12 @@ def _method_label(row: dict[str, object], varying: list[str]) -> str:
     spelled = {"calibration": names.calibration(str(row["calibration"])), "seed": f"seed {row['seed']}"}
     extra = [spelled.get(axis, str(row[axis])) for axis in varying if row[axis] != "none"]
     return ", ".join([names.method(str(row["method"])), *(extra if row["criterion"] != "none" else [])])
+
+
+SEARCHED = "evolutionary"
+"""What the allocations of searches are called, possibly with settings behind it."""
+
+
+def is_searched(allocation: str) -> bool:
+    """Whether an allocation of a study's record was searched for."""
+    return allocation.startswith(SEARCHED)

@@ -11,10 +11,9 @@ from typing import Any
 import pandas as pd
 
 from analysis import names
-from analysis.frames import records
 from analysis.load import attributions, plans, studies
 from analysis.load.evaluations import evaluations, labels
-from analysis.load.reader import Gap, Reader
+from analysis.load.reader import Gap, Reader, records
 from analysis.load.settings import of_passes, passes, remarks, shown
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")

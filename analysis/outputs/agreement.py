@@ -7,18 +7,16 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.frames import groups, records
-from analysis.load import plans, settings, steps
+from analysis.load import plans, settings
 from analysis.load.attributions import ABLATION, MEASURES
+from analysis.load.reader import groups, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.attributions import SUMS, agreement, agreement_by_layer
-from analysis.outputs.captions import of_pass
-from analysis.outputs.criteria import MEASURED, measured_on
+from analysis.outputs.captions import MEASURED, SUMS, measured_on, of_pass
 from analysis.outputs.score_rows import Block, block_table
-from analysis.registry import Item, output
+from analysis.registry import Item, Results, output
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats.cell_scores import MEAN
+from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 ESTIMATES = ("tokens", "gate", "norm", "first", "second")
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
@@ -55,8 +53,8 @@ def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
         for measure in [*ESTIMATES, "ablation"] if ablated else ESTIMATES:
             numbers: list[float] = []
             for truth in TRUTHS:
-                pooled = agreement(experts, measure, truth) if measure != truth else {"linear": 1.0, "rank": 1.0}
-                inside = agreement_by_layer(experts, measure, truth) if measure != truth else 1.0
+                pooled = correlations(experts, measure, truth) if measure != truth else {"linear": 1.0, "rank": 1.0}
+                inside = rank_correlation_by_layer(experts, measure, truth) if measure != truth else 1.0
                 channels = channel_agreement(by_prior, study.kept, measure, truth)
                 numbers += [pooled["linear"], pooled["rank"], inside, channels]
             words = key["model"], names.calibration(key["calibration"]), _capital(MEASURES[measure])
@@ -89,7 +87,7 @@ def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, 
         if all(map(len, pair)):
             shares = [kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"] for cells in pair]
             both = pd.concat(shares, axis=1, keys=["one", "other"])
-            found.append(agreement(both, "one", "other")["linear"])
+            found.append(correlations(both, "one", "other")["linear"])
     known = [value for value in found if not np.isnan(value)]
     return float(np.mean(known)) if known else np.nan
 
@@ -102,11 +100,11 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
     ablations = [
         step
         for folder in cells["plan_folder"].dropna()
-        for step in steps.behind(folder, study.reader)
-        if steps.kind(step) == ABLATION
+        for step in steps_behind(folder, study.reader)
+        if step_kind(step) == ABLATION
     ]
     measured = {"pass": passes[:1], "ablation": ablations[:1]}
-    took = {word: steps.taken(folders, study.reader) for word, folders in measured.items()}
+    took = {word: time_and_memory(folders, study.reader) for word, folders in measured.items()}
     machines = [str(machine) for table in took.values() for machine in table["machine"]]
     return {word: float(table["seconds"].sum(min_count=1)) for word, table in took.items()}, machines
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -16,14 +15,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
-from analysis.frames import groups
 from analysis.load.attributions import MAGNITUDES, MEASURES
-from analysis.load.study import Study
-from analysis.outputs.captions import of_pass
-from analysis.registry import output
+from analysis.load.reader import groups
+from analysis.outputs.captions import ABLATED, SUMS, per_model
+from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.results import Results
+from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 AGAINST = ("gate", "first", "second")
 """What routing, and what attribution, would prune by: drawn against the ablation."""
@@ -76,7 +74,10 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
             points[measure], points["ablation"], "o", markersize=3, alpha=0.75, markeredgewidth=0,
             color=_depth(about["layer"], layers),
         )  # fmt: skip
-    pooled, inside = agreement(experts, measure, "ablation")["rank"], agreement_by_layer(experts, measure, "ablation")
+    pooled, inside = (
+        correlations(experts, measure, "ablation")["rank"],
+        rank_correlation_by_layer(experts, measure, "ablation"),
+    )
     axes.set_title(f"ρ = {_spelled(pooled)}; in a layer {_spelled(inside)}", fontsize=7.5, fontweight="normal")
     axes.axhline(0, color=style.RULE, linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
@@ -87,23 +88,6 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
 
 def _spelled(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.2f}".replace("-", "−")
-
-
-def agreement(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
-    """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`; NaN below three experts
-    that have both, or where one of them is the same for all."""
-    both = experts[[measure, truth]].dropna()
-    if len(both) < 3 or both.iloc[:, 0].nunique() < 2 or both.iloc[:, 1].nunique() < 2:
-        return {"linear": np.nan, "rank": np.nan}
-    one, other = both.iloc[:, 0].astype(float), both.iloc[:, 1].astype(float)
-    return {"linear": one.corr(other), "rank": one.rank().corr(other.rank())}
-
-
-def agreement_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
-    """Spearman's correlation inside a layer, the mean over layers that have one; NaN when none has."""
-    found = [agreement(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
-    known = [value for value in found if not np.isnan(value)]
-    return float(np.mean(known)) if known else np.nan
 
 
 def smoothing_figure(losses: pd.DataFrame, *, model: str, name: str) -> Figure | None:
@@ -178,19 +162,6 @@ def _line(axes: Axes, experts: pd.DataFrame, measure: str, place: int, label: st
 def _legend(panels: Iterable[Axes], drawing: Drawing) -> None:
     handles = {line.get_label(): line for axes in panels for line in axes.get_lines()}
     drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(6, len(handles)))
-
-
-SUMS = "the sums of a pass over a text in the store"
-
-
-def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Figure]:
-    """The figure of every model with statistics, with what its numbers rest on in the caption."""
-    models = list(dict.fromkeys(study.experts["model"]))
-    figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
-    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
-
-
-ABLATED = "cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation"
 
 
 @output("attributions_and_ablation", chapter="attribution", needs=ABLATED)

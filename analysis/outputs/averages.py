@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,10 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
-from analysis.registry import Item, output
+from analysis.outputs.score_rows import method_lines
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.results import Results
 from analysis.stats.cell_scores import mean_target, not_averaged
 from analysis.stats.comparison import Comparison, Panel, Target
 
@@ -26,9 +25,6 @@ RADAR_LINES = len(RADAR_METHODS)
 """Methods drawn in a radar plot at most."""
 RADAR_ACROSS = 2
 """Radar plots side by side: with 16 benchmarks around it, each needs half of the page."""
-
-_LETTER, _SMALL_LETTER = 0.063, 0.047
-"""Inches an average letter takes at 7.5 and 5.6 points."""
 
 
 def averages_figure(comparison: Comparison, *, name: str) -> Figure:
@@ -146,33 +142,6 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     others.sort(key=lambda method: -average.fillna(-1)[panel.cells[method]])
     first = [method for method in RADAR_METHODS if method in panel.cells]
     return [method for method in [*first, *others] if run[panel.cells[method]]][:RADAR_LINES]
-
-
-_PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
-
-
-def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
-    other markers."""
-    lines = {"none": Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method("none"))}
-    places: dict[str, int] = {}
-    for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
-        criterion = names.parts(method)[0]
-        place = places[criterion] = places.get(criterion, -1) + 1
-        first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
-        shade = style.colour(method)
-        lines[method] = Line2D(
-            [],
-            [],
-            color=shade,
-            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
-            markersize=3.5,
-            markerfacecolor=style.SURFACE if place else shade,
-            linestyle=_PATTERNS[place % len(_PATTERNS)],
-            linewidth=1.3,
-            label=names.method(method),
-        )
-    return lines
 
 
 def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:

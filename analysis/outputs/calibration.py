@@ -11,21 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
-from analysis.frames import groups, records
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
 from analysis.outputs.score_rows import Block, block_table
-from analysis.registry import Item, output
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
-from analysis.stats.cell_scores import (
-    MEAN,
-    averaged,
-    differences,
-    mean_target,
-)
+from analysis.stats.cell_scores import MEAN, averaged, differences, mean_target
 from analysis.stats.comparison import Comparison
 
 COMPETING = ["ratio", "method", "gate", "seed"]

@@ -1,20 +1,30 @@
-"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+"""What captions state and outputs need: seeds, tokens, versions, and what their numbers rest on."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pandas as pd
 
 from analysis import names
 from analysis.load.settings import mixed_metrics, passes, protocols, versions
 from analysis.load.study import Study
+from analysis.render.style import Figure
 from analysis.stats import uncertainty
 
 HEAPR = "some of HEAPr's seven benchmarks"
 SLIMMING = "some of MoE-Slimming's benchmarks"
 SEARCHES = "cells with allocation=evolutionary"
+SUMS = "the sums of a pass over a text in the store"
+ABLATED = "cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation"
 TIMED = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
 """What several outputs need."""
+GPU_PEAK = "Peak GPU memory (MiB)"
+MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
+BYTES = 2
+"""Of one parameter in bfloat16."""
 
 
 def setting(study: Study) -> str:
@@ -64,3 +74,21 @@ def _chosen(axis: str, shown: pd.Series, run: pd.Series) -> str:
 
 def _several(values: pd.Series) -> str:
     return ", ".join(str(value) for value in values.drop_duplicates()) or "none"
+
+
+def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Figure]:
+    """The figure of every model with statistics, with what its numbers rest on in the caption."""
+    models = list(dict.fromkeys(study.experts["model"]))
+    figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
+    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
+
+
+def measured_on(machines: Iterable[str]) -> str:
+    """A sentence for captions; empty where no step says its machine."""
+    known = [machine for machine in dict.fromkeys(machines) if machine]
+    return f"Measured on {names.listing(known)}. " if known else ""
+
+
+def of_passes(study: Study, figures: Iterable[Figure | None]) -> list[Figure]:
+    """The figures there are, with what their numbers rest on in the captions."""
+    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]

@@ -16,15 +16,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import names
-from analysis.frames import groups, records
 from analysis.load import attributions, settings
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.channels import plain, ratio_lines
-from analysis.outputs.layer_budgets import BUDGETED, coverage_cells, of_passes
-from analysis.registry import output
+from analysis.outputs.captions import of_passes
+from analysis.outputs.score_rows import BUDGETED, coverage_cells, plain, ratio_lines, shallow_middle_deep
+from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.results import Results
 from analysis.stats.comparison import Comparison
 
 PANELS = 6
@@ -173,12 +172,6 @@ def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.D
     experts = experts[(experts["model"] == comparison.model) & (experts["calibration"] == about["calibration"])]
     kept = study.kept[study.kept["cell"] == cell]
     return {int(layer): expert_stacks(curves, kept, experts, layer) for layer in sorted(curves["layer"].unique())}
-
-
-def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of `layers`; fewer where there are fewer."""
-    known = sorted(set(layers))
-    return sorted({known[0], known[(len(known) - 1) // 2], known[-1]}) if known else []
 
 
 def bars_figure(panels: Sequence[tuple[str, pd.DataFrame]], *, name: str, title: str, caption: str) -> Figure:

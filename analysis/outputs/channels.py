@@ -12,22 +12,27 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
-from analysis.frames import groups
 from analysis.load import settings
+from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, block_table
-from analysis.registry import Item, output
+from analysis.outputs.score_rows import (
+    DEFAULT_SMOOTHING,
+    SMOOTHING,
+    Block,
+    block_table,
+    labels_by_cell,
+    only_cell,
+    plain,
+    ratio_lines,
+)
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
 from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 
-SMOOTHING = ("layer_smoothing", "smoothing")
-"""What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
-DEFAULT_SMOOTHING = "sqrt"
 COMPETING = ["ratio", "calibration", "gate", "seed"]
 """Cells that agree in these are compared with each other where allocations or channel scores vary."""
 
@@ -42,9 +47,9 @@ def method_table(results: Results, name: str) -> Table:
     """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
     study, comparisons = results.study, list(filter(_of_heapr, results.comparisons))
     blocks = [
-        Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(cells)))
+        Block(comparison, names.ratio(key["ratio"]), labels_by_cell(settings.method_labels(cells)))
         for comparison in comparisons
-        for key, cells in _groups(plain(comparison), ["ratio"])
+        for key, cells in groups(plain(comparison), ["ratio"])
     ]
     return block_table(
         study,
@@ -71,13 +76,13 @@ def channel_choice_table(results: Results, name: str) -> Table:
     for comparison in comparisons:
         cells = plain(comparison)
         pairs = zip(cells["criterion"], cells["allocation"], strict=True)
-        for key, found in _groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
+        for key, found in groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
             camera = found[found["criterion"] == "camera"]
             sequential = camera[camera["allocation"] == "sequential"]
-            base = _only(sequential if len(sequential) else camera)
+            base = only_cell(sequential if len(sequential) else camera)
             if base is not None and len(found) > 1:
                 blocks.append(
-                    Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(found)), base)
+                    Block(comparison, names.ratio(key["ratio"]), labels_by_cell(settings.method_labels(found)), base)
                 )
     return block_table(
         study,
@@ -103,7 +108,7 @@ def allocator_table(results: Results, name: str) -> Table:
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
         chosen = cells[[set(SMOOTHING).isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
         if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
-            base = _only(chosen[chosen["allocation"] == "uniform"])
+            base = only_cell(chosen[chosen["allocation"] == "uniform"])
             blocks.append(
                 Block(comparison, names.ratio(key["ratio"]), _words(chosen["allocation"].map(names.allocated)), base)
             )
@@ -132,7 +137,7 @@ def smoothing_table(results: Results, name: str) -> Table:
         chosen = cells[[allocation == "coverage" and set(found) <= set(SMOOTHING) for allocation, found in parsed]]
         if chosen["allocation"].nunique() > 1:
             words = chosen["allocation"].map(_smoothing)
-            base = _only(chosen[words == DEFAULT_SMOOTHING])
+            base = only_cell(chosen[words == DEFAULT_SMOOTHING])
             blocks.append(Block(comparison, names.ratio(key["ratio"]), _words(words), base))
     return block_table(
         study,
@@ -158,8 +163,8 @@ def channel_score_table(results: Results, name: str) -> Table:
         for ratio in sorted(cells["ratio"].unique()):
             chosen = cells[cells["ratio"] == ratio]
             if chosen["criterion"].nunique() > 1:
-                base = _only(chosen[chosen["criterion"] == "channel_activation"])
-                labels = _in_order(chosen["criterion"].map(names.criterion))
+                base = only_cell(chosen[chosen["criterion"] == "channel_activation"])
+                labels = labels_by_cell(chosen["criterion"].map(names.criterion))
                 blocks.append(Block(comparison, names.ratio(ratio), labels, base))
     return block_table(
         study,
@@ -172,39 +177,18 @@ def channel_score_table(results: Results, name: str) -> Table:
     )
 
 
-def plain(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables."""
-    cells = comparison.cells
-    found = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
-    place = found["criterion"].map(names.in_order(found["criterion"], names.CRITERIA).index).astype(int)
-    return found.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
-
-
-def _groups(cells: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, float], pd.DataFrame]]:
-    return groups(cells, columns) if len(cells) else iter(())
-
-
 def _channel_groups(
     comparisons: Sequence[Comparison], columns: Sequence[str]
 ) -> Iterator[tuple[Comparison, dict[str, float], pd.DataFrame]]:
     for comparison in comparisons:
         cells = plain(comparison)
-        for key, found in _groups(cells[cells["granularity"] == "channel"], columns):
+        for key, found in groups(cells[cells["granularity"] == "channel"], columns):
             yield comparison, key, found
 
 
 def _smoothing(allocation: str) -> str:
     """How an allocation smooths layer losses."""
     return next(iter(settings.allocation(allocation)[1].values()), DEFAULT_SMOOTHING)
-
-
-def _only(cells: pd.DataFrame) -> int | None:
-    """The cell, when there is exactly one."""
-    return int(cells.index[0]) if len(cells) == 1 else None
-
-
-def _in_order(labels: pd.Series) -> dict[int, str]:
-    return {int(str(cell)): str(label) for cell, label in labels.items()}
 
 
 def _words(values: pd.Series) -> dict[int, str]:
@@ -251,19 +235,6 @@ def block_size_table(
         caption="Aligned: kept channels of an expert are a multiple of so many; min: experts below so many lose all; "
         f"scores: blocks left over go by score. Difference: {columns[-1]} minus that of {USUAL}, paired.",
     )
-
-
-FEWEST = 3
-"""Ratios a method needs to be drawn as a line over ratios."""
-
-
-def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Label -> cells of one method, by ratio: the methods that were run at at least three ratios."""
-    chosen = [found for _, found in groups(cells, settings.METHOD) if found["ratio"].nunique() >= FEWEST]
-    if not chosen:
-        return {}
-    labels = settings.method_labels(pd.concat(chosen))
-    return {str(labels[found.index[0]]): found.sort_values("ratio") for found in chosen}
 
 
 def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:

@@ -16,11 +16,10 @@ import pandas as pd
 import scipy
 
 from analysis import names
-from analysis.frames import groups, records
+from analysis.load.reader import groups, records
 from analysis.outputs.captions import setting
-from analysis.registry import output
+from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import group_targets, pooled_difference
 from analysis.stats.comparison import Comparison

@@ -15,14 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
-from analysis.frames import groups
+from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
-from analysis.registry import Item, output
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats import overlap
 
 KEY = ["model", "calibration", "criterion"]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.frames import records
-from analysis.load import steps
+from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import reading
-from analysis.outputs.models import BYTES
-from analysis.registry import output
+from analysis.outputs.captions import BYTES, GPU_PEAK, MEASURED, measured_on, reading
+from analysis.registry import Results, output
 from analysis.render.table import Table
-from analysis.results import Results
 
 if TYPE_CHECKING:
     from moe_lab.criteria.layer import Array
@@ -175,8 +172,6 @@ PASSES = {
 }
 """Kind of step -> the column its seconds are in."""
 TIME = "{:,.3f}"
-GPU_PEAK = "Peak GPU memory (MiB)"
-MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
 
 
 @output(
@@ -191,8 +186,8 @@ def scoring_table(results: Results, name: str) -> Table:
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     rows, machines = [], []
     for cell in _in_order(cells):
-        names_of = [each for each in steps.behind(cell["scores_folder"], study.reader) if _counts(each)]
-        found = steps.taken(names_of, study.reader)
+        names_of = [each for each in steps_behind(cell["scores_folder"], study.reader) if _counts(each)]
+        found = time_and_memory(names_of, study.reader)
         if set(found["folder"]) != set(names_of) or not names_of:
             continue
         machines += list(found["machine"])
@@ -246,8 +241,8 @@ def allocation_table(results: Results, name: str) -> Table:
     same = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     rows, machines = [], []
     for cell in _in_order(cells.drop_duplicates(same)):
-        names_of = [each for each in steps.behind(cell["plan_folder"], study.reader) if _counts(each)]
-        found = steps.taken(names_of, study.reader)
+        names_of = [each for each in steps_behind(cell["plan_folder"], study.reader) if _counts(each)]
+        found = time_and_memory(names_of, study.reader)
         if set(found["folder"]) != set(names_of) or not names_of:
             continue
         machines += list(found["machine"])
@@ -274,7 +269,7 @@ def _in_order(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _counts(name: str) -> bool:
-    return steps.kind(name) not in steps.TIMELESS
+    return step_kind(name) not in TIMELESS
 
 
 def _cell_words(cell: Mapping[str, Any]) -> dict[str, str]:
@@ -290,9 +285,3 @@ def _by_pass(found: pd.DataFrame) -> dict[str, float]:
     """Column -> seconds; steps of a kind that has no column are in the total only."""
     sums = found.groupby(found["kind"].map(PASSES))["seconds"].sum()
     return {str(column): float(seconds) for column, seconds in sums.items()}
-
-
-def measured_on(machines: Iterable[str]) -> str:
-    """A sentence for captions; empty where no step says its machine."""
-    known = [machine for machine in dict.fromkeys(machines) if machine]
-    return f"Measured on {names.listing(known)}. " if known else ""

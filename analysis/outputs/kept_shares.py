@@ -12,13 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from analysis import names
-from analysis.frames import groups
 from analysis.load import settings
-from analysis.outputs.channels import plain
-from analysis.registry import Item, output
+from analysis.load.reader import groups
+from analysis.outputs.score_rows import plain
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.results import Results
 from analysis.stats.comparison import Comparison
 
 MAPS = 8

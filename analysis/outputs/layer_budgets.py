@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,18 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from analysis.frames import records
 from analysis.load import attributions, settings
+from analysis.load.reader import records
 from analysis.load.study import Study
-from analysis.outputs.captions import of_pass
-from analysis.outputs.channels import DEFAULT_SMOOTHING, SMOOTHING, plain
-from analysis.registry import output
+from analysis.outputs.captions import of_passes
+from analysis.outputs.score_rows import BUDGETED, DEFAULT_SMOOTHING, SMOOTHING, coverage_cells
+from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.results import Results
 from analysis.stats.comparison import Comparison
 
 PANELS = 4
 """Plans that are drawn at most."""
-COVERAGE = "coverage"
-"""The allocation whose budgets follow the scores."""
-HALF = 0.5
-"""The ratio that the papers look at."""
 STRIPS = {
     "loss": "layer loss",
     "smoothed": "smoothed loss",
@@ -38,18 +32,6 @@ STRIPS = {
 """What a layer has -> what its strip is called."""
 NUMBERS = 24
 """Layers up to which strips show numbers."""
-
-
-def coverage_cells(comparison: Comparison) -> pd.DataFrame:
-    """Cells of channels with coverage budgets, at the ratio closest to a half."""
-    cells = plain(comparison)
-    by_name = cells["allocation"].map(lambda word: settings.allocation(str(word))[0])
-    chosen: pd.DataFrame = cells[(cells["granularity"] == "channel") & (by_name == COVERAGE)]
-    if chosen.empty:
-        return chosen
-    nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF))
-    at_ratio: pd.DataFrame = chosen[chosen["ratio"] == nearest]
-    return at_ratio
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -129,11 +111,6 @@ def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], *
             axes.text(layer + 0.5, at + 0.5, text, ha="center", va="center", color=ink, fontsize=6)
 
 
-def of_passes(study: Study, figures: Iterable[Figure | None]) -> list[Figure]:
-    """The figures there are, with what their numbers rest on in the captions."""
-    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
-
-
 def stack_figure(study: Study, comparison: Comparison, experts: pd.DataFrame, *, name: str) -> Figure | None:
     """Experts of each layer stacked by their share of its attribution, beside what a plan keeps."""
     budgets = layer_budgets(study, comparison).drop_duplicates("cell")
@@ -194,9 +171,6 @@ def _strips(results: Results, name: str, strips: Iterable[str], title: str, capt
         said = {"title": f"{title}: {comparison.model}", "caption": caption}
         figures.append(strip_figure(budgets, strips, name=own, **said))
     return of_passes(study, figures)
-
-
-BUDGETED = "cells of channels with allocation=coverage"
 
 
 @output("coverage.fig7", chapter="attribution", needs=BUDGETED)

@@ -9,12 +9,9 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.study import Study
-from analysis.registry import output
+from analysis.outputs.captions import BYTES
+from analysis.registry import Results, output
 from analysis.render.table import Table
-from analysis.results import Results
-
-BYTES = 2
-"""Of one parameter in bfloat16."""
 
 
 def removed_parameters(

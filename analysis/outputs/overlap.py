@@ -13,14 +13,13 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 
 from analysis import names
-from analysis.frames import groups, records
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
-from analysis.registry import Item, figures, output
+from analysis.registry import Item, Results, figures, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats import overlap
 from analysis.stats.overlap import variant_name
 

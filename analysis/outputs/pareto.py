@@ -13,17 +13,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import names
-from analysis.frames import groups, records
 from analysis.load import settings
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING, setting
-from analysis.outputs.recovery import MEBIBYTE, STORED
-from analysis.outputs.score_rows import Block, block_table
-from analysis.registry import Item, output
+from analysis.outputs.score_rows import MEBIBYTE, STORED, Block, block_table
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats.cell_scores import MEAN, averaged, cost, mean_target, not_averaged
 from analysis.stats.comparison import Comparison
 

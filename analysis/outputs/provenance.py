@@ -6,9 +6,8 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.settings import pruned
-from analysis.registry import output
+from analysis.registry import Results, output
 from analysis.render.table import Table
-from analysis.results import Results
 
 
 @output("artefacts", chapter="provenance", filters="Model|Pruned|Calibration|Criterion")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -12,16 +12,16 @@ from matplotlib.patches import Rectangle
 from analysis import names
 from analysis.load.study import Study
 from analysis.outputs.captions import LOSSES, setting
-from analysis.registry import Item, output
+from analysis.outputs.score_rows import PANEL
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, RANK, SCORE, Table
-from analysis.results import Results
-from analysis.stats import ranks, uncertainty
-from analysis.stats.answer_losses import CAPTION
-from analysis.stats.cell_scores import not_averaged
+from analysis.stats import ranks
+from analysis.stats.cell_scores import average_rank_interval, not_averaged
 from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
+from analysis.stats.winners import CAPTION
 
 
 @output("ranks", chapter="ranks", filters="*Model|Pruned|Calibration")
@@ -39,7 +39,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
     order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
     frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
-    scores = [column for column in order if column not in (*_PANEL, "Avg Rank", "First")]
+    scores = [column for column in order if column not in (*PANEL, "Criterion", "Avg Rank", "First")]
     lower = {column for comparison in comparisons for column in comparison.lower_is_better}
     return Table(
         name=name,
@@ -50,14 +50,11 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         frame=frame[order].rename(columns=names.benchmark),
         formats={**{names.benchmark(column): SCORE for column in scores}, "Avg Rank": RANK, "First": PERCENT},
         best={**{names.benchmark(c): "min" if c in lower else "max" for c in scores}, "Avg Rank": "min"},
-        blocks=_PANEL[:3],
+        blocks=PANEL,
         low=low.rename(columns=names.benchmark),
         high=high.rename(columns=names.benchmark),
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
-
-
-_PANEL = ["Model", "Pruned", "Calibration", "Criterion"]
 
 
 def rank_block(
@@ -78,33 +75,14 @@ def rank_block(
     low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
     ranked = frame.loc[list(cells.values())]
     frame["Avg Rank"] = ranks.average_rank(ranked[list(target)], lower_is_better=comparison.lower_is_better)
-    rank_low, rank_high = _rank_ends(comparison, {column: list(cells.values()) for column in target})
+    rank_low, rank_high = average_rank_interval(comparison, {column: list(cells.values()) for column in target})
     low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
     frame["First"] = first_places(comparison.draws(averaged), ranked["Avg"], comparison.rows(list(cells.values())))
     labels = [
         (comparison.model, panel.pruned, names.calibration(panel.calibration), names.method(name)) for name in shown
     ]
-    text = pd.DataFrame(labels, columns=_PANEL, index=frame.index)
+    text = pd.DataFrame(labels, columns=[*PANEL, "Criterion"], index=frame.index)
     return pd.concat([text, frame], axis=1), low, high
-
-
-def _rank_ends(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interval ends of Avg Rank for each row; NaN where a score that is ranked has no replicates.
-
-    sources: column -> the cells its scores come from, a row each.
-    """
-    rows = len(next(iter(sources.values()), []))
-    missing = np.full(rows, np.nan)
-    draws = {column: comparison.draws((column,)) for column in sources}
-    known = [found[:, comparison.rows(sources[column])] for column, found in draws.items() if found is not None]
-    if len(known) < len(sources) or not rows:
-        return missing, missing
-    stacked = np.stack(known, axis=2)
-    scored = np.stack([comparison.score((column,))[cells].notna() for column, cells in sources.items()], axis=1)
-    if (scored & np.isnan(stacked).any(axis=0)).any():
-        return missing, missing
-    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
-    return uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
 
 
 _SAME = 1e-6
@@ -292,7 +270,6 @@ def loss_table(results: Results, name: str) -> Table | None:
     )
 
 
-PANEL = ["Model", "Pruned", "Calibration"]
 _SUMMARY = ["Mean loss", "Avg Rank"]
 
 

@@ -13,14 +13,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
-from analysis.frames import groups
 from analysis.load.attributions import STATISTICS
-from analysis.outputs.attributions import ABLATED, SUMS, agreement, per_model
-from analysis.outputs.channel_scores import shallow_middle_deep
-from analysis.registry import output
+from analysis.load.reader import groups
+from analysis.outputs.captions import ABLATED, SUMS, per_model
+from analysis.outputs.score_rows import shallow_middle_deep
+from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.results import Results
+from analysis.stats.ranks import correlations
 
 RANKED = {"gate": "mean router weight", "tokens": "tokens"}
 """What routers say of experts -> its name in Fig. 2."""
@@ -64,7 +64,7 @@ def router_figure(experts: pd.DataFrame, *, model: str, name: str) -> Figure | N
             axes.set_xticks(where, [f"{one.layer}.{one.expert}" for one in found.itertuples()], rotation=90, fontsize=5)
             other = _second_axis(axes, words)
             other.plot(where, found[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
-            rank = agreement(chosen, measure, "ablation")["rank"]
+            rank = correlations(chosen, measure, "ablation")["rank"]
             axes.set_title(f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5)
         axes.set_xlabel("layer.expert")
         drawing.legend(handles=_handles("router weight, tokens"), loc="outside lower center", ncols=3)

@@ -9,29 +9,18 @@ import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from analysis import names
-from analysis.frames import groups, records
 from analysis.load import settings
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING
-from analysis.outputs.score_rows import KEPT, Block, Cost, block_table
-from analysis.registry import Item, output
+from analysis.outputs.score_rows import MEBIBYTE, STORED, Block, block_table
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
-from analysis.stats.cell_scores import (
-    MEAN,
-    averaged,
-    cost,
-    group_targets,
-    mean_target,
-    pooled_difference,
-)
+from analysis.stats.cell_scores import MEAN, averaged, cost, group_targets, mean_target, pooled_difference
 from analysis.stats.comparison import Comparison
 
-MEBIBYTE = 2**20
-STORAGE = "Storage (MiB)"
-STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 PLAIN = "16 bits"
 """What a model that was neither quantised nor fine-tuned is called here."""
 SWEPT = ["criterion", "allocation", "calibration", "gate", "seed"]

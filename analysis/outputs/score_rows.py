@@ -1,17 +1,22 @@
-"""A table of scores whose rows are any cells: blocks of cells that compete, measured against one of them if wanted."""
+"""Tables of scores whose rows are any cells, in blocks that compete, and which cells outputs choose for them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
+from matplotlib.lines import Line2D
 
 from analysis import names
-from analysis.load.settings import joined, settings
+from analysis.load import settings
+from analysis.load.reader import groups
+from analysis.load.settings import gate_and_seed, joined
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
+from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import COMMON, GROUPS, MEAN, column_targets, cost, differences, scores
@@ -30,12 +35,29 @@ class Cost:
 
 KEPT = {"Kept": Cost("routed_kept", "{:.1%}")}
 COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
+MEBIBYTE = 2**20
+STORAGE = "Storage (MiB)"
+STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
+PANEL = ["Model", "Pruned", "Calibration"]
+"""Columns that tell the panels of a table apart."""
 AVERAGES = ("Avg", MEAN)
 """Averages that stand behind all other scores."""
 DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
+
+
+SMOOTHING = ("layer_smoothing", "smoothing")
+"""What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
+DEFAULT_SMOOTHING = "sqrt"
+FEWEST_RATIOS = 3
+"""Ratios a method needs to be drawn as a line over ratios."""
+COVERAGE = "coverage"
+"""The allocation whose budgets follow the scores."""
+HALF = 0.5
+"""The ratio that the papers look at."""
+BUDGETED = "cells of channels with allocation=coverage"
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +129,7 @@ def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
 def _told(block: Block) -> tuple[str, dict[int, str]]:
     """What is pruned, and the labels of the rows: gate and seed stand with the first where all rows share them, with
     those labels that do not say them already where they do not."""
-    told = settings(block.comparison.cells)[list(block.labels)]
+    told = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if told.nunique() == 1:
         return joined(block.pruned, str(told.iloc[0])), dict(block.labels)
     twice = [word for word, times in Counter(block.labels.values()).items() if times > 1]
@@ -140,3 +162,74 @@ def _rows(
         }
         frame = frame.assign(**values)
     return frame, low, high
+
+
+_PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
+
+
+def method_lines(comparison: Comparison) -> dict[str, Line2D]:
+    """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
+    other markers."""
+    lines = {"none": Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method("none"))}
+    places: dict[str, int] = {}
+    for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
+        criterion = names.parts(method)[0]
+        place = places[criterion] = places.get(criterion, -1) + 1
+        first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
+        shade = style.colour(method)
+        lines[method] = Line2D(
+            [],
+            [],
+            color=shade,
+            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
+            markersize=3.5,
+            markerfacecolor=style.SURFACE if place else shade,
+            linestyle=_PATTERNS[place % len(_PATTERNS)],
+            linewidth=1.3,
+            label=names.method(method),
+        )
+    return lines
+
+
+def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
+    """The first, the middle and the last of `layers`; fewer where there are fewer."""
+    known = sorted(set(layers))
+    return sorted({known[0], known[(len(known) - 1) // 2], known[-1]}) if known else []
+
+
+def plain(comparison: Comparison) -> pd.DataFrame:
+    """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables."""
+    cells = comparison.cells
+    found = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
+    place = found["criterion"].map(names.in_order(found["criterion"], names.CRITERIA).index).astype(int)
+    return found.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+
+
+def only_cell(cells: pd.DataFrame) -> int | None:
+    """The cell, when there is exactly one."""
+    return int(cells.index[0]) if len(cells) == 1 else None
+
+
+def labels_by_cell(labels: pd.Series) -> dict[int, str]:
+    return {int(str(cell)): str(label) for cell, label in labels.items()}
+
+
+def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Label -> cells of one method, by ratio: the methods that were run at at least three ratios."""
+    chosen = [found for _, found in groups(cells, settings.METHOD) if found["ratio"].nunique() >= FEWEST_RATIOS]
+    if not chosen:
+        return {}
+    labels = settings.method_labels(pd.concat(chosen))
+    return {str(labels[found.index[0]]): found.sort_values("ratio") for found in chosen}
+
+
+def coverage_cells(comparison: Comparison) -> pd.DataFrame:
+    """Cells of channels with coverage budgets, at the ratio closest to a half."""
+    cells = plain(comparison)
+    by_name = cells["allocation"].map(lambda word: settings.allocation(str(word))[0])
+    chosen: pd.DataFrame = cells[(cells["granularity"] == "channel") & (by_name == COVERAGE)]
+    if chosen.empty:
+        return chosen
+    nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF))
+    at_ratio: pd.DataFrame = chosen[chosen["ratio"] == nearest]
+    return at_ratio

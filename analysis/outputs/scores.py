@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.frames import records
+from analysis.load.reader import records
 from analysis.load.settings import pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
-from analysis.outputs.ranks import _PANEL, _rank_ends
-from analysis.registry import output
+from analysis.outputs.score_rows import PANEL
+from analysis.registry import Results, output
 from analysis.render.table import RANK, SCORE, Table
-from analysis.results import Results
 from analysis.stats import ranks
+from analysis.stats.cell_scores import average_rank_interval
 from analysis.stats.comparison import Comparison, Panel
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
@@ -96,7 +96,9 @@ def task_block(
     ranked = frame.iloc[len(frame) - len(shown) :]
     frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
     competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
-    rank_low, rank_high = _rank_ends(comparison, competing if set(competing) <= set(comparison.parts) else {})
+    rank_low, rank_high = average_rank_interval(
+        comparison, competing if set(competing) <= set(comparison.parts) else {}
+    )
     if len(rank_low):
         low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
     return frame, low, high
@@ -132,10 +134,10 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         name=name,
         title="All benchmarks",
         caption=f"{_metrics(study)} {setting(study)}",
-        frame=frame[[*_PANEL, *map(names.benchmark, columns)]],
+        frame=frame[[*PANEL, "Criterion", *map(names.benchmark, columns)]],
         formats={names.benchmark(column): SCORE for column in columns},
         best={names.benchmark(column): "min" if column in lower else "max" for column in columns},
-        blocks=_PANEL[:3],
+        blocks=PANEL,
         low=low,
         high=high,
     )

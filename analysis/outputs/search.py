@@ -13,39 +13,24 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import names
-from analysis.frames import groups, records
-from analysis.load.settings import pruned
+from analysis.load.reader import groups, records
+from analysis.load.settings import is_searched, pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, reading, setting
-from analysis.registry import Item, output
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import (
-    CODING,
-    GROUPS,
-    WRITING_AND_MATH,
-    column_targets,
-    differences,
-    scores,
-)
+from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH, column_targets, differences, scores
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import LEVEL
 
-SEARCHED = "evolutionary"
-"""What the allocations of searches are called, possibly with settings behind it."""
 TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
 BEYOND = "Beyond noise"
 _PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
 """Cells that agree in these differ in their allocation only."""
-
-
-def is_searched(allocation: str) -> bool:
-    """Whether an allocation of a study's record was searched for."""
-    return allocation.startswith(SEARCHED)
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:

@@ -8,16 +8,13 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.frames import groups
-from analysis.load import steps
+from analysis.load.reader import groups, time_and_memory
+from analysis.load.settings import is_searched
 from analysis.load.study import Study
-from analysis.outputs.captions import SEARCHES, reading, setting
-from analysis.outputs.criteria import GPU_PEAK
-from analysis.outputs.search import is_searched
+from analysis.outputs.captions import GPU_PEAK, SEARCHES, reading, setting
 from analysis.published.numbers import Printed, numbers
-from analysis.registry import output
+from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
 from analysis.stats.cell_scores import GROUPS, column_targets, scores
 from analysis.stats.comparison import Comparison
 
@@ -41,7 +38,7 @@ def cost_table(results: Results, name: str) -> Table:
     study = results.study
     found = study.searches
     cells = study.cells.loc[found["cell"]]
-    peaks = steps.taken(cells["plan_folder"].drop_duplicates(), study.reader).set_index("folder")
+    peaks = time_and_memory(cells["plan_folder"].drop_duplicates(), study.reader).set_index("folder")
     costs = study.costs.set_index("cell").reindex(found["cell"])
     whole = cells["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
     values = {

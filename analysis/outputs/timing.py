@@ -11,15 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from analysis import names
-from analysis.frames import groups, records
 from analysis.load import plans, settings
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import TIMED, reading
-from analysis.registry import Item, output
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
 from analysis.stats.comparison import Comparison
 
 MEBIBYTE = 2**20

@@ -11,16 +11,14 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
-from analysis.frames import groups, records
 from analysis.load import settings
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.channels import _groups, _in_order, _only, plain
-from analysis.outputs.score_rows import Block, block_table
-from analysis.registry import output
+from analysis.outputs.score_rows import Block, block_table, labels_by_cell, only_cell, plain
+from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
 from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
 
 WEIGHTS = "cells with criterion=aimer"
@@ -34,11 +32,13 @@ def group_table(results: Results, name: str, columns: Sequence[str] = GROUPS, wh
     """
     blocks = []
     for comparison in results.comparisons:
-        for key, cells in _groups(plain(comparison), ["ratio"]):
+        for key, cells in groups(plain(comparison), ["ratio"]):
             if "aimer" not in set(cells["criterion"]):
                 continue
-            base = _only(cells[cells["criterion"] == "aimer"])
-            blocks.append(Block(comparison, names.ratio(key["ratio"]), _in_order(settings.method_labels(cells)), base))
+            base = only_cell(cells[cells["criterion"] == "aimer"])
+            blocks.append(
+                Block(comparison, names.ratio(key["ratio"]), labels_by_cell(settings.method_labels(cells)), base)
+            )
     return block_table(
         results.study,
         blocks,

@@ -17,19 +17,16 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from analysis import names
-from analysis.frames import groups, records
+from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.names import count
-from analysis.outputs.averages import _LETTER, _SMALL_LETTER
 from analysis.outputs.captions import LOSSES, setting
-from analysis.outputs.ranks import PANEL
-from analysis.registry import Item, output, tables
+from analysis.outputs.score_rows import PANEL
+from analysis.registry import Item, Results, output, tables
 from analysis.render import style
-from analysis.render.style import Figure
+from analysis.render.style import LETTER, SMALL_LETTER, Figure
 from analysis.render.table import SCORE, Table
-from analysis.results import Results
-from analysis.stats.answer_losses import CAPTION, MEAN
-from analysis.stats.winners import LEVEL, SETTINGS, label, wins
+from analysis.stats.winners import CAPTION, LEVEL, MEAN, SETTINGS, label, wins
 
 
 @output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
@@ -167,7 +164,7 @@ def _winner_axes(axes: Axes, found: pd.DataFrame, inches: float) -> None:
 
 def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
     """The text of a cell that wide and the size at which it fits: at most three names, the rest counted."""
-    small = int(inches / _SMALL_LETTER)
+    small = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         shown = [names.method(name) for name in winners[:3]]
         more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
@@ -175,7 +172,7 @@ def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, f
         fits = max(map(len, text.splitlines())) <= small
         return (text, 5.6) if fits else (f"{len(winners)} tied", 6.5)
     text = label(winners, score)
-    if len(text) > inches / _LETTER:
+    if len(text) > inches / LETTER:
         return textwrap.fill(text, small), 5.6
     return text, 7.5 if len(winners) == 1 else 6.5
 

@@ -1,20 +1,23 @@
-"""Printed numbers beside the measured ones, with a verdict for each."""
+"""The papers' numbers beside measured ones: tables, and their chapter of the report."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 
 from analysis import names
-from analysis.frames import records
+from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
 from analysis.published import cells
 from analysis.published.numbers import AFTER, BEFORE, TABLES, Printed, counterparts
 from analysis.published.verdicts import AGREES, BECAUSE, DIFFERS, MISSING, Measured, verdict
+from analysis.registry import Results
+from analysis.render.page import Section
 from analysis.render.table import SCORE, Table
 from analysis.stats.comparison import Comparison
 
@@ -94,3 +97,46 @@ def _without_counterpart(study: Study, of: str) -> Iterator[str]:
             f"{len(lacking)} of {len(pruned)} pruned cells have no printed row here "
             f"({'; '.join(map(names.method, methods))})."
         )
+
+
+NAMED = 6
+"""Reasons that are spelled out, the most frequent first."""
+
+
+def published_chapter(results: Results) -> Section:
+    """The papers' tables beside the study's, as far as it has counterparts; empty where it has none."""
+    made = published_tables(results.study, results.comparisons, list(TABLES)).values()
+    tables = [table for table in made if len(table.frame)]
+    return Section(
+        "published",
+        "Published",
+        "Comparison with published numbers",
+        beside_the_papers(tables),
+        tables,
+        filters={table.name: "Model|Pruned|Calibration|Criterion|Benchmark" for table in tables},
+        folded=True,
+    )
+
+
+def beside_the_papers(tables: Sequence[Table]) -> list[str]:
+    """Sentences about tables from `published_tables`; nothing where there is none."""
+    verdicts = [str(word) for table in tables for word in table.frame["Verdict"]]
+    if not verdicts:
+        return []
+    kinds = {
+        "agree": sum(word.startswith(AGREES) for word in verdicts),
+        "differ": sum(word.startswith(DIFFERS) for word in verdicts),
+        "cannot be compared": sum(word.startswith(BECAUSE) for word in verdicts),
+        "are missing here": sum(word.startswith(MISSING) for word in verdicts),
+    }
+    counted = names.listing(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+    said = [f"{len(verdicts):,} printed numbers have a counterpart in this study: {counted}."]
+    reasons = Counter(
+        reason for word in verdicts if word.startswith(BECAUSE) for reason in word.removeprefix(BECAUSE).split("; ")
+    )
+    if reasons:
+        most = "; ".join(f"{reason} ({count:,} times)" for reason, count in reasons.most_common(NAMED))
+        rest = len(reasons) - NAMED
+        more = f"; and {rest} more, which the tables spell out" if rest > 0 else ""
+        said.append(f"What keeps numbers from being compared: {most}{more}.")
+    return said

@@ -18,6 +18,9 @@ from matplotlib.figure import Figure as Drawing
 
 from analysis import names
 
+LETTER, SMALL_LETTER = 0.063, 0.047
+"""Inches an average letter takes at 7.5 and 5.6 points."""
+
 PAGE = 6.9
 """Width of a paper's text in inches."""
 DPI = 200

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.frames import records
-
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
 
 
@@ -66,7 +64,7 @@ def shown(value: object, form: str) -> str:
     )
 
 
-def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
+def expected_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
     """Whether a dash is no gap: the unpruned model has no rank among criteria, a tie has no p-value."""
     unranked = row.get(KEY) == UNPRUNED and column in ("Avg Rank", "First")
     return unranked or column in table.optional
@@ -74,7 +72,7 @@ def expected_gap(table: Table, row: Mapping[str, object], column: str) -> bool:
 
 def footnotes(table: Table) -> list[str]:
     """The table's own footnotes, and the one on gaps if it has any."""
-    rows = records(table.frame)
+    rows = table.frame.to_dict("records")
     missing = any(
         shown(row[column], "{}") == GAP and not expected_gap(table, row, column)
         for row in rows
@@ -184,7 +182,7 @@ def html(table: Table) -> str:
     marks, cells = best(table).to_numpy(), text(table).to_numpy()
     fresh, ends = _block_starts(table), _ends(table)
     rows = []
-    for number, record in enumerate(records(table.frame)):
+    for number, record in enumerate(table.frame.to_dict("records")):
         classes = " ".join(
             word
             for word, holds in (("first", fresh[number]), ("unpruned", record.get("Criterion") == UNPRUNED))

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.load import outcomes, settings
+from analysis.load import evaluations, settings
 from analysis.load.evaluations import labels
 from analysis.load.study import Study
-from analysis.stats import ranks, replicates, uncertainty
+from analysis.stats import ranks, uncertainty
 
 Target = tuple[str, ...]
 """What is scored: the mean of these displayed columns or benchmarks, often a single one."""
@@ -204,13 +204,13 @@ class Comparison:
         if not set(self.weights(target)) & set(self.own):
             return self.paired_draws(target)
         if target not in self._own_target_draws:
-            self._own_target_draws[target] = replicates.mean(target, self._own_draws)
+            self._own_target_draws[target] = uncertainty.mean_draws(target, self._own_draws)
         return self._own_target_draws[target]
 
     def paired_draws(self, target: Target) -> np.ndarray | None:
         """The same from the items that all cells share, which differences are of."""
         if target not in self._target_draws:
-            self._target_draws[target] = replicates.mean(target, self._column_draws)
+            self._target_draws[target] = uncertainty.mean_draws(target, self._column_draws)
         return self._target_draws[target]
 
     @cached_property
@@ -243,10 +243,10 @@ class Comparison:
         """Of `outcomes_of` those of the target, if it is one benchmark whose items are right or wrong."""
         benchmarks = list(self.weights(target))
         found = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
-        return found if found is not None and outcomes.binary(found) else None
+        return found if found is not None and evaluations.binary(found) else None
 
     def _contributions(self, target: Target) -> dict[str, np.ndarray]:
-        return replicates.contributions(self.weights(target), self.outcomes)
+        return uncertainty.contributions(self.weights(target), self.outcomes)
 
     @cached_property
     def _columns(self) -> dict[str, dict[str, float]]:
@@ -255,11 +255,11 @@ class Comparison:
 
     @cached_property
     def _column_draws(self) -> dict[str, np.ndarray]:
-        return replicates.paired(self._columns, self.outcomes)
+        return uncertainty.paired_draws(self._columns, self.outcomes)
 
     @cached_property
     def _own_draws(self) -> dict[str, np.ndarray]:
-        return replicates.own(self._columns, self._asked)
+        return uncertainty.own_draws(self._columns, self._asked)
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -278,7 +278,7 @@ def _comparison(study: Study, model: str) -> Comparison:
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
-    found = outcomes.read(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    found = evaluations.outcome_matrices(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
     parts = ranks.displayed(order)
     words = labels(cells)
     for cell, benchmark in found.odd:
@@ -305,7 +305,7 @@ def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
     axes = ["ratio", "gate", "seed"]
-    told = settings.settings(pruned)
+    told = settings.gate_and_seed(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
         ratio, gate, seed = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]

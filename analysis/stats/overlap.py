@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from analysis.frames import groups
+from analysis.load.reader import groups
 
 RATIOS = (0.25, 0.5)
 """Ratios of the published figures."""

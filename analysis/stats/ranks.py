@@ -13,7 +13,26 @@ import numpy as np
 import pandas as pd
 import scipy
 
+from analysis.load.reader import groups
 from analysis.names import COLUMNS
+
+
+def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
+    """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`; NaN below three experts
+    that have both, or where one of them is the same for all."""
+    both = experts[[measure, truth]].dropna()
+    if len(both) < 3 or both.iloc[:, 0].nunique() < 2 or both.iloc[:, 1].nunique() < 2:
+        return {"linear": np.nan, "rank": np.nan}
+    one, other = both.iloc[:, 0].astype(float), both.iloc[:, 1].astype(float)
+    return {"linear": one.corr(other), "rank": one.rank().corr(other.rank())}
+
+
+def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
+    """Spearman's correlation inside a layer, the mean over layers that have one; NaN when none has."""
+    found = [correlations(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
+    known = [value for value in found if not np.isnan(value)]
+    return float(np.mean(known)) if known else np.nan
+
 
 PRINTED_DECIMALS = 3
 """Published scores have three decimals, and are ranked as printed."""

@@ -23,11 +23,10 @@ from synthetic_plans import EXPERTS, LAYERS, rng
 from analysis.load.study import Study, load
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
-from analysis.registry import Item, make, outputs
+from analysis.registry import Item, Results, make, outputs
 from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"

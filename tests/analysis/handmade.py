@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
+from analysis.registry import Results
 from analysis.render.table import Table
-from analysis.results import Results
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 

@@ -14,10 +14,10 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks
 from synthetic_sums import add
 
 from analysis.load.study import Study, load
-from analysis.outputs import agreement, attributions
-from analysis.registry import make
+from analysis.outputs import agreement
+from analysis.registry import Results, make
 from analysis.render.table import Table
-from analysis.results import Results
+from analysis.stats import ranks
 from moe_lab.allocation.coverage import Prior
 
 PARAMETERS = {
@@ -77,7 +77,7 @@ def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -
     assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
     assert table.loc["Attribution, second order", "Pearson, layer loss"] == 1
     alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
-    assert np.isnan(attributions.agreement(alike, "gate", "ablation")["rank"]), "no order, no agreement"
+    assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
 
 
 def shares(study: Study, allocation: str, ratio: float) -> list[float]:

@@ -15,10 +15,9 @@ from statsmodels.stats.multitest import multipletests
 
 from analysis import findings, names
 from analysis.load.study import load
-from analysis.registry import make
+from analysis.registry import Results, make
 from analysis.render.table import Table
-from analysis.results import Results
-from analysis.stats import answer_losses, uncertainty
+from analysis.stats import uncertainty, winners
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_pairs_are_decided_as_independent_tests_say(results: Results) -> None:
         mcnemar([[0, (a > b).sum()], [(a < b).sum(), 0]], exact=True).pvalue for a, b in combinations(outcomes, 2)
     ]
     decided = multipletests(p_values, 0.05, method="holm")[0]
-    assert (np.abs(answer_losses._decided(comparison, ("rte",), cells)) == decided).all()
+    assert (np.abs(winners._decided(comparison, ("rte",), cells)) == decided).all()
     found = table(results, "pairs")
     assert (found["By both"] <= found[["By score", "By answer loss"]].min(axis=1)).all()
     assert (found["By answer loss"] >= found["By score"]).all() and not found["Opposite"].any()
@@ -109,7 +108,7 @@ def test_opposite_verdicts_are_counted_as_such(copied: Callable[[], Path]) -> No
         frame = pd.read_parquet(path)
         frame.assign(answer_loss=-frame["answer_loss"]).to_parquet(path, index=False)
     found = table(Results(load(store, "made_up")), "pairs")
-    means = found[found["Column"] == answer_losses.MEAN]
+    means = found[found["Column"] == winners.MEAN]
     assert not found["By both"].any() and (means["Opposite"] == means["Pairs"]).all()
 
 

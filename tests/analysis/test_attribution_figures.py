@@ -20,10 +20,9 @@ from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
 from analysis.load import attributions as expert_frames
 from analysis.load.study import Study, load
-from analysis.outputs import channel_scores, criteria, layer_budgets, models, raw_statistics, routing
-from analysis.registry import outputs
+from analysis.outputs import channel_scores, criteria, layer_budgets, models, profile, raw_statistics, score_rows
+from analysis.registry import Results, outputs
 from analysis.render.style import Figure
-from analysis.results import Results
 from moe_lab.study.steps import tables
 
 TOKENS = 65000
@@ -245,13 +244,13 @@ def test_losses_smoothed_and_raw_stand_over_what_is_kept(study: Study) -> None:
 def test_quantiles_of_router_entropies_are_those_of_their_histogram(study: Study) -> None:
     """Fig. 13: an eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so on."""
     even = pd.DataFrame({"entropy": [at / 8 for at in range(1, 9)], "tokens": 5, "layer": 0})
-    row = routing.quantiles(even.assign(model="m", calibration="c")).iloc[0]
-    assert [row[share] for share in routing.QUANTILES] == pytest.approx(routing.QUANTILES)
+    row = profile.quantiles(even.assign(model="m", calibration="c")).iloc[0]
+    assert [row[share] for share in profile.QUANTILES] == pytest.approx(profile.QUANTILES)
     found = study.router_entropies
     counts = found[found["layer"] == 2].sort_values("entropy")["tokens"].tolist()
     assert counts == sums()[2]["router_entropy"].tolist()
     tokens = [(at + 0.5) / 50 for at, count in enumerate(counts) for _ in range(int(count))]
-    median = routing.quantiles(found).set_index("layer").loc[2, 0.5]
+    median = profile.quantiles(found).set_index("layer").loc[2, 0.5]
     assert median == pytest.approx(tokens[len(tokens) // 2], abs=0.02)
 
 
@@ -265,8 +264,8 @@ def test_activations_are_told_apart_by_layer_and_text(study: Study) -> None:
         (sum(one["channel_square"][at]) / one["tokens"][at] / WIDTH) ** 0.5 for at in range(EXPERTS) if at != SILENT
     ]
     assert first == pytest.approx(expected) and second == [1.0] * (EXPERTS - 1)
-    assert channel_scores.shallow_middle_deep([5, 1, 3, 4, 1]) == [1, 3, 5]
-    assert channel_scores.shallow_middle_deep([2]) == [2]
+    assert score_rows.shallow_middle_deep([5, 1, 3, 4, 1]) == [1, 3, 5]
+    assert score_rows.shallow_middle_deep([2]) == [2]
 
 
 def test_bars_of_experts_hold_their_scores_what_is_kept_and_their_attribution(study: Study) -> None:

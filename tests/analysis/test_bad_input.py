@@ -15,9 +15,8 @@ from synthetic import write_store
 
 from analysis import __main__, registry
 from analysis.load.study import load
-from analysis.registry import find, make, outputs
+from analysis.registry import Results, find, make, outputs
 from analysis.render.table import Table
-from analysis.results import Results
 
 Change = Callable[[dict[str, Any], Path], None]
 TABLES = ("winners", "ranks", "ranks.cd", "unified.table1", "unified.table5", "pareto", "claims", "gaps")

@@ -11,8 +11,7 @@ from synthetic import write_store
 
 from analysis.load.study import load
 from analysis.outputs import calibration, channels
-from analysis.registry import make
-from analysis.results import Results
+from analysis.registry import Results, make
 from analysis.stats.cell_scores import GROUPS
 
 SIZES = {"text_8k": 8000, "text_65k": 65000, "pocket_math": 65000}

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, study_of
 
-from analysis.outputs import channels, kept_shares
+from analysis.outputs import channels, kept_shares, score_rows
 
 AXES = [
     UNPRUNED,
@@ -17,12 +17,12 @@ FLOPS = [1, 0.95, 0.85, 0.9, 0.99, 0.98, 0.97, 0.96, 0.92]
 
 
 def test_lines_are_methods_with_enough_ratios() -> None:
-    lines = channels.ratio_lines(cells_of(AXES).iloc[1:])
+    lines = score_rows.ratio_lines(cells_of(AXES).iloc[1:])
     assert {label: cells["ratio"].tolist() for label, cells in lines.items()} == {
         "HEAPr-G": [0.2, 0.4, 0.6],
         "REAP": [0.2, 0.4, 0.6],
     }
-    assert channels.ratio_lines(cells_of(AXES[:3]).iloc[1:]) == {}
+    assert score_rows.ratio_lines(cells_of(AXES[:3]).iloc[1:]) == {}
 
 
 def test_accuracy_and_flops_are_drawn_against_the_ratio() -> None:

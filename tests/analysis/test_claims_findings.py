@@ -7,8 +7,8 @@ from typing import Any
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
 from analysis import findings
-from analysis.stats.answer_losses import decided_pairs
 from analysis.stats.comparison import Comparison
+from analysis.stats.winners import decided_pairs
 
 
 def headline(study: Any, comparison: Comparison) -> list[tuple[str, str]]:

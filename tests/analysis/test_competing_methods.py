@@ -12,8 +12,7 @@ from analysis import names, report
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import benchmark_table
-from analysis.registry import make, outputs
-from analysis.results import Results
+from analysis.registry import Results, make, outputs
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 20, "overlap": False}

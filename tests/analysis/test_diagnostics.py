@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from analysis import __main__
 from analysis.load.study import load
 from analysis.outputs import convergence
-from analysis.registry import find, make
-from analysis.results import Results
+from analysis.registry import Results, find, make
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from scipy.stats import binomtest, norm
 from synthetic import write_store
 
 from analysis import __main__
-from analysis.diff import figures
-from analysis.diff import plans as plan_changes
+from analysis.diff import figures, sides
 from analysis.diff.report import diff
 from analysis.diff.sides import beside, side
 from analysis.diff.tables import kept_table, score_table
@@ -46,15 +45,13 @@ def masks(axes: dict) -> np.ndarray:
 
 def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
     plans = [{**AXES, "criterion": name} for name in ("heapr", "camera")]
-    found = plan_changes.changes(*(plan_changes.layers(synthetic_plans.plan(axes)) for axes in plans))
+    found = sides.changes(*(sides.layers(synthetic_plans.plan(axes)) for axes in plans))
     one, other = map(masks, plans)
     assert found["channels_both"].tolist() == (one & other).sum(axis=(1, 2)).tolist()
     assert found["channels_out"].tolist() == (one & ~other).sum(axis=(1, 2)).tolist()
     assert found["channels_in"].tolist() == (~one & other).sum(axis=(1, 2)).tolist()
     whole = {**AXES, "criterion": "man"}
-    mixed = plan_changes.changes(
-        plan_changes.layers(synthetic_plans.plan(plans[0])), plan_changes.layers(synthetic_plans.plan(whole))
-    )
+    mixed = sides.changes(sides.layers(synthetic_plans.plan(plans[0])), sides.layers(synthetic_plans.plan(whole)))
     for row, (layer, removed) in zip(mixed.to_dict("records"), enumerate(synthetic_plans.removed(whole)), strict=True):
         assert row["layer"] == layer and row["out"] == tuple(range(removed)) and row["in"] == ()
         full = np.zeros((32, 64), bool)
@@ -64,9 +61,9 @@ def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
 
 
 def test_chance_is_what_random_plans_come_to() -> None:
-    first = {0: plan_changes.LayerPlan(1000, dict.fromkeys(range(500)), None)}
+    first = {0: sides.LayerPlan(1000, dict.fromkeys(range(500)), None)}
     kept = np.random.default_rng(0).choice(1000, 250, replace=False).tolist()
-    [row] = plan_changes.changes(first, {0: plan_changes.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
+    [row] = sides.changes(first, {0: sides.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
     assert row["jaccard"] == pytest.approx(row["chance"], abs=0.03) and row["chance"] == pytest.approx(125 / 625)
 
 
@@ -132,13 +129,13 @@ def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
 
 
 def test_squares_of_experts_say_who_keeps_them() -> None:
-    whole = plan_changes.LayerPlan(4, {0: None, 1: None}, None)
-    other = plan_changes.LayerPlan(4, {1: None, 2: None}, None)
+    whole = sides.LayerPlan(4, {0: None, 1: None}, None)
+    other = sides.LayerPlan(4, {1: None, 2: None}, None)
     shares = [figures._shares(plan) for plan in (whole, other)]
     drawn = figures._shades(*shares)
     wanted = [figures.ONLY_A, figures.BOTH, figures.ONLY_B]
     assert [to_hex(shade) for shade in drawn[:3]] == wanted and drawn[3, 3] == 0
-    channels = plan_changes.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
+    channels = sides.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
     assert figures._shares(channels).tolist() == [0.5, 0, 0, 1]
     [(_, by_layer)] = figures._changed([("x", {0: whole, 5: whole}, {0: other, 5: whole})])
     assert by_layer == {0: 2 / 3, 5: 0}

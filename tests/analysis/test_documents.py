@@ -12,7 +12,7 @@ from analysis.__main__ import main
 from analysis.load.studies import chosen, document
 from analysis.load.study import load
 from analysis.outputs.pareto import pareto_table
-from analysis.results import Results
+from analysis.registry import Results
 from moe_lab.errors import UserError
 
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte", "mmlu"), "items": 15}

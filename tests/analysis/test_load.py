@@ -14,7 +14,7 @@ from analysis.load.studies import studies
 from analysis.load.study import Study, load
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import benchmark_table
-from analysis.results import Results
+from analysis.registry import Results
 from analysis.stats.comparison import compare
 from moe_lab.errors import UserError
 

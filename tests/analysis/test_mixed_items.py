@@ -22,7 +22,7 @@ from analysis.outputs import winners
 from analysis.outputs.averages import averages_figure
 from analysis.outputs.pareto import against_cost, pareto_table
 from analysis.outputs.ranks import rank_table
-from analysis.results import Results
+from analysis.registry import Results
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import differences, pooled_difference
 from analysis.stats.comparison import compare

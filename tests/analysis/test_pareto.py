@@ -10,9 +10,8 @@ from synthetic import write_store
 from analysis.load.study import load
 from analysis.outputs import pareto
 from analysis.outputs.pareto import TELLABLE, against_cost, front, pareto_figure, pareto_table
-from analysis.registry import find
+from analysis.registry import Results, find
 from analysis.render import style
-from analysis.results import Results
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 VARIED = {"calibrations": ("pocket_code",), "ratios": (0.25, 0.5), "tasks": TASKS, "items": 30, "overlap": False}

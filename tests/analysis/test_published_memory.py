@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from printed_comparisons import of_tables
 
-from analysis.outputs import models
+from analysis.outputs import captions, models
 from analysis.published.numbers import AFTER, BEFORE, NOT_COMPARABLE, Printed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -26,7 +26,7 @@ def totals() -> Iterator[tuple[Printed, float]]:
     for number in (*of_tables("unified", "3"), *of_tables("evoesap", "3")):
         if number.benchmark in (BEFORE, AFTER):
             share = number.key[1] if number.benchmark == AFTER else 0.0
-            yield number, parameters(number.key[0], share) * models.BYTES / GIB
+            yield number, parameters(number.key[0], share) * captions.BYTES / GIB
 
 
 def parameters(model: str, share: float) -> int:

@@ -5,15 +5,8 @@ import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
-from analysis.outputs import recovery
-from analysis.outputs.recovery import (
-    MEBIBYTE,
-    recovery_findings,
-    recovery_table,
-    storage_figure,
-    storage_points,
-    sweeps,
-)
+from analysis.outputs.recovery import recovery_findings, recovery_table, storage_figure, storage_points, sweeps
+from analysis.outputs.score_rows import MEBIBYTE, STORAGE
 
 AXES = [
     UNPRUNED,
@@ -52,7 +45,7 @@ def test_every_ratio_meets_every_recovery() -> None:
     table = recovery_table(results_of(study_of(SWEEP, COSTS), [SWEEP]), "t")
     assert table.frame["Criterion"].tolist() == ["Unpruned", "16 bits", "NF4"] * 2
     assert table.frame["Pruned"].tolist() == ["0 %"] * 3 + ["50 %"] * 3
-    assert table.frame[recovery.STORAGE].tolist() == pytest.approx([8, 8, 3, 8, 5, 2])
+    assert table.frame[STORAGE].tolist() == pytest.approx([8, 8, 3, 8, 5, 2])
     assert table.frame["Difference"].tolist() == pytest.approx(
         [np.nan, np.nan, -2 / 40, np.nan, np.nan, -2 / 40], nan_ok=True
     )

@@ -9,7 +9,7 @@ from scipy.stats import friedmanchisquare
 
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_figure, rank_test_table
-from analysis.results import Results
+from analysis.registry import Results
 from analysis.stats import rank_tests
 
 DEMSAR = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 9: 3.102, 10: 3.164}

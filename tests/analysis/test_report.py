@@ -18,9 +18,8 @@ from synthetic import write_store
 from analysis import findings, report
 from analysis.__main__ import main
 from analysis.published import cells
-from analysis.registry import REGISTERED, Item, find
+from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
-from analysis.results import Results
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
 

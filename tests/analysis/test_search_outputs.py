@@ -10,8 +10,8 @@ from synthetic import write_store
 from analysis.load.study import load
 from analysis.outputs import search
 from analysis.outputs.search import BEYOND, allocation_table, search_table, searched_pairs
+from analysis.registry import Results
 from analysis.render import style
-from analysis.results import Results
 from analysis.stats import uncertainty
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench", "humaneval", "wildbench")

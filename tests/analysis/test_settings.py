@@ -16,10 +16,9 @@ from analysis.load import settings
 from analysis.load.evaluations import labels
 from analysis.load.study import Study, load
 from analysis.outputs.winners import who_won, winner_views
-from analysis.registry import make
+from analysis.registry import Results, make
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.results import Results
 from analysis.stats.overlap import proxy_overlap
 
 

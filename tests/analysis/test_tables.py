@@ -13,13 +13,12 @@ from handmade import table_of
 
 from analysis import names
 from analysis.load.study import load
-from analysis.outputs import coverage, models, ranks
+from analysis.outputs import captions, coverage, models, ranks
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import task_specific_table
-from analysis.registry import outputs
+from analysis.registry import Results, outputs
 from analysis.render import table as rendering
 from analysis.render.table import Table
-from analysis.results import Results
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +113,8 @@ def test_loading_memory_of_published_models(
     sizes = {str(i): {"expert_parameters": 3 * hidden * width} for i in range(layers)}
     half = {str(i): experts // 2 for i in range(layers)}
     removed = models.removed_parameters(sizes, half, half)
-    assert parameters * models.BYTES / 2**30 == pytest.approx(before, abs=0.01)
-    assert (parameters - removed) * models.BYTES / 2**30 == pytest.approx(after, abs=0.01)
+    assert parameters * captions.BYTES / 2**30 == pytest.approx(before, abs=0.01)
+    assert (parameters - removed) * captions.BYTES / 2**30 == pytest.approx(after, abs=0.01)
 
 
 def test_memory_of_a_study_is_exact(results: Results) -> None:

@@ -16,9 +16,8 @@ from analysis.load.plans import TIMING
 from analysis.load.reader import Reader
 from analysis.load.study import load
 from analysis.outputs import timing
-from analysis.registry import make, outputs
+from analysis.registry import Results, make, outputs
 from analysis.render.table import Table
-from analysis.results import Results
 
 MIB = 2**20
 
