@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
+from fnmatch import fnmatch
 from functools import cache
 from typing import Any, cast
 
-from hydra._internal.defaults_list import create_defaults_list
+from hydra import compose as hydra_compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -51,56 +52,68 @@ def register(words: Sequence[str] = ()) -> None:
     offer([module for item in named if isinstance(item.value(), list) for module in cast(list[str], item.value())])
 
 
+_OFFERED: set[str] = set()
+"""Plugins whose criteria and allocations Hydra knows."""
+
+
 def offer(modules: Sequence[str]) -> None:
     """Load plugins, and make what is registered by now a choice of its group where no file of the name is."""
     plugins.load(modules)
+    _OFFERED.update(modules)
     for group, names in (("criterion", CRITERIA), ("allocation", ALLOCATIONS)):
         for name in names:
             if not (conf() / group / f"{name}.yaml").exists():
                 ConfigStore.instance().store(name=name, node={"name": name}, group=group, provider="moe_lab")
 
 
-class Groups:
-    """The configuration groups as Hydra sees them, user folders and hydra.searchpath included; each choice is composed
-    once.
+Choice = tuple[str, str]
+"""Group, and the name of a file in it."""
 
-    Hydra's public `compose` adds and parses its own configuration every time, which takes longer than reading a grid of
-    choices; so this calls what it is made of, which tests/test_groups.py names.
-    """
+
+class Groups:
+    """The configuration groups as Hydra composes them, user folders and hydra.searchpath included; each choice once."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
-        self._loader = cast(Any, GlobalHydra.instance().config_loader())
-        words = [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
-        _, self._repository = self._loader._parse_overrides_and_create_caching_repo(None, words)
-        self._composed: dict[tuple[str, str], DictConfig] = {}
+        self._words = [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
+        self._names: dict[str, list[str]] = {}
+        self._composed: dict[Choice, DictConfig] = {}
 
     def names(self, group: str) -> list[str]:
         """The choices of a group, those of its subgroups as subgroup/name."""
-        inner = self._repository.get_group_options(group, ObjectType.GROUP)
-        nested = [f"{folder}/{name}" for folder in inner for name in self.names(f"{group}/{folder}")]
-        return sorted([*self._repository.get_group_options(group, ObjectType.CONFIG), *nested])
+        if group not in self._names:
+            options = GlobalHydra.instance().config_loader().get_group_options
+            folders = options(group, ObjectType.GROUP, overrides=self._words)
+            nested = [f"{folder}/{name}" for folder in folders for name in self.names(f"{group}/{folder}")]
+            self._names[group] = sorted([*options(group, ObjectType.CONFIG, overrides=self._words), *nested])
+        return self._names[group]
 
     def load(self, group: str, name: str) -> DictConfig:
         """What `group=name` puts into the group. UserError when it cannot be composed, or sets anything else."""
         if (group, name) not in self._composed:
-            self._composed[group, name] = self._compose(group, name)
+            self._compose([(group, name)])
         return self._composed[group, name].copy()
 
-    def _compose(self, group: str, name: str) -> DictConfig:
-        choice = Override(OverrideType.ADD, group, ValueType.ELEMENT, name, input_line=f"+{group}={name}")
+    def prepare(self, choices: Iterable[Choice]) -> None:
+        """Compose choices that will be loaded. Hydra takes 50 ms to compose one, and no longer for fifty."""
+        with suppress(UserError):  # which loading the one at fault tells
+            self._compose(list(dict.fromkeys(choices)))
+
+    def _compose(self, choices: Sequence[Choice]) -> None:
+        """Compose all choices at once, each under a key of its own. An error is told of the first."""
+        group, name = choices[0]
+        keys = [f"choice{number}" for number in range(len(choices))]
+        words = [f"+{choice[0]}@{key}={choice[1]}" for key, choice in zip(keys, choices, strict=True)]
         try:
-            listed = create_defaults_list(self._repository, None, [choice], prepend_hydra=False, skip_missing=False)
-            composed = self._loader._compose_config_from_defaults_list(listed.defaults, self._repository)
+            composed = hydra_compose(overrides=[*self._words, *words])
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"{group}={name}: {explain(error)}") from None
-        if outside := [key for key in composed if key != group]:
+        if outside := [str(key) for key in composed if key not in keys]:
             raise UserError(
                 f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that sets several groups "
                 "is an experiment"
             )
-        content = composed.get(group, OmegaConf.create())
-        assert isinstance(content, DictConfig)
-        return content
+        for choice, key in zip(choices, keys, strict=True):
+            self._composed[choice] = OmegaConf.create(_plain(composed[key]) if key in composed else {})
 
 
 def group_files(
@@ -228,12 +241,24 @@ def requests(
 ) -> tuple[Config, list[grid.Request]]:
     """What one composed configuration asks for: its settings, and its cells with their benchmarks."""
     settings = grid.chosen(typed(config), _axes(words))
-    offer(settings.plugins)
+    if not _OFFERED.issuperset(settings.plugins):  # those that only a file names
+        offer(settings.plugins)
+    groups.prepare(_named(settings, groups))
     files = group_files(groups, config, grid.several(settings), words, choices)
     for group in set(grid.AXES) - files.several:
         if isinstance(config.get(group), DictConfig):
             grid.check_references(group, group, config[group], files)
     return settings, grid.requests(settings, files)
+
+
+def _named(settings: Config, groups: Groups) -> Iterator[Choice]:
+    """The choices that a study names, as far as there are such files: what its texts name in turn comes later."""
+    for lists in (settings.grid, *settings.more):
+        for group in (axis for axis in grid.AXES if is_dataclass(getattr(settings, axis, None))):
+            patterns = getattr(lists, group)
+            yield from ((group, name) for name in groups.names(group) if any(fnmatch(name, one) for one in patterns))
+    for group, names in (("calibration", [settings.flops_text]), ("benchmark", settings.suite.benchmarks)):
+        yield from ((group, name) for name in names if name in groups.names(group))
 
 
 def _axes(overrides: Sequence[str]) -> set[str]:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from moe_lab import __main__ as command_line
 from moe_lab import compose, grid
 from moe_lab.config import Config
 from moe_lab.errors import UserError
+from moe_lab.paths import conf
 from moe_lab.study import run
 from moe_lab.study.graph import build
 
@@ -121,10 +122,17 @@ def test_a_file_that_cannot_be_a_choice_is_one_sentence(
         raise UserError(capsys.readouterr().err)
 
 
-def test_what_hydra_keeps_to_itself_is_there() -> None:
-    """`Groups` uses these; hydra-core is pinned in constraints.txt."""
-    assert callable(ConfigLoaderImpl._parse_overrides_and_create_caching_repo)
-    assert callable(ConfigLoaderImpl._compose_config_from_defaults_list)
+def test_choices_are_composed_together_and_alone_alike() -> None:
+    compose.register()
+    with initialize_config_dir(str(conf()), version_base="1.3"):
+        together, alone = compose.Groups(), compose.Groups()
+        choices = [("criterion", "man"), ("criterion", "reap"), ("benchmark", "rte"), ("calibration", "pocket_code")]
+        together.prepare([*choices, ("criterion", "nobody")])
+        together.prepare(choices)
+        assert set(together._composed) == set(choices)
+        assert all(together.load(*choice) == alone.load(*choice) for choice in choices)
+        with pytest.raises(UserError, match="criterion=nobody"):
+            together.load("criterion", "nobody")
 
 
 def test_the_schemas_are_not_copied_with_hydras_sources() -> None:
