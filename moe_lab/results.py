@@ -78,3 +78,40 @@ STUDY_SHAPE = {
     "convergences": dict | None,
 }
 """studies/NAME.json of a store, as `json_files.fits` has it: the cells of a study, and where their results are."""
+
+
+# Columns of the small tables that steps leave beside their large arrays, for figures.
+EXPERTS = (
+    "layer",
+    "expert",
+    "tokens",
+    "gate_sum",
+    "norm_sum",
+    "ala_first",
+    "ala_second",
+    "channel_square",
+    "channel_max",
+    "channels",
+    "channel_root_sum",
+)
+"""experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the gate, of the output's
+norm and of its attributions of first and second order; the sum of its squared channels and the largest; channels;
+the sum over channels of their root mean squares."""
+LOSSES = ("layer", "layer_loss")
+"""layers.parquet of such a pass: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the layer, y
+the residual stream after it."""
+ABLATIONS = ("layer", "expert", "ablation")
+"""ablation.parquet: what the model's loss gains without the expert, nats per token."""
+ENTROPIES = ("layer", "entropy", "tokens")
+"""entropy.parquet of a pass: tokens by the entropy of the layer's router, in equal bins that end at `entropy`, as a
+share of the logarithm of the number of experts."""
+GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
+"""gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of the squared gradient
+of the loss at a channel; the sum over channels of the root mean squares of that gradient; channels."""
+WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
+"""weights.parquet of a reading of the weights: sum |w|, sum w^2 and how many."""
+CONCENTRATION = ("layer", "expert", "channels", "score")
+"""expert_concentration.parquet of scores: which share of the expert's score its highest channels hold, by their
+share."""
+BUDGETS = ("layer", "coverage", "kept")
+"""budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that are kept."""

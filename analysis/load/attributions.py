@@ -11,41 +11,10 @@ import pandas as pd
 
 from analysis.load.reader import Reader, records, step_kind, steps_behind
 from analysis.load.settings import passes
+from moe_lab.results import ABLATIONS, BUDGETS, CONCENTRATION, ENTROPIES, EXPERTS, GRADIENTS, LOSSES, WEIGHTS
 
-EXPERTS = (
-    "layer",
-    "expert",
-    "tokens",
-    "gate_sum",
-    "norm_sum",
-    "ala_first",
-    "ala_second",
-    "channel_square",
-    "channel_max",
-    "channels",
-)
-"""experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the gate, of the output's
-norm and of its attributions of first and second order; the sum of its squared channels and the largest; channels."""
 ROOTS = "channel_root_sum"
-"""A column that experts.parquet of an older moe_lab lacks: the sum over channels of their root mean squares."""
-LOSSES = ("layer", "layer_loss")
-"""layers.parquet of such a pass: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the layer, y
-the residual stream after it."""
-ABLATIONS = ("layer", "expert", "ablation")
-"""ablation.parquet: what the model's loss gains without the expert, nats per token."""
-ENTROPIES = ("layer", "entropy", "tokens")
-"""entropy.parquet of a pass: tokens by the entropy of the layer's router, in equal bins that end at `entropy`, as a
-share of the logarithm of the number of experts."""
-GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
-"""gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of the squared gradient
-of the loss at a channel; the sum over channels of the root mean squares of that gradient; channels."""
-WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
-"""weights.parquet of a reading of the weights: sum |w|, sum w^2 and how many."""
-CONCENTRATION = ("layer", "expert", "channels", "score")
-"""expert_concentration.parquet of scores: which share of the expert's score its highest channels hold, by their
-share."""
-BUDGETS = ("layer", "coverage", "kept")
-"""budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that are kept."""
+"""A column that experts.parquet of an older moe_lab lacks."""
 TABLES = {
     "experts.parquet": ("statistics.safetensors", EXPERTS),
     "layers.parquet": ("statistics.safetensors", LOSSES),
@@ -73,9 +42,9 @@ def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None 
     arrays, columns = TABLES[file]
     where = str(folder.relative_to(reader.root))
     if (folder / file).is_file():
-        optional = (ROOTS,) if columns == EXPERTS else ()
-        table = reader.table(folder, file, columns, optional)
-        if table is not None and not {*optional} <= {*table.column_names}:
+        required = [column for column in columns if column != ROOTS]
+        table = reader.table(folder, file, required, optional=(ROOTS,))
+        if table is not None and ROOTS in columns and ROOTS not in table.column_names:
             reader.gap(f"{file} lacks {ROOTS}, {OLDER}", where)
         return None if table is None else table.to_pandas()
     if ((arrays_in or folder) / arrays).is_file():

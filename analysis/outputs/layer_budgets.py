@@ -20,6 +20,7 @@ from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
+from moe_lab.results import BUDGETS
 
 PANELS = 4
 """Plans that are drawn at most."""
@@ -42,7 +43,7 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     """
     chosen = coverage_cells(comparison)
     labels = settings.method_labels(chosen)
-    found = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *attributions.BUDGETS])]
+    found = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PANELS].map(int), records(chosen), strict=False):
         plan, scores = (study.reader.find(str(about[f"{kind}_folder"])) for kind in ("plan", "scores"))
         kept = attributions.read(plan, "budgets.parquet", study.reader, arrays_in=scores)

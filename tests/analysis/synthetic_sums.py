@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from synthetic import write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
+from moe_lab import results
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.inputs import write_table
 
@@ -73,23 +74,23 @@ def add(root: Path, study: str, ablated: str, reads: tuple[str, ...] = ()) -> No
             continue
         model, statistics, scored = entry["model"], entry["statistics"], entry["scores"]
         _save(root / statistics, sums())
-        write_table(root / statistics / "experts.parquet", tables.EXPERTS, tables.experts(sums()))
-        write_table(root / statistics / "layers.parquet", tables.LOSSES, tables.losses(sums()))
-        write_table(root / statistics / "entropy.parquet", tables.ENTROPIES, tables.entropies(sums()))
+        write_table(root / statistics / "experts.parquet", results.EXPERTS, tables.experts(sums()))
+        write_table(root / statistics / "layers.parquet", results.LOSSES, tables.losses(sums()))
+        write_table(root / statistics / "entropy.parquet", results.ENTROPIES, tables.entropies(sums()))
         _describe(root, statistics, {"model": model}, 2.5, 300)
         (root / scored).mkdir(parents=True, exist_ok=True)
         layers = dict(enumerate(scores()))
         save_file({str(at): values for at, values in layers.items()}, root / scored / "scores.safetensors")
-        write_table(root / scored / "expert_concentration.parquet", tables.CONCENTRATION, tables.concentration(layers))
+        write_table(root / scored / "expert_concentration.parquet", results.CONCENTRATION, tables.concentration(layers))
         kept = dict(enumerate(best_channels(entry["cell"])))
-        write_table(root / entry["plan"] / "budgets.parquet", tables.BUDGETS, tables.budgets(layers, kept))
+        write_table(root / entry["plan"] / "budgets.parquet", results.BUDGETS, tables.budgets(layers, kept))
         _describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200)
         inputs = {"model": model, "statistics": statistics, "scores": scored}
         if entry["cell"]["allocation"] == ablated:
             inputs["ablation"] = "ablation/made-up-0123456789ab"
             folder = root / inputs["ablation"]
             _save(folder, ablations())
-            write_table(folder / "ablation.parquet", tables.ABLATIONS, tables.ablations(ablations()))
+            write_table(folder / "ablation.parquet", results.ABLATIONS, tables.ablations(ablations()))
             _describe(root, inputs["ablation"], {"model": model}, 40.0, 100)
         if entry["cell"]["criterion"] in reads:
             inputs |= _other_readings(root, model)
@@ -100,9 +101,9 @@ def _other_readings(root: Path, model: str) -> dict[str, str]:
     """Steps that read weights and gradients, as inputs of a plan."""
     made = {"weights": "weights/made-up-0123456789ab", "gradients": "gradients/made-up-0123456789ab"}
     _save(root / made["weights"], weights())
-    write_table(root / made["weights"] / "weights.parquet", tables.WEIGHTS, tables.weights(weights()))
+    write_table(root / made["weights"] / "weights.parquet", results.WEIGHTS, tables.weights(weights()))
     _save(root / made["gradients"], sums())
-    write_table(root / made["gradients"] / "gradients.parquet", tables.GRADIENTS, tables.gradients(sums()))
+    write_table(root / made["gradients"] / "gradients.parquet", results.GRADIENTS, tables.gradients(sums()))
     for name in made.values():
         _describe(root, name, {"model": model}, 1.0, 100)
     return made

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe_lab import results
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
@@ -76,9 +77,9 @@ def statistics(job: Job) -> None:
     sums = engine(job).statistics(job.text.snapshots)
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
-    write_table(job.output("experts.parquet"), tables.EXPERTS, tables.experts(sums.layers))
-    write_table(job.output("layers.parquet"), tables.LOSSES, tables.losses(sums.layers))
-    write_table(job.output("entropy.parquet"), tables.ENTROPIES, tables.entropies(sums.layers))
+    write_table(job.output("experts.parquet"), results.EXPERTS, tables.experts(sums.layers))
+    write_table(job.output("layers.parquet"), results.LOSSES, tables.losses(sums.layers))
+    write_table(job.output("entropy.parquet"), results.ENTROPIES, tables.entropies(sums.layers))
 
 
 STATISTICS_PASS = Kind(
@@ -95,7 +96,7 @@ def gradients(job: Job) -> None:
     """One forward and one backward pass: sums over the channels and the gradients of the loss at them."""
     sums = engine(job).gradients(job.text.snapshots)
     sums.save(job.output(STATISTICS))
-    write_table(job.output("gradients.parquet"), tables.GRADIENTS, tables.gradients(sums.layers))
+    write_table(job.output("gradients.parquet"), results.GRADIENTS, tables.gradients(sums.layers))
 
 
 GRADIENTS = Kind(
@@ -145,7 +146,7 @@ def ablation(job: Job) -> None:
     network, tokenizer = model_and_tokenizer(job)
     sums = ablate(network, rows(job, tokenizer), fingerprint=job.settings, out=Path(job.partial))
     sums.save(job.output(STATISTICS))
-    write_table(job.output("ablation.parquet"), tables.ABLATIONS, tables.ablations(sums.layers))
+    write_table(job.output("ablation.parquet"), results.ABLATIONS, tables.ablations(sums.layers))
 
 
 ABLATION = Kind(name="ablation", work=ablation, step=of_text("ablation"), reads=Reads.MODEL, reads_text=True)
@@ -171,7 +172,7 @@ def weights(job: Job) -> None:
     folder, device = _checkpoint(job)
     sums = weigh_experts(folder, fingerprint=job.settings, device=device)
     sums.save(job.output(STATISTICS))
-    write_table(job.output("weights.parquet"), tables.WEIGHTS, tables.weights(sums.layers))
+    write_table(job.output("weights.parquet"), results.WEIGHTS, tables.weights(sums.layers))
 
 
 WEIGHTS = Kind(name="weights", work=weights, step=of_weights("weights"), reads=Reads.CHECKPOINT)

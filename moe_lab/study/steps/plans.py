@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_lab import allocation, criteria, plugins
+from moe_lab import allocation, criteria, plugins, results
 from moe_lab.allocation import listed
 from moe_lab.config import AllocationConfig
 from moe_lab.grid import Cell, plain
@@ -75,7 +75,7 @@ def plan(job: Job) -> None:
             result.check_origin(sha256, "this model")
     result.save(job.output("plan.json"))
     if scored and result.channels:
-        write_table(job.output("budgets.parquet"), tables.BUDGETS, tables.budgets(scored, result.channels))
+        write_table(job.output("budgets.parquet"), results.BUDGETS, tables.budgets(scored, result.channels))
 
 
 PLAN = Kind(name="plan", work=plan, step=_from_scores, packing=Packing.SMALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_lab import criteria
+from moe_lab import criteria, results
 from moe_lab.grid import Cell
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps import tables
@@ -37,7 +37,7 @@ def scores(job: Job) -> None:
         from safetensors.numpy import save_file
 
         save_file({str(layer): array for layer, array in values.items()}, job.output(CHANNEL_SCORES))
-        write_table(job.output("expert_concentration.parquet"), tables.CONCENTRATION, tables.concentration(values))
+        write_table(job.output("expert_concentration.parquet"), results.CONCENTRATION, tables.concentration(values))
         return
     table = [(layer, expert, float(value)) for layer, array in values.items() for expert, value in enumerate(array)]
     write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)

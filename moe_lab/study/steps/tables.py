@@ -17,26 +17,6 @@ Row = tuple[Any, ...]
 Layers = Mapping[int, Mapping[str, Any]]
 """Layer -> arrays by name, of numpy or of torch on the CPU."""
 
-EXPERTS = (
-    "layer",
-    "expert",
-    "tokens",
-    "gate_sum",
-    "norm_sum",
-    "ala_first",
-    "ala_second",
-    "channel_square",
-    "channel_max",
-    "channels",
-    "channel_root_sum",
-)
-LOSSES = ("layer", "layer_loss")
-ENTROPIES = ("layer", "entropy", "tokens")
-GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
-WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
-ABLATIONS = ("layer", "expert", "ablation")
-CONCENTRATION = ("layer", "expert", "channels", "score")
-BUDGETS = ("layer", "coverage", "kept")
 POINTS = 21
 """Points of an expert's curve of concentration at most."""
 
