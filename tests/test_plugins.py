@@ -77,6 +77,12 @@ def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) ->
     assert all("source" in step["settings"]["allocation"] for step in steps if step["kind"] == "plan")
 
 
+def test_a_criterion_that_needs_a_step_there_is_not_is_refused(folder: Path) -> None:
+    (folder / "my_methods" / "scores.py").write_text(MODULE.replace('needs=("statistics",)', 'needs=("statistic",)'))
+    done = moe_lab(folder, "plugins=[my_methods.scores]", "criterion=crest", *TINY, "store=store")
+    assert done.returncode == 2 and "did you mean statistics?" in done.stderr, done.stderr
+
+
 def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
     about = folder / "my_methods-1.0.dist-info"
     about.mkdir()

@@ -43,18 +43,18 @@ def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
     from moe_lab.study.runs import last_about, studies
     from moe_lab.study.status import study_state
 
-    known = studies(store)
-    if name in known:
+    names = studies(store)
+    if name in names:
         state = study_state(store, name)
         return name, state, list(state.steps.values())
-    for study in known:
+    for study in names:
         if last_about(store, study) is None:  # damaged: the study's own name gets a sentence on it
             continue
         state = study_state(store, study)
-        found = [step for step in state.steps.values() if name in step.name or step.id.startswith(name)]
-        if found:
-            return study, state, found
-    raise unknown("study or step", name, known)
+        matching = [step for step in state.steps.values() if name in step.name or step.id.startswith(name)]
+        if matching:
+            return study, state, matching
+    raise unknown("study or step", name, names)
 
 
 if __name__ == "__main__":

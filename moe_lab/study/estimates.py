@@ -84,6 +84,7 @@ class Times:
         self.store = store
         self._measured = cache(self._read)
         self._active = cache(self._read_active)
+        self._rates: dict[tuple[str, str, str | None, float], float | None] = {}
 
     def seconds(self, step: Step) -> float | None:
         """The median over steps of the same kind, benchmark and model, each scaled by tokens or items; where there
@@ -91,13 +92,18 @@ class Times:
         are none either, or nothing is known of a model."""
         kind = KINDS[step.kind]
         settings = {role: part.settings for role, part in step.parts.items()}
-        rates = self._rates(kind, step, self._measured(kind).get(_benchmark(settings), []))
-        if not rates:
+        model = step.inputs["model"].id if "model" in step.inputs else None
+        key = (step.kind, _benchmark(settings), model, _items(None, step))
+        if key not in self._rates:
+            rates = self._comparable(kind, step, self._measured(kind).get(key[1], []))
+            self._rates[key] = median(rates) if rates else None
+        rate = self._rates[key]
+        if rate is None:
             return None
         limit = settings.get("benchmark", {}).get("limit")
-        return median(rates) * kind.units(settings) * _items(limit, step)
+        return rate * kind.units(settings) * _items(limit, step)
 
-    def _rates(self, kind: Kind, step: Step, measured: Sequence[Measured]) -> list[float]:
+    def _comparable(self, kind: Kind, step: Step, measured: Sequence[Measured]) -> list[float]:
         """Seconds per unit and item of the step's model, as each of the measured steps has it."""
         rates = [one.seconds / _items(one.limit, step) for one in measured]
         if kind.reads is Reads.NOTHING:
@@ -118,14 +124,14 @@ class Times:
         as none."""
         parent = self.store.root / kind.name
         folders = [entry for entry in os.scandir(parent) if not entry.name.startswith(".")] if parent.is_dir() else []
-        folders.sort(key=lambda entry: entry.stat().st_mtime)
+        folders.sort(key=_changed)
         by_benchmark: dict[str, list[Measured]] = {}
         for folder in folders[-READ:]:
             try:
                 about = read_json(Path(folder, IDENTITY), IDENTITY_SHAPE)
                 seconds = read_json(Path(folder, "provenance.json"), {"seconds": Number})["seconds"]
                 units = kind.units(about["settings"])
-            except (FileNotFoundError, Damaged, LookupError, TypeError, AttributeError, ValueError):
+            except (OSError, Damaged, LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
                 continue
             limit = about["settings"].get("benchmark", {}).get("limit")
             one = Measured(seconds / units, limit, about["inputs"].get("model"))
@@ -140,6 +146,13 @@ class Times:
             return float(facts["parameters"] - idle)
         except (OSError, ValueError, LookupError, TypeError):
             return None
+
+
+def _changed(entry: os.DirEntry[str]) -> float:
+    try:
+        return entry.stat().st_mtime
+    except FileNotFoundError:  # another run has set it aside
+        return 0.0
 
 
 def _benchmark(settings: Settings) -> str:

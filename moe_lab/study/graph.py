@@ -67,17 +67,17 @@ class Graph:
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
-        found: dict[str, Step] = {}
+        ordered: dict[str, Step] = {}
 
         def visit(step: Step) -> None:
-            if step.id not in found:
+            if step.id not in ordered:
                 for needed in step.inputs.values():
                     visit(needed)
-                found[step.id] = step
+                ordered[step.id] = step
 
         for step in self._wanted():
             visit(step)
-        return list(found.values())
+        return list(ordered.values())
 
     def _wanted(self) -> Iterable[Step]:
         for steps in self.figures().values():

@@ -49,14 +49,14 @@ def preflight(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[
 
 def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[BenchmarkConfig]]]) -> list[str]:
     """One sentence for everything that its benchmarks and its models need and is not here, or not allowed."""
-    policy, asked = suite.policy(config), list(requests)
-    found = [sentence for _, benchmarks in asked for sentence in suite.lacking(benchmarks, policy)]
+    policy, requests = suite.policy(config), list(requests)
+    problems = [sentence for _, benchmarks in requests for sentence in suite.lacking(benchmarks, policy)]
     if config.launcher.name != "slurm":  # whose nodes have what this machine may lack
-        for named in dict.fromkeys(cell.model.device for cells, _ in asked for cell in cells):
-            found += said(partial(_check_device, named))
+        for named in dict.fromkeys(cell.model.device for cells, _ in requests for cell in cells):
+            problems += said(partial(_check_device, named))
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
-        found += said(partial(server_command.check_installed, config.backend))
-    return list(dict.fromkeys(found))
+        problems += said(partial(server_command.check_installed, config.backend))
+    return list(dict.fromkeys(problems))
 
 
 def _check_device(named: str) -> None:
@@ -280,8 +280,8 @@ def _try_ratio(cell: Cell) -> None:
     allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
     step = allocation.get(cell.allocation.name).step
     if step == "search":
-        found = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
-        evolution.check(found.problem, found.evolution)
+        search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
+        evolution.check(search.problem, search.evolution)
     if step == "reconstruction":
         limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
         check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
@@ -312,12 +312,12 @@ def _check_engines(cells: Sequence[Cell]) -> Iterator[str]:
     for cell in cells:
         if cell.calibration.engine != "streamed" or not _is_known(cell):
             continue
-        asked = allocation.get(cell.allocation.name)
-        searches = asked.step == "search"
+        chosen = allocation.get(cell.allocation.name)
+        searches = chosen.step == "search"
         if searches or not {"ablation", "scaling"}.isdisjoint(evidence_of(cell)):
             what = "compares whole models" if searches else "reads the loss of the whole model with one part changed"
             yield (
-                f"allocation={asked.name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
+                f"allocation={chosen.name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
                 "expected calibration.engine=resident, or an allocation from sums, such as uniform"
             )
 

@@ -29,8 +29,8 @@ def _path(store: Store, study: str) -> Path:
 
 def created(store: Store, study: str) -> float | None:
     """When the record that is there was written: what tells a later run that another one has written since."""
-    found: float | None = (read(store, study) or {}).get("created")
-    return found
+    written: float | None = (read(store, study) or {}).get("created")
+    return written
 
 
 def write(
@@ -149,12 +149,12 @@ def _with_benchmarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
 def _models(graph: Graph) -> dict[tuple[str, str], str]:
     """Model and protocol -> the word for the model: scores by two protocols do not compare, so that a model asked by
     another protocol than its first is one of its own."""
-    found: dict[str, dict[str, str]] = {}
+    by_model: dict[str, dict[str, str]] = {}
     for cell in graph.cells:
-        words = found.setdefault(cell.cell.model.name, {})
+        words = by_model.setdefault(cell.cell.model.name, {})
         protocol = cell.cell.protocol.name
         words.setdefault(protocol, f"{cell.cell.model.name} ({protocol})" if words else cell.cell.model.name)
-    return {(model, protocol): word for model, words in found.items() for protocol, word in words.items()}
+    return {(model, protocol): word for model, words in by_model.items() for protocol, word in words.items()}
 
 
 def _names(steps: CellSteps) -> dict[str, Any]:
@@ -188,5 +188,5 @@ def _differing(allocation: AllocationConfig) -> dict[str, Any]:
 
 def read(store: Store, study: str) -> dict[str, Any] | None:
     """The study as written; None where it was not, or where that is damaged."""
-    found: dict[str, Any] | None = store.read(_path(store, study), STUDY_SHAPE, "written again when the study ends")
-    return found
+    content: dict[str, Any] | None = store.read(_path(store, study), STUDY_SHAPE, "written again when the study ends")
+    return content

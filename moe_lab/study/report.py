@@ -129,13 +129,13 @@ def _make_report(config: Config, store: Store, page: Path) -> bool:
 
 def _say_failed(done: subprocess.CompletedProcess[str], log: Path) -> None:
     """Say in a sentence why there is no report; a trace goes into `log`."""
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     more = ""
-    if len(said) > 1:
+    if len(lines) > 1:
         log.parent.mkdir(exist_ok=True)
         log.write_text(done.stderr)
-        more = f" (all that it said is in {log})"
-    say(f"moe_lab: the report failed: {said[-1].removeprefix('analysis: ')}{more}", style="red")
+        more = f" (all that it printed is in {log})"
+    say(f"moe_lab: the report failed: {lines[-1].removeprefix('analysis: ')}{more}", style="red")
 
 
 def _track(config: Config, store: Store, folder: Path) -> None:

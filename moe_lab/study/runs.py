@@ -65,8 +65,8 @@ class Run:
     def about(self) -> dict[str, Any] | None:
         """When it began, and all steps of the study, done ones too: id, folder, ids of inputs, which come first. None
         where it was not written down, or is damaged."""
-        found: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
-        return found
+        content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
+        return content
 
 
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:

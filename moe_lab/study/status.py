@@ -82,10 +82,10 @@ def study_state(store: Store, study: str) -> StudyState:
 def _alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     """What the scheduler still has of the jobs, and why it could not be asked if so: the store can be, in any case."""
     try:
-        found = scheduler.queue()
+        queue = scheduler.queue()
     except UserError as error:
         return {}, str(error)
-    return {name: found[name] for name, job in jobs.items() if name in found and found[name].name == job.name}, ""
+    return {name: queue[name] for name, job in jobs.items() if name in queue and queue[name].name == job.name}, ""
 
 
 def _state(
@@ -104,14 +104,14 @@ def _state(
 
 def left(state: StudyState, seconds: Mapping[str, float]) -> dict[str, float]:
     """Kind -> seconds until its steps are done, if each takes the mean of `seconds` and as many run as now."""
-    found: dict[str, float] = {}
+    remaining: dict[str, float] = {}
     for kind, mean in seconds.items():
         own = [step for step in state.steps.values() if step.kind == kind]
         running = [step for step in own if step.state == "running"]
         open_steps = len(running) + sum(step.state == "pending" for step in own)
         gone = sum(min(mean, time.time() - (step.since or 0)) for step in running)
-        found[kind] = max(0.0, open_steps * mean - gone) / max(1, len(running))
-    return found
+        remaining[kind] = max(0.0, open_steps * mean - gone) / max(1, len(running))
+    return remaining
 
 
 LINES = 20
@@ -134,15 +134,15 @@ def step_log(store: Store, state: StudyState, step: StepState) -> tuple[Path, li
 
 def excerpt(lines: list[str], name: str) -> list[str]:
     """The last lines printed by the step `name`: from where it was last announced to where another one was."""
-    found: list[str] = []
+    printed: list[str] = []
     inside = False
     for line in lines:
         if heading := HEADING.fullmatch(line.strip()):
             inside = heading[1] == name
-            found = [] if inside else found
+            printed = [] if inside else printed
         if inside:
-            found.append(line)
-    return found[-LINES:]
+            printed.append(line)
+    return printed[-LINES:]
 
 
 def job_log(state: StudyState, job: str) -> tuple[Path, list[str]] | None:
@@ -277,19 +277,19 @@ def _jobs(state: StudyState) -> list[str]:
 def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float | None:
     done = [step for step in steps if step.kind == kind and step.state == "done"][:SAMPLE]
     files = [store.place(step.name, step.id) / "provenance.json" for step in done]
-    found = []
+    seconds = []
     for file in files:
         with suppress(FileNotFoundError, Damaged):  # the next run, or verify, says so
-            found.append(read_json(file, {"seconds": Number})["seconds"])
-    return fmean(found) if found else None
+            seconds.append(read_json(file, {"seconds": Number})["seconds"])
+    return fmean(seconds) if seconds else None
 
 
-def _print_log(found: tuple[object, list[str]] | None) -> None:
-    if found is None:
+def _print_log(log: tuple[object, list[str]] | None) -> None:
+    if log is None:
         print("  it printed nothing")
         return
-    print(f"  {found[0]}, last lines:")
-    for line in found[1]:
+    print(f"  {log[0]}, last lines:")
+    for line in log[1]:
         print(f"  | {line}")
 
 

@@ -215,8 +215,8 @@ class Store:
     def error_of(self, step_id: str) -> dict[str, Any] | None:
         """What the step with that id failed with, if it did."""
         path = self.root / "failed" / f"{step_id}.json"
-        found: dict[str, Any] | None = self.read(path, ERROR_SHAPE, "the step is tried again")
-        return found
+        content: dict[str, Any] | None = self.read(path, ERROR_SHAPE, "the step is tried again")
+        return content
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Leave the error of a failed step where a later run finds it."""
@@ -228,12 +228,12 @@ class Store:
     def being_done(self, kind: str) -> dict[str, float]:
         """Start of the id -> since when, in seconds since the epoch, for steps of a kind that somebody works on."""
         parent = self.root / kind
-        found = {}
+        since = {}
         for entry in os.scandir(parent) if parent.exists() else ():
             if entry.name.startswith(".") and self._locked(entry.name[1:13]):
                 with contextlib.suppress(FileNotFoundError):  # it has just been finished
-                    found[entry.name[1:13]] = entry.stat().st_mtime
-        return found
+                    since[entry.name[1:13]] = entry.stat().st_mtime
+        return since
 
     def _locked(self, start_of_id: str) -> bool:
         """Whether the lock of a step is held by somebody. Asks for a shared lock, which a read-only disk gives too."""
@@ -316,20 +316,20 @@ def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
     files, moment = manifest["files"], manifest.get("time")
     if IDENTITY not in files:
         return {MANIFEST: "damaged"}
-    found = {}
+    damage = {}
     for name, expected in files.items():
         try:
             with (folder / name).open("rb") as file:
                 if not _as_published(file, expected, moment, hash_all):
-                    found[name] = "damaged"
+                    damage[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError):
-            found[name] = "missing"
+            damage[name] = "missing"
         except IsADirectoryError:
-            found[name] = "damaged"
-    if moment is None and not found:
+            damage[name] = "damaged"
+    if moment is None and not damage:
         with contextlib.suppress(OSError):  # another owner's, or set aside by another run
             _seal(folder, files)
-    return found
+    return damage
 
 
 def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int | None, hash_all: bool) -> bool:

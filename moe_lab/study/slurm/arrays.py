@@ -80,12 +80,12 @@ def _kind(step: Step) -> str:
 
 def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
     """Step id -> its stage; inputs stand before what needs them."""
-    found: dict[str, Stage] = {}
+    stages: dict[str, Stage] = {}
     for step in steps:
-        before = [found[needed.id] for needed in step.inputs.values() if needed.id in found]
+        before = [stages[needed.id] for needed in step.inputs.values() if needed.id in stages]
         kind = _kind(step)
-        found[step.id] = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
-    return found
+        stages[step.id] = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
+    return stages
 
 
 def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, Stage]) -> Iterable[Stage]:

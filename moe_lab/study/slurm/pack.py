@@ -116,11 +116,11 @@ def follow(schedule: Schedule, study: Study) -> None:
     """Return when the study has no job left, with `schedule` as the store then says."""
     jobs = {job.id: job.name for run in runs(study.store, study.config.study) for job in run.jobs}
     with watch(schedule):
-        asked = 0.0
+        last_asked = 0.0
         while True:
             _note_finished(schedule, study)
-            if not schedule.waiting or time.monotonic() - asked >= ASK_EVERY:
-                asked = time.monotonic()
+            if not schedule.waiting or time.monotonic() - last_asked >= ASK_EVERY:
+                last_asked = time.monotonic()
                 if not _any_left(jobs):
                     break
             time.sleep(LOOK_EVERY)

@@ -31,12 +31,12 @@ class Nodes:
 def nodes() -> list[Nodes]:
     """All nodes the scheduler has, those that are down or drained too, by partition and size."""
     text = scheduler.ask("sinfo", "--all", "--noheader", "--exact", "--format=%P|%G|%c|%m|%l")
-    found = []
+    groups = []
     for partition, gres, cpus, megabytes, limit in (line.split("|") for line in text.splitlines()):
         gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))
         name = partition.removesuffix("*")
-        found.append(Nodes(name, name != partition, gpus, int(cpus), int(megabytes) / 1024, _minutes(limit)))
-    return found
+        groups.append(Nodes(name, name != partition, gpus, int(cpus), int(megabytes) / 1024, _minutes(limit)))
+    return groups
 
 
 def _minutes(limit: str) -> float:
@@ -49,7 +49,7 @@ def _minutes(limit: str) -> float:
     return minutes + 1440 * int(days or 0)
 
 
-def too_much(asks: Mapping[str, Any], known: Sequence[Nodes]) -> tuple[list[str], str] | None:
+def too_much(asks: Mapping[str, Any], available: Sequence[Nodes]) -> tuple[list[str], str] | None:
     """What of `asks` no node has, as fields of JobConfig, with sinfo's figures in words; None where a node has all.
 
     None also where that cannot be told: in a partition nobody knows, which sbatch has its own words for, and where
@@ -58,7 +58,7 @@ def too_much(asks: Mapping[str, Any], known: Sequence[Nodes]) -> tuple[list[str]
     if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:
         return None
     named = os.environ.get("SBATCH_PARTITION") or asks["partition"]
-    own = [each for each in known if (each.partition in named.split(",") if named else each.default)]
+    own = [each for each in available if (each.partition in named.split(",") if named else each.default)]
     sizes = SIZES[:-1] if asks["qos"] else SIZES
     if not own or any(all(asks[name] <= getattr(each, name) for name in sizes) for each in own):
         return None
@@ -86,12 +86,12 @@ SIZE = ("gpus", "cpus", "memory")
 
 def refusal(kind: str, asks: Mapping[str, Any], words: str) -> str:
     """One sentence: what was refused, in the scheduler's words, and the setting that asked for it."""
-    said = "; ".join(line.removeprefix("sbatch: error: ").strip() for line in words.splitlines() if line.strip())
-    lower = said.lower()
+    sentence = "; ".join(line.removeprefix("sbatch: error: ").strip() for line in words.splitlines() if line.strip())
+    lower = sentence.lower()
     fields = [next((field for word, field in WORDS.items() if word in lower), None)]
     if fields == [None]:
         fields = [*SIZE] if "configuration" in lower else ["sbatch"]
-    return less(kind, asks, [field for field in fields if field], f"Slurm says: {said}")
+    return less(kind, asks, [field for field in fields if field], f"Slurm says: {sentence}")
 
 
 def less(kind: str, asks: Mapping[str, Any], fields: Sequence[str], reason: str) -> str:

@@ -52,9 +52,13 @@ def resources(steps: Sequence[Step], settings: ResourcesConfig, seconds: Seconds
     KIND and every; sbatch is merged. `seconds` says how long a step takes; where that is not known of one, the job may
     take `settings.longest`.
     """
-    asked = _asked(steps[0], settings)
+    configured = _configured(steps[0], settings)
     memories = [memory_of(step) or UNKNOWN for step in steps]
-    count = max(gpus(memory, settings.gpu_memory) for memory in memories) if asked["gpus"] is None else asked["gpus"]
+    count = (
+        max(gpus(memory, settings.gpu_memory) for memory in memories)
+        if configured["gpus"] is None
+        else configured["gpus"]
+    )
     largest = max(memory.bytes for memory in memories) / GIB
     threads = (steps[0].runtime.get("model") or {}).get("threads")
     estimated = {
@@ -63,7 +67,7 @@ def resources(steps: Sequence[Step], settings: ResourcesConfig, seconds: Seconds
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
         "minutes": _minutes([seconds(step) for step in steps], settings),
     }
-    return {name: estimated.get(name) if value is None else value for name, value in asked.items()}
+    return {name: estimated.get(name) if value is None else value for name, value in configured.items()}
 
 
 def _minutes(seconds: Sequence[float | None], settings: ResourcesConfig) -> int:
@@ -73,17 +77,17 @@ def _minutes(seconds: Sequence[float | None], settings: ResourcesConfig) -> int:
     return min(settings.longest, ROUNDED * max(1, ceil(settings.margin * sum(known) / 60 / ROUNDED)))
 
 
-def _asked(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
-    asked: dict[str, Any] = {field.name: None for field in fields(JobConfig)}
-    asked |= {"sbatch": {}, "setup": []}
+def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
+    configured: dict[str, Any] = {field.name: None for field in fields(JobConfig)}
+    configured |= {"sbatch": {}, "setup": []}
     for job in _levels(step, settings):
-        for name in asked:
+        for name in configured:
             value = getattr(job, name)
             if name == "sbatch":
-                asked[name] = {**asked[name], **value}
+                configured[name] = {**configured[name], **value}
             elif value is not None and value != []:
-                asked[name] = value
-    return asked
+                configured[name] = value
+    return configured
 
 
 def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
@@ -100,12 +104,12 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
 
 def _job(key: str, settings: ResourcesConfig) -> JobConfig:
     """What is set under a key of `jobs`; UserError for what is no field, or of the wrong type."""
-    known = [field.name for field in fields(JobConfig)]
-    asked = settings.jobs[key]
-    if not isinstance(asked, dict):
-        raise UserError(f"resources.jobs {key}: {asked}: expected fields and values, such as {{gpus: 2}}")
-    for name in asked:
-        if name not in known:
-            raise unknown(f"resources.jobs {key}", name, known)
-    written = {**asked, "setup": escaped(asked["setup"])} if "setup" in asked else asked
+    names = [field.name for field in fields(JobConfig)]
+    values = settings.jobs[key]
+    if not isinstance(values, dict):
+        raise UserError(f"resources.jobs {key}: {values}: expected fields and values, such as {{gpus: 2}}")
+    for name in values:
+        if name not in names:
+            raise unknown(f"resources.jobs {key}", name, names)
+    written = {**values, "setup": escaped(values["setup"])} if "setup" in values else values
     return typed(JobConfig, OmegaConf.create(written), f"resources.jobs {key}")

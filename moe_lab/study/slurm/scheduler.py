@@ -36,15 +36,15 @@ class Queued:
 def queue() -> dict[str, Queued]:
     """Id -> what of this user is pending or running. UserError with the scheduler's words when it cannot be asked."""
     text = ask("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%r|%M|%j")
-    found = (line.split("|", 4) for line in text.splitlines())
-    jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in found]
+    rows = (line.split("|", 4) for line in text.splitlines())
+    jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
     return {job.id: job for job in jobs if job.state not in GONE and job.reason != NEVER}
 
 
 def longest_array() -> int:
     """Tasks that an array may have: MaxArraySize of this cluster."""
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
-    return max(1, int(found[1])) if found else LONGEST
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    return max(1, int(match[1])) if match else LONGEST
 
 
 def cancel(jobs: Iterable[str]) -> None:

@@ -59,16 +59,16 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     config, store = study.config, study.store
     check(config.resources)
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
-    found = under_way(earlier, scheduler.queue(), schedule.waiting)
-    missing = [step for step in schedule.waiting.values() if step.id not in found.steps]
-    submission.jobs.update(found.steps)
-    if not missing and found.recorded:
+    covered = under_way(earlier, scheduler.queue(), schedule.waiting)
+    missing = [step for step in schedule.waiting.values() if step.id not in covered.steps]
+    submission.jobs.update(covered.steps)
+    if not missing and covered.recorded:
         return
     ask = partial(resources, settings=config.resources, seconds=Times(store).seconds)
     arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
     _check_limits(arrays, config.launcher.signal_seconds)
     _check_sizes(arrays)
-    scheduler.cancel(found.hopeless)
+    scheduler.cancel(covered.hopeless)
     if config.snapshot:
         take_snapshot(submission.run.code)
     for array in arrays:
@@ -164,10 +164,10 @@ def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
 
 def _check_sizes(arrays: Iterable[Array]) -> None:
     """UserError for jobs that no node could ever run."""
-    known = nodes()
+    available = nodes()
     for array in arrays:
-        if found := too_much(array.asks, known):
-            raise UserError(less(array.kind, array.asks, *found))
+        if excess := too_much(array.asks, available):
+            raise UserError(less(array.kind, array.asks, *excess))
 
 
 def _announce(submission: Submission) -> None:
@@ -209,19 +209,19 @@ def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: I
     Slurm kills what waits for an array as soon as one task of that array has not ended well; so a pending job is
     hopeless when anything it waits for has lost a step.
     """
-    wanted, found, lost = set(missing), UnderWay(), set[str]()
+    wanted, covered, lost = set(missing), UnderWay(), set[str]()
     for job in jobs:
         queued = queue.get(job.id)
         alive = queued is not None and queued.name == job.name
         left = wanted.intersection(job.steps)
         if job.kind == RECORD:
-            found.recorded += [job.id] * alive
+            covered.recorded += [job.id] * alive
         elif alive and not (queued and queued.pending and lost.intersection(job.after)):
-            found.steps.update({step: job.id for step in left})
+            covered.steps.update({step: job.id for step in left})
         elif left:
             lost |= {job.id, job.array}
-            found.hopeless += [job.id] * alive
-    return found
+            covered.hopeless += [job.id] * alive
+    return covered
 
 
 COPIED = ("moe_lab", "analysis", "conf")

@@ -15,7 +15,7 @@ from moe_lab.grid import Cell, plain
 from moe_lab.models import files
 from moe_lab.paths import resolve
 from moe_lab.study.step import Part, Step
-from moe_lab.study.steps.kind import KINDS
+from moe_lab.study.steps.kind import KINDS, needed_kind
 
 T = TypeVar("T")
 PLAIN = (str, int, float)
@@ -32,7 +32,7 @@ def reads_text(cell: Cell) -> bool:
     needs = [*criteria.get(cell.criterion.name).needs, *(need for need in evidence_of(cell) if need != "by")]
     if cell.allocation.by is not None:
         needs += criteria.get(cell.allocation.by).needs
-    if any(KINDS[need].reads_text for need in needs):
+    if any(needed_kind(need).reads_text for need in needs):
         return True
     return KINDS[allocation.get(cell.allocation.name).step].reads_text
 
@@ -103,7 +103,7 @@ class Builder:
     def evidence(self, need: str, cell: Cell) -> Step:
         """The step that leaves what a criterion or an allocation `need`s: a kind of step, or "by"."""
         if need != "by":
-            return KINDS[need].step(self, cell)
+            return needed_kind(need).step(self, cell)
         name = str(cell.allocation.by)
         other = self.once(("criterion", name), lambda: CriterionConfig(name=name))
         return KINDS["scores"].step(self, replace(cell, criterion=other))

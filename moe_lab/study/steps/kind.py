@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from moe_lab.errors import unknown
 from moe_lab.models.config_json import Size
 from moe_lab.study.step import Job, Step
 from moe_lab.study.steps.memory import hidden_states, token_memory
@@ -101,3 +102,10 @@ class Kind:
 
 KINDS: dict[str, Kind] = {}
 """All kinds of step by name; filled by the package."""
+
+
+def needed_kind(name: str) -> Kind:
+    """The kind of step that a criterion or an allocation needs. UserError with the nearest name when there is none."""
+    if name not in KINDS:
+        raise unknown("step in needs", name, KINDS)
+    return KINDS[name]
