@@ -269,7 +269,7 @@ def test_published_sets_are_read_from_their_fields(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["c4_gsm8k_opencodereasoning", "redpajama"])
 def test_published_mixtures_keep_their_shares_and_rows(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     text = published(name)
-    monkeypatch.setattr(sources, "download", lambda path: Path(path))
+    monkeypatch.setattr(sources, "download_file", lambda path: Path(path))
     for source in text.sources:
         part = source.settings.name if source.settings.name in rows_of(0) else "c4"
         source.settings.path = str(tmp_path / f"{source.settings.name}.jsonl")
