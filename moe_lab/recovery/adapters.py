@@ -13,9 +13,8 @@ from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import decoder_layer, is_experts, linears
+from moe_lab.models.discover import MoELayer, decoder_layer, linears, routed_layers
 from moe_lab.models.experts import sort_by_expert
-from moe_lab.models.families import ROUTERS
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.prune import replace_tensor
 from moe_lab.pruning.ragged import RaggedExperts
@@ -23,41 +22,10 @@ from moe_lab.recovery.settings import peft
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The routed experts of one decoder layer, stacked or ragged."""
-
-    name: str
-    """Module path, such as model.layers.3.mlp.experts."""
-    layer: int
-    module: nn.Module
-    router: nn.Module
-
-    @property
-    def count(self) -> int:
-        """Number of routed experts."""
-        if isinstance(self.module, RaggedExperts):
-            return self.module.num_experts
-        down = self.module.down_proj
-        assert isinstance(down, torch.Tensor)
-        return len(down)
-
-
-def experts_of(model: nn.Module) -> list[Experts]:
-    """The routed experts of every MoE layer of `model`, in the order of the decoder."""
-    found = []
-    for name, module in model.named_modules():
-        if is_experts(module):
-            block = model.get_submodule(name.rpartition(".")[0])
-            router = next(child for child in (getattr(block, word, None) for word in ROUTERS) if child is not None)
-            found.append(Experts(name, decoder_layer(name), module, router))
-    return found
-
-
-@dataclass(frozen=True)
 class Adapted:
     """One MoE layer with adapters on it."""
 
-    experts: Experts
+    layer: MoELayer
     unfused: UnfusedExperts
     router: nn.Module | None
     """The module that owns the router's weight, parametrised; None where routers are left alone."""
@@ -77,23 +45,23 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
     first of an adapter's two matrices.
     """
     model.requires_grad_(False)
-    layers = []
+    adapted = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for experts in experts_of(model):
-            unfused = UnfusedExperts(experts.module, experts.count)
+        for layer in routed_layers(model):
+            unfused = UnfusedExperts(layer.experts, layer.n_experts)
             _inject(unfused, ["gate", "up", "down"], settings.rank, settings.scaling, settings.dropout)
-            _put(model, experts.name, unfused)
-            router = _adapt_router(experts, settings) if settings.router_rank else None
-            plain = _shared(model, experts.layer) if settings.shared_experts else {}
-            layers.append(Adapted(experts, unfused.train(), router, _adapt_shared(model, plain, settings), plain))
-    return layers
+            _put(model, layer.name, unfused)
+            router = _adapt_router(layer, settings) if settings.router_rank else None
+            plain = _shared(model, layer.index) if settings.shared_experts else {}
+            adapted.append(Adapted(layer, unfused.train(), router, _adapt_shared(model, plain, settings), plain))
+    return adapted
 
 
 def _shared(model: nn.Module, layer: int) -> dict[str, nn.Linear]:
     """Path -> linear map, of the shared experts of one decoder layer."""
-    found = linears(model, "shared_experts")
-    return {name: module for name, module in found if decoder_layer(name) == layer}
+    shared = linears(model, "shared_experts")
+    return {name: module for name, module in shared if decoder_layer(name) == layer}
 
 
 def _adapt_shared(model: nn.Module, plain: Mapping[str, nn.Linear], settings: RecoveryConfig) -> nn.ModuleDict:
@@ -111,8 +79,8 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(owner), attribute, module)
 
 
-def _adapt_router(experts: Experts, settings: RecoveryConfig) -> nn.Module:
-    owner = router_weight(experts)
+def _adapt_router(layer: MoELayer, settings: RecoveryConfig) -> nn.Module:
+    owner = router_weight(layer)
     effective = EffectiveWeight(owner.weight)  # type: ignore[arg-type]
     # no dropout: inputs of this map are unit vectors, and dropping one would take a column out of the weight
     _inject(effective, ["map"], settings.router_rank, settings.scaling, dropout=0.0)
@@ -120,13 +88,13 @@ def _adapt_router(experts: Experts, settings: RecoveryConfig) -> nn.Module:
     return owner
 
 
-def router_weight(experts: Experts) -> nn.Module:
+def router_weight(layer: MoELayer) -> nn.Module:
     """The module, the router or a child of it, whose `weight` has one row per expert."""
-    for module in experts.router.modules():
+    for module in layer.router.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2 and len(weight) == experts.count:
+        if weight is not None and weight.dim() == 2 and len(weight) == layer.n_experts:
             return module
-    raise UserError(f"the router beside {experts.name} has no weight of one row per expert: use recovery.router_rank=0")
+    raise UserError(f"the router beside {layer.name} has no weight of one row per expert: use recovery.router_rank=0")
 
 
 def _inject(module: nn.Module, targets: list[str], rank: int, scaling: float, dropout: float) -> None:
@@ -142,13 +110,16 @@ def _inject(module: nn.Module, targets: list[str], rank: int, scaling: float, dr
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
     """{"experts": name -> parameter, "routers": ..., "shared_experts": ...}: what is trained, by names that are the
     same in every run."""
-    found: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
-    for layer in layers:
-        for part, module in (("experts", layer.unfused), ("routers", layer.router), ("shared_experts", layer.shared)):
-            for name, parameter in module.named_parameters() if module is not None else ():
+    parameters: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
+    for adapted in layers:
+        modules = {"experts": adapted.unfused, "routers": adapted.router, "shared_experts": adapted.shared}
+        for part, module in modules.items():
+            if module is None:
+                continue
+            for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
-                    found[part][f"{part}.{layer.experts.layer}.{name}"] = parameter
-    return found
+                    parameters[part][f"{part}.{adapted.layer.index}.{name}"] = parameter
+    return parameters
 
 
 @torch.no_grad()
@@ -159,37 +130,36 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
     UserError naming layer and expert when one is not finite.
     """
     changed: dict[str, torch.Tensor] = {}
-    for layer in layers:
-        experts = layer.experts
-        _fuse(layer)
-        _put(model, experts.name, experts.module)
-        changed |= {
-            f"{experts.name}.{name}": getattr(experts.module, name).detach() for name in _weights(experts.module)
-        }
-        if layer.router is not None:
-            merged = layer.router.weight.detach().clone(memory_format=torch.contiguous_format)  # type: ignore[operator]
-            parametrize.remove_parametrizations(layer.router, "weight", leave_parametrized=False)
-            replace_tensor(layer.router, "weight", nn.Parameter(merged, requires_grad=False))
-            name = next(name for name, module in model.named_modules() if module is layer.router)
+    for adapted in layers:
+        layer, router = adapted.layer, adapted.router
+        _fuse(adapted)
+        _put(model, layer.name, layer.experts)
+        for name in _weights(layer.experts):
+            changed[f"{layer.name}.{name}"] = getattr(layer.experts, name).detach()
+        if router is not None:
+            merged = router.weight.detach().clone(memory_format=torch.contiguous_format)  # type: ignore[operator]
+            parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
+            replace_tensor(router, "weight", nn.Parameter(merged, requires_grad=False))
+            name = next(name for name, module in model.named_modules() if module is router)
             changed[f"{name}.weight"] = merged
-        for (name, plain), adapter in zip(layer.plain.items(), layer.shared.values(), strict=True):
-            merged = _merged(adapter, f"{name} in layer {experts.layer}").clone()
+        for (name, plain), adapter in zip(adapted.plain.items(), adapted.shared.values(), strict=True):
+            merged = _merged(adapter, f"{name} in layer {layer.index}").clone()
             replace_tensor(plain, "weight", nn.Parameter(merged, requires_grad=False))
             _put(model, name, plain)
             changed[f"{name}.weight"] = merged
     return changed
 
 
-def _fuse(layer: Adapted) -> None:
+def _fuse(adapted: Adapted) -> None:
     """Give the experts module of a layer new tensors, with the merged linear maps written into them."""
-    module = layer.experts.module
+    module = adapted.layer.experts
     for name in _weights(module):
         copied = getattr(module, name).detach().clone()
         replace_tensor(module, name, nn.Parameter(copied, requires_grad=False))
-    for expert, maps in enumerate(layer.unfused.maps):
+    for expert, maps in enumerate(adapted.unfused.maps):
         for name, weight, _ in projections(module, expert):
             adapter = maps[name]  # type: ignore[index]
-            weight.copy_(_merged(adapter, f"{name} of expert {expert} in layer {layer.experts.layer}"))
+            weight.copy_(_merged(adapter, f"{name} of expert {expert} in layer {adapted.layer.index}"))
 
 
 def _merged(adapter: Any, what: str) -> torch.Tensor:
@@ -299,8 +269,8 @@ class EffectiveWeight(nn.Module):
 
 def linear_on(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     """A frozen linear map on the memory of `weight` (out, in) and `bias`."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return made
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import linears, part_of
+from moe_lab.models.discover import linears, part_of, routed_layers
 from moe_lab.pruning.ragged import RaggedExperts
-from moe_lab.recovery.adapters import experts_of
 from moe_lab.recovery.settings import bitsandbytes_functional, check_modules
 
 
@@ -65,12 +64,12 @@ def check_unquantized(model: Any) -> None:
 def _experts(model: Any) -> int:
     """Quantise all routed experts; how many weights they have."""
     count = 0
-    for experts in experts_of(model):
-        for name, matrices in _matrices(experts.module).items():
+    for layer in routed_layers(model):
+        for name, matrices in _matrices(layer.experts).items():
             count += sum(matrix.numel() for matrix in matrices)
             stack = FourBitMatrices(matrices)
-            delattr(experts.module, name)
-            setattr(experts.module, name, stack)
+            delattr(layer.experts, name)
+            setattr(layer.experts, name, stack)
     model.set_experts_implementation("eager")
     return count
 
@@ -86,11 +85,11 @@ def _matrices(experts: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 def _linears(model: nn.Module, part: str) -> int:
     """Quantise the linear maps of a part; how many weights they have."""
-    found = list(linears(model, part))
-    for name, module in found:
+    maps = list(linears(model, part))
+    for name, module in maps:
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, FourBitLinear(module))
-    return sum(module.weight.numel() for _, module in found)
+    return sum(module.weight.numel() for _, module in maps)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:

@@ -21,7 +21,7 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
-from moe_lab.recovery.adapters import experts_of
+from moe_lab.models.discover import is_experts
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
 from moe_lab.study.preflight import _check_timing
 from moe_lab.study.step import Job, Step, provenance
@@ -123,7 +123,7 @@ def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path
 
 def about_experts(model: Any) -> list[int]:
     """Bytes of the experts of each layer."""
-    held = [[*one.module.parameters(), *one.module.buffers()] for one in experts_of(model)]
+    held = [[*module.parameters(), *module.buffers()] for module in model.modules() if is_experts(module)]
     return [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in held]
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import linears
-from moe_lab.recovery.adapters import attach, experts_of, merge, projections, trainable
+from moe_lab.models.discover import linears, routed_layers
+from moe_lab.recovery.adapters import attach, merge, projections, trainable
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.finetune import Row, answer_loss, rate_factor, rows_of_step, step_count, train
 
@@ -109,8 +109,8 @@ def test_merged_weights_are_dora() -> None:
         expected[part] = magnitude[:, None] * moved / moved.norm(dim=1, keepdim=True)
         assert float((expected[part] - weight).detach().abs().max()) > 0.05
     merge(model, layers)
-    experts = experts_of(model)[1]
-    found = {"down": experts.module.down_proj[5], "router": experts.router.weight}
+    layer = routed_layers(model)[1]
+    found = {"down": layer.experts.down_proj[5], "router": layer.router.weight}
     for part, tensor in expected.items():
         assert torch.allclose(found[part].double(), tensor, atol=1e-5), part
 
@@ -119,11 +119,11 @@ def test_projections_are_views_of_every_weight() -> None:
     for name in ("olmoe", "gpt_oss", "olmoe ragged"):
         original = tiny.build(name.split()[0])
         model = pruned(original, ragged_plan(original) if "ragged" in name else None)
-        experts = experts_of(copy.deepcopy(model))[0]
-        for expert in range(experts.count):
-            for _, weight, _ in projections(experts.module, expert):
+        layer = routed_layers(copy.deepcopy(model))[0]
+        for expert in range(layer.n_experts):
+            for _, weight, _ in projections(layer.experts, expert):
                 weight.detach().zero_()
-        weights = [p for n, p in experts.module.named_parameters() if "bias" not in n]
+        weights = [p for n, p in layer.experts.named_parameters() if "bias" not in n]
         assert weights and not any(bool(weight.any()) for weight in weights)
 
 

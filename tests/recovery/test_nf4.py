@@ -10,12 +10,11 @@ import tiny
 import torch
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import linears, moe_layers
+from moe_lab.models.discover import is_experts, linears, moe_layers
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.plan import Plan, make_channel_plan
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery import settings
-from moe_lab.recovery.adapters import experts_of
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, quantize, storage
 
@@ -75,9 +74,9 @@ def ragged_plan(model: Any, seed: int = 0) -> Plan:
 def dequantized(model: Any, original: Any) -> Any:
     """`original` with the weights that the quantised `model` of the same shape stands for."""
     plain = copy.deepcopy(original)
-    for ours, theirs in zip(experts_of(model), experts_of(plain), strict=True):
-        for name, tensor in theirs.module.named_parameters(recurse=False):
-            stack = getattr(ours.module, name)
+    for path, experts in plain.named_modules():
+        for name, tensor in experts.named_parameters(recurse=False) if is_experts(experts) else ():
+            stack = getattr(model.get_submodule(path), name)
             if isinstance(stack, FourBitMatrices):
                 matrices = [stack[expert] for expert in range(len(stack))]
                 tensor.data = torch.cat(matrices) if tensor.dim() == 2 else torch.stack(matrices)
@@ -137,7 +136,7 @@ def test_ragged_experts_with_one_that_is_empty() -> None:
     plan = ragged_plan(model)
     pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
     stored = recovered(model, plan, bits=4, modules=["experts"], tuned=None)
-    assert all(isinstance(experts.module, RaggedExperts) for experts in experts_of(stored))
+    assert all(isinstance(module, RaggedExperts) for module in stored.modules() if is_experts(module))
     with torch.no_grad():
         found, expected = stored(ids).logits, dequantized(stored, pruned)(ids).logits
     assert torch.equal(found, expected)

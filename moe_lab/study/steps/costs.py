@@ -191,13 +191,13 @@ def _deployed(job: Job, network: Any) -> Any:
 def _about(model: Any) -> dict[str, Any]:
     import torch
 
-    from moe_lab.recovery.adapters import experts_of
+    from moe_lab.models.discover import is_experts
     from moe_lab.recovery.quantize import storage
 
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "experts": sorted({type(one.module).__name__ for one in experts_of(model)}),
+        "experts": sorted({type(module).__name__ for module in model.modules() if is_experts(module)}),
         "weight_bytes": storage(model)["total"],
     }
 
