@@ -93,7 +93,7 @@ class Times:
         kind = KINDS[step.kind]
         settings = {role: part.settings for role, part in step.parts.items()}
         model = step.inputs["model"].id if "model" in step.inputs else None
-        key = (step.kind, _benchmark(settings), model, _items(None, step))
+        key = (step.kind, _alike(settings), model, _items(None, step))
         if key not in self._rates:
             rates = self._comparable(kind, step, self._measured(kind).get(key[1], []))
             self._rates[key] = median(rates) if rates else None
@@ -120,12 +120,12 @@ class Times:
         return scaled
 
     def _read(self, kind: Kind) -> dict[str, list[Measured]]:
-        """Benchmark -> the finished steps of a kind; those that are damaged or too old to say what they took count
-        as none."""
+        """What `_alike` says -> the finished steps of a kind; those that are damaged or too old to say what they took
+        count as none."""
         parent = self.store.root / kind.name
         folders = [entry for entry in os.scandir(parent) if not entry.name.startswith(".")] if parent.is_dir() else []
         folders.sort(key=_changed)
-        by_benchmark: dict[str, list[Measured]] = {}
+        by_settings: dict[str, list[Measured]] = {}
         for folder in folders[-READ:]:
             try:
                 about = read_json(Path(folder, IDENTITY), IDENTITY_SHAPE)
@@ -135,8 +135,8 @@ class Times:
                 continue
             limit = about["settings"].get("benchmark", {}).get("limit")
             one = Measured(seconds / units, limit, about["inputs"].get("model"))
-            by_benchmark.setdefault(_benchmark(about["settings"]), []).append(one)
-        return by_benchmark
+            by_settings.setdefault(_alike(about["settings"]), []).append(one)
+        return by_settings
 
     def _read_active(self, folder: str) -> float | None:
         """Parameters a token of a model is multiplied with, from the facts of its step."""
@@ -155,10 +155,11 @@ def _changed(entry: os.DirEntry[str]) -> float:
         return 0.0
 
 
-def _benchmark(settings: Settings) -> str:
-    """What has to be equal for times to be comparable: the benchmark, but how many items of it; "" for none."""
-    benchmark = settings.get("benchmark", {})
-    return canonical({name: value for name, value in benchmark.items() if name != "limit"}) if benchmark else ""
+def _alike(settings: Settings) -> str:
+    """What has to be equal for times to be comparable: the benchmark, except for the number of its items, and whether
+    a text is read."""
+    benchmark = {name: value for name, value in settings.get("benchmark", {}).items() if name != "limit"}
+    return canonical([benchmark, "text" in settings or "calibration" in settings])
 
 
 def _items(limit: int | None, step: Step) -> float:

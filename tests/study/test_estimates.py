@@ -216,6 +216,12 @@ def test_steps_that_do_not_say_what_they_took_count_as_none(store: Store) -> Non
     assert Times(store).seconds(reading(1)) is None
 
 
+def test_a_cost_that_is_counted_says_nothing_of_one_that_reads_a_text(store: Store) -> None:
+    counted, read = (replace(reading(3, kind="cost"), parts=parts) for parts in ({}, reading(3).parts))
+    finish(store, counted, 2.0)
+    assert Times(store).seconds(read) is None and Times(store).seconds(counted) == pytest.approx(2.0)
+
+
 def test_the_forecast_adds_up_what_is_known_and_counts_what_is_not(store: Store) -> None:
     finish(store, reading(1), 3600.0)
     steps = [reading(1), reading(2), reading(3), reading(1, kind="damage")]
