@@ -40,12 +40,12 @@ def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool 
     def read_marked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
         return marked(document, tokenizer, special_tokens, header)
 
-    found = list(Packed(settings, tokenizer, read_answered, read_marked).batches())
-    if not any(bool(answers.any()) for _, _, answers in found):
+    batches = list(Packed(settings, tokenizer, read_answered, read_marked).batches())
+    if not any(bool(answers.any()) for _, _, answers in batches):
         raise UserError(
             f"calibration.length={settings.length} cuts every answer of {settings.name} away: expected longer rows"
         )
-    return found
+    return batches
 
 
 def _check_fast(tokenizer: Any) -> None:
@@ -85,21 +85,21 @@ def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> It
     Where a turn begins is where the text of the messages before it stops being the beginning of the whole; so what a
     template writes at the end of any conversation does no harm.
     """
-    said = messages(document)
-    for number, message in enumerate(said):
+    turns = messages(document)
+    for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        start = _shared(said[:number], text, tokenizer)
+        start = _shared(turns[:number], text, tokenizer)
         if header:
-            yield start, len(text) if number + 1 == len(said) else _shared(said[: number + 1], text, tokenizer)
+            yield start, len(text) if number + 1 == len(turns) else _shared(turns[: number + 1], text, tokenizer)
         elif content := message["content"].strip():
-            found = text.find(content, start)
-            if found < 0:
+            begin = text.find(content, start)
+            if begin < 0:
                 raise UserError(
                     f"calibration.path: the chat template rewrites the answer {content[:40]!r}, so its tokens cannot "
                     "be told: expected a set of plain answers, or header=true to take the whole turn"
                 )
-            yield found, found + len(content)
+            yield begin, begin + len(content)
 
 
 def _shared(before: Sequence[Any], text: str, tokenizer: Any) -> int:

@@ -70,9 +70,9 @@ def document(
         return Text(re.sub(r"\{(\w+)\}", lambda name: _filled_in(record, name[1], where), template))
     if field is not None:
         return _named(record, field, where)
-    for known in ("text", "messages"):
-        if known in record:
-            return _named(record, known, where)
+    for standard_field in ("text", "messages"):
+        if standard_field in record:
+            return _named(record, standard_field, where)
     for task, solution in PAIRS:
         if task in record and solution in record:
             parts = [_string(record, name, where) for name in (task, *(["input"] if record.get("input") else []))]
@@ -145,7 +145,7 @@ def has_answer(document: Document) -> bool:
     if isinstance(document, Pair | Completion):
         return bool((document.output if isinstance(document, Pair) else document.completion).strip())
     return isinstance(document, Chat) and any(
-        said["role"] == "assistant" and said["content"].strip() for said in document.messages
+        message["role"] == "assistant" and message["content"].strip() for message in document.messages
     )
 
 

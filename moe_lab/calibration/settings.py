@@ -31,13 +31,13 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
 
 def check(settings: CalibrationConfig) -> None:
     """UserError for a value that cannot work. Looks at names, sizes and first bytes of files."""
-    for name, value, known in (
+    for name, value, choices in (
         ("packing", settings.packing, PACKINGS),
         ("gap", settings.gap, GAPS),
         ("engine", settings.engine, ENGINES),
     ):
-        if value not in known:
-            raise unknown(f"calibration.{name}", value, known)
+        if value not in choices:
+            raise unknown(f"calibration.{name}", value, choices)
     _check_numbers(settings)
     if settings.sources:
         _check_mixture(settings)
@@ -148,12 +148,12 @@ def _documents(settings: CalibrationConfig) -> dict[str, Any]:
         source: dict[str, Any] = {"hub": settings.path, "subset": settings.subset, "split": settings.split}
     else:
         source = {"sha256": digest(file), "format": file_format(settings.path, file)}
-    made = {"template": settings.template} if settings.template is not None else {}
+    template = {"template": settings.template} if settings.template is not None else {}
     joined = {"joined": True} if settings.joined else {}
     return {
         "source": source,
         "field": settings.field,
-        **made,
+        **template,
         **joined,
         "order": settings.order,
         "seed": order_seed(settings),

@@ -143,10 +143,10 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
     if suffix in JSON_SUFFIXES:
         return "json"
     reason = "pickles run code when read, so they never are" if suffix in PICKLES else "this format is not read"
-    known = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
+    formats = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
     ending = "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
     raise UserError(
-        f"{setting}={path} ends in {ending or 'no suffix'}: {reason}; expected {known}, or one of them with .gz"
+        f"{setting}={path} ends in {ending or 'no suffix'}: {reason}; expected {formats}, or one of them with .gz"
     )
 
 

@@ -203,8 +203,8 @@ def _entry(shard: str, base: int, fields: Mapping[str, Any]) -> Entry:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
+    return content

@@ -43,13 +43,13 @@ class ReadAhead:
 
 def _joined(ranges: Ranges) -> list[tuple[Path, int, int]]:
     """The same bytes in order, ranges that touch as one."""
-    found: list[tuple[Path, int, int]] = []
+    joined: list[tuple[Path, int, int]] = []
     for file, start, size in sorted(ranges):
-        if found and found[-1][0] == file and found[-1][1] + found[-1][2] == start:
-            found[-1] = (file, found[-1][1], found[-1][2] + size)
+        if joined and joined[-1][0] == file and joined[-1][1] + joined[-1][2] == start:
+            joined[-1] = (file, joined[-1][1], joined[-1][2] + size)
         else:
-            found.append((file, start, size))
-    return found
+            joined.append((file, start, size))
+    return joined
 
 
 def _read(ranges: Ranges) -> None:
@@ -131,8 +131,8 @@ class _Buffer:
 
     def tensor(self) -> torch.Tensor:
         """What was read last, on the device; on the CPU that is the buffer itself."""
-        found = self.stored.to(self.device, non_blocking=self.pinned)
+        copy = self.stored.to(self.device, non_blocking=self.pinned)
         if self.pinned:
             self.copied = torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(self.device))
-        return found
+        return copy

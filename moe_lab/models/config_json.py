@@ -34,8 +34,8 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
     stated = {fact: next((text[name] for name in names if name in text), None) for fact, names in fields.items()}
     stated["top_k"] = settings.top_k or stated["top_k"]
-    found = {fact: value for fact, value in stated.items() if isinstance(value, int)}
-    return found if {"n_experts", "top_k"} <= set(found) else None
+    numbers = {fact: value for fact, value in stated.items() if isinstance(value, int)}
+    return numbers if {"n_experts", "top_k"} <= set(numbers) else None
 
 
 def has_uneven_layers(settings: ModelConfig) -> bool:
@@ -88,14 +88,14 @@ def check_expected(settings: ModelConfig) -> None:
         compare({name: value for name, value in stated.items() if isinstance(value, int)}, settings)
 
 
-def compare(found: Mapping[str, int], settings: ModelConfig) -> None:
+def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
     """UserError naming the first number of `found` that is not as `model.expected` says, if that says anything; the sum
     of all parameters tells least, so it comes last."""
     expected = {} if settings.expected is None else asdict(settings.expected)
     for name, value in sorted(expected.items(), key=lambda item: item[0] == "parameters"):
-        if (there := found.get(name, value)) != value:
+        if (actual := numbers.get(name, value)) != value:
             raise UserError(
-                f"model={settings.name}: {settings.path} has {name}={there}, but model.expected.{name}={value}: "
+                f"model={settings.name}: {settings.path} has {name}={actual}, but model.expected.{name}={value}: "
                 "give the path and revision of that model, or model=local, which expects nothing"
             )
 

@@ -52,11 +52,11 @@ _PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 def device_name(device: str) -> str:
     """The name of what `model.device` stands for here: that of the GPU, with how many a device map spreads a model
     over, or of the processor. UserError for a device that is not there."""
-    found = place(ModelConfig(name="any", path="any", device=device))
-    if found in DEVICE_MAPS:
+    target = place(ModelConfig(name="any", path="any", device=device))
+    if target in DEVICE_MAPS:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    if found.startswith("cuda"):
-        return torch.cuda.get_device_name(found)
+    if target.startswith("cuda"):
+        return torch.cuda.get_device_name(target)
     return _processor()
 
 
@@ -90,12 +90,12 @@ def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.
     )
 
 
-def _free(device: str, asked: str) -> tuple[float, str]:
+def _free(device: str, setting: str) -> tuple[float, str]:
     """Bytes that can be had on a device, and the words for it."""
     if device == "cpu":
         return free_memory(), "main memory"
     numbers = [int(device.partition(":")[2] or 0)] if _is_one(device) else range(torch.cuda.device_count())
-    return sum(torch.cuda.mem_get_info(number)[0] for number in numbers), f"model.device={asked}"
+    return sum(torch.cuda.mem_get_info(number)[0] for number in numbers), f"model.device={setting}"
 
 
 def _is_one(device: str) -> bool:

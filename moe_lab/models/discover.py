@@ -193,7 +193,7 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
 
     The axis is told by name, not by size: the number of experts may equal the hidden size.
     """
-    found: list[RoutingTensor] = []
+    routing: list[RoutingTensor] = []
     weights = 0
     owners = [*router.modules(), block]
     for owner in owners:
@@ -202,14 +202,14 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
             shape = tuple(tensor.shape)
             if name == "weight" and owner is not block and len(shape) == 2 and shape[0] == n_experts:
                 weights += 1
-                found.append(RoutingTensor(owner, name, 0))
+                routing.append(RoutingTensor(owner, name, 0))
             elif name in ROUTING_VECTORS and shape in ((n_experts,), (1, n_experts)):
-                found.append(RoutingTensor(owner, name, len(shape) - 1))
+                routing.append(RoutingTensor(owner, name, len(shape) - 1))
             else:
                 raise refuse(f"is routed by {name} {shape}, a tensor moe_lab does not know")
     if weights != 1:
         raise refuse(f"has a router with {weights} weights of one row per expert instead of one")
-    return tuple(found)
+    return tuple(routing)
 
 
 ATTENTION = ("attn", "attention")

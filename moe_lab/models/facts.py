@@ -120,14 +120,14 @@ def _experts_in_words(layer: MoELayer) -> str:
 
 def _gate_rules(layers: list[MoELayer]) -> list[str]:
     """The gate rule of each layer; routers of one class and the same numbers have one, and are run once."""
-    known: dict[tuple[object, ...], str] = {}
-    found = []
+    by_router: dict[tuple[object, ...], str] = {}
+    rules = []
     for layer in layers:
-        alike = (type(layer.router), layer.n_experts, layer.top_k, layer.n_group, layer.topk_group)
-        if alike not in known:
-            known[alike] = gate_rule(layer)
-        found.append(known[alike])
-    return found
+        router = (type(layer.router), layer.n_experts, layer.top_k, layer.n_group, layer.topk_group)
+        if router not in by_router:
+            by_router[router] = gate_rule(layer)
+        rules.append(by_router[router])
+    return rules
 
 
 def _routing_names(layer: MoELayer) -> list[str]:
@@ -199,8 +199,8 @@ def _logits(layer: MoELayer, router: Any, hidden: torch.Tensor) -> torch.Tensor:
 def _formula(gates: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> str:
     for name, weights in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
         plain = weights.gather(1, chosen)
-        for words, found in ((name, plain), (f"renormalized {name}", plain / plain.sum(-1, keepdim=True))):
-            ratio = gates / found
+        for words, rule in ((name, plain), (f"renormalized {name}", plain / plain.sum(-1, keepdim=True))):
+            ratio = gates / rule
             factor = float(ratio.mean())
             if float(ratio.std()) <= _SAME * abs(factor):
                 return words if abs(factor - 1) < _SAME else f"{words} times {factor:.4g}"

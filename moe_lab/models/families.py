@@ -148,8 +148,8 @@ def read_family(kind: str) -> Family | None:
         models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
         base, files = _base(models / "auto" / "modeling_auto.py", kind), [*models.glob("*/configuration_*.py")]
     texts = (file.read_text(encoding="utf-8") for file in files)
-    found = [named for text in texts if f'"{kind}"' in text for named in _configurations(text, kind)]
-    return Family(base, *found[0]) if base and len(found) == 1 else None
+    classes = [named for text in texts if f'"{kind}"' in text for named in _configurations(text, kind)]
+    return Family(base, *classes[0]) if base and len(classes) == 1 else None
 
 
 def _port(kind: str) -> Path:
@@ -166,23 +166,23 @@ def _base(file: Path, kind: str) -> str:
 def _configurations(text: str, kind: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Name, and canonical names of fields, of each configuration class of a model type."""
     for node in ast.parse(text).body:
-        said = _assigned(node.body) if isinstance(node, ast.ClassDef) else {}
-        if isinstance(node, ast.ClassDef) and _literal(said.get("model_type")) == kind:
+        assigned = _assigned(node.body) if isinstance(node, ast.ClassDef) else {}
+        if isinstance(node, ast.ClassDef) and _literal(assigned.get("model_type")) == kind:
             plain = [ast.unparse(base) for base in node.bases] == [ROOT]
-            canonical = _literal(said["attribute_map"]) if "attribute_map" in said else {} if plain else None
+            canonical = _literal(assigned["attribute_map"]) if "attribute_map" in assigned else {} if plain else None
             if canonical is not None:
                 yield node.name, canonical
 
 
 def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
     """Name -> value of the assignments that stand in a module or class."""
-    found: dict[str, ast.expr] = {}
+    assigned: dict[str, ast.expr] = {}
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
         if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None:
-            found.update({target.id: value for target in targets if isinstance(target, ast.Name)})
-    return found
+            assigned.update({target.id: value for target in targets if isinstance(target, ast.Name)})
+    return assigned
 
 
 def _literal(node: ast.expr | None) -> Any:

@@ -221,19 +221,19 @@ def _check_revision(folder: Path, settings: ModelConfig) -> None:
     There a folder is called by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit that a
     branch or tag was at when it was downloaded. A commit may be given by its first seven digits or more.
     """
-    asked = settings.revision
-    if asked is None:
+    revision = settings.revision
+    if revision is None:
         return
     commit, cache = folder.resolve().name, folder.resolve().parent.parent
     if folder.resolve().parent.name != "snapshots":
         raise UserError(
-            f"model.revision={asked} cannot be checked, because model.path={settings.path} is a folder that does not "
-            "say of what revision it is: expected model.revision=null, or a hub id as model.path"
+            f"model.revision={revision} cannot be checked, because model.path={settings.path} is a folder that does "
+            "not state its revision: expected model.revision=null, or a hub id as model.path"
         )
-    named = cache / "refs" / asked
+    named = cache / "refs" / revision
     if named.is_file():
-        asked = named.read_text(encoding="utf-8").strip()
-    if not (commit.startswith(asked) and len(asked) >= SHORTEST_COMMIT):
+        revision = named.read_text(encoding="utf-8").strip()
+    if not (commit.startswith(revision) and len(revision) >= SHORTEST_COMMIT):
         raise UserError(
             f"model.revision={settings.revision} is not that of model.path={settings.path}, which is of commit "
             f"{commit}: expected that, or null"

@@ -163,17 +163,17 @@ def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> Non
     """
     if has_pickles_only(folder) or quantization(settings) is not None:
         return
-    stored, asked = open_checkpoint(folder).tensors, skeleton.state_dict()
-    shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in asked.items() if name in stored)
+    stored, expected = open_checkpoint(folder).tensors, skeleton.state_dict()
+    shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in expected.items() if name in stored)
     check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
 
 
 def check_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
     """UserError naming the first weight whose shape, second in its entry, is not the one after it."""
     if wrong := sorted(mismatched):
-        name, found, expected = wrong[0]
+        name, shape, expected = wrong[0]
         raise UserError(
-            f"{folder}: {name} has shape {tuple(found)}, but config.json asks for {tuple(expected)}: they are of two "
+            f"{folder}: {name} has shape {tuple(shape)}, but config.json asks for {tuple(expected)}: they are of two "
             "models"
         )
 

@@ -96,13 +96,13 @@ class StreamedModel:
 
     def _by_layer(self) -> dict[int, list[str]]:
         """Number of a decoder layer, or REST -> its tensors in the checkpoint, prediction layers beyond left out."""
-        found: dict[int, list[str]] = {}
+        by_layer: dict[int, list[str]] = {}
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
             number = int(match[1]) if match else REST
             if not name.startswith(EXTRA_PREDICTION_BLOCKS) and number < len(self.layers):
-                found.setdefault(number, []).append(name)
-        return found
+                by_layer.setdefault(number, []).append(name)
+        return by_layer
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
@@ -176,10 +176,10 @@ class StreamedModel:
     def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
         """Tensors of the checkpoint that are read when they are converted."""
         opened: dict[str, Any] = {}
-        found = {}
+        slices = {}
         for name in self._names.get(number, []):
             shard = self.checkpoint.tensors[name].shard
             if shard not in opened:
                 opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))
-            found[name] = opened[shard].get_slice(name)
-        return found
+            slices[name] = opened[shard].get_slice(name)
+        return slices

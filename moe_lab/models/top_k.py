@@ -30,9 +30,9 @@ def set_top_k(model: Any, top_k: int | None) -> None:
             raise UserError(f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {most} experts")
         for module in (layer.block, *layer.router.modules()):
             _set(module, layer, top_k)
-        if (found := _chosen(layer)) != top_k:
+        if (chosen := _chosen(layer)) != top_k:
             raise UserError(
-                f"model.top_k={top_k}: the router of {layer.name} gives a token {found} experts, whatever it is told"
+                f"model.top_k={top_k}: the router of {layer.name} gives a token {chosen} experts, whatever it is told"
             )
     config = model.config.get_text_config()
     for field in TOP_K_FIELDS:

@@ -177,15 +177,15 @@ def assemble(mapping: Iterable[Any], memory: Memory, plan: dict[str, Any]) -> li
     `plan` says in which precision tensors are read, by pattern of their names. It learns that experts are read as they
     are stored, to be cast when they are copied, where it said nothing of them.
     """
-    found = list(mapping)
-    for converter in found:
+    converters = list(mapping)
+    for converter in converters:
         if isinstance(converter, WeightConverter) and _stacks(converter.operations):
             (target,) = converter.target_patterns
             if not any(re.search(pattern.replace("*", ".*"), f"layers.0.{target}") for pattern in plan):
                 converter.operations = [_Assemble(converter.operations, memory)]
                 converter.force_cpu = True  # until it is copied to the memory's device
                 plan[target] = None
-    return found
+    return converters
 
 
 def _stacks(operations: Sequence[Any]) -> bool:

@@ -192,7 +192,7 @@ def _by_part(
     In a decoder layer, the child that holds the experts in MoE layers is the block (dense where there are none), and
     the others mix tokens.
     """
-    found: Counter[str] = Counter()
+    by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
     container, _, rest = paths[layers[0].experts].partition(f".{layers[0].index}.")
@@ -203,15 +203,15 @@ def _by_part(
         if not number.isdigit() or not child or "." in child:  # not a child of a decoder layer
             continue
         if child == block or f"{child}." in DISK_SHARED:
-            found["shared_experts" if number in sparse else "dense"] += sum(operations.values())
+            by_part["shared_experts" if number in sparse else "dense"] += sum(operations.values())
             continue
         for operation, flops in operations.items():
-            found["attention" if operation in PROJECTIONS else "attention_scores"] += flops
+            by_part["attention" if operation in PROJECTIONS else "attention_scores"] += flops
     routers = sum(sum(counts.get(paths[layer.router], {}).values()) for layer in layers)
-    found["router"] = routers
-    found["shared_experts"] -= routers
-    found["other"] = sum(counts["Global"].values()) - sum(found.values())
-    return found
+    by_part["router"] = routers
+    by_part["shared_experts"] -= routers
+    by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
+    return by_part
 
 
 FUSED_ATTENTION = (

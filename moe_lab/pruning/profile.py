@@ -126,9 +126,9 @@ class _Seen:
         """What a router gives: logits (T, E) and gates (T, K)."""
         logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
         valid = self.valid.to(logits.device)
-        before = self.entropies.get(layer.index, (0.0, 0.0, 0))
-        found = (_entropy(logits[valid].softmax(-1)), _entropy(_shares(gates[valid])))
-        self.entropies[layer.index] = (before[0] + found[0], before[1] + found[1], logits.shape[-1])
+        sums = self.entropies.get(layer.index, (0.0, 0.0, 0))
+        entropies = (_entropy(logits[valid].softmax(-1)), _entropy(_shares(gates[valid])))
+        self.entropies[layer.index] = (sums[0] + entropies[0], sums[1] + entropies[1], logits.shape[-1])
 
     def chosen(self, layer: MoELayer, index: torch.Tensor) -> None:
         """The experts (T, K) that tokens are given to."""

@@ -205,10 +205,11 @@ def _counts(config: Any, counts: dict[int, int]) -> dict[int, dict[str, Any]]:
         for field in fields:
             setattr(config, field, next(iter(counts.values())))
         return {}
-    different = {int(index): dict(said) for index, said in config.to_dict().get("per_layer_config", {}).items()}
+    stated = config.to_dict().get("per_layer_config", {})
+    per_layer = {int(index): dict(own) for index, own in stated.items()}
     for index, count in counts.items():
-        different.setdefault(index, {}).update(dict.fromkeys(fields, count))
-    return different
+        per_layer.setdefault(index, {}).update(dict.fromkeys(fields, count))
+    return per_layer
 
 
 def _width_field(config: Any) -> str:

@@ -45,17 +45,17 @@ def pruned(model: Any, plan: Plan | None) -> Any:
 
 def _load(model: nn.Module, file: Path) -> None:
     """Put the tensors of `file` in the place of the parameters of their names."""
-    there = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_tensor(name)
-                if name not in there or there[name].shape != tensor.shape:
-                    found = tuple(there[name].shape) if name in there else "no such tensor"
+                if name not in parameters or parameters[name].shape != tensor.shape:
+                    own = tuple(parameters[name].shape) if name in parameters else "no such tensor"
                     raise UserError(
-                        f"{file} is of another model or plan: it has {name} {tuple(tensor.shape)}, this one has {found}"
+                        f"{file} is of another model or plan: it has {name} {tuple(tensor.shape)}, this one has {own}"
                     )
-                _replace(model, name, tensor.to(there[name].device, there[name].dtype))
+                _replace(model, name, tensor.to(parameters[name].device, parameters[name].dtype))
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}): expected the tensors that a fine-tuning left") from None
 

@@ -262,8 +262,8 @@ def load_progress(
     """
     try:
         with safe_open(folder / PROGRESS_FILE, framework="pt") as file:
-            found = json.loads(file.metadata()["moe_lab"])
-            if found["about"] != json.loads(json.dumps(about)):
+            header = json.loads(file.metadata()["moe_lab"])
+            if header["about"] != json.loads(json.dumps(about)):
                 return []
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (FileNotFoundError, SafetensorError, ValueError, KeyError, TypeError):
@@ -277,5 +277,5 @@ def load_progress(
                 optimizer.state[parameter] = {
                     key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
                 }
-    losses: list[float] = found["losses"]
+    losses: list[float] = header["losses"]
     return losses

@@ -42,12 +42,12 @@ def header(path: Path | str) -> dict[str, Any]:
     """What the sums in a file are sums of: kind, fingerprint, rows. Errors as `read`."""
     try:
         with safe_open(path, framework="np") as file:
-            found: dict[str, Any] = dict(json.loads((file.metadata() or {}).get("moe_lab", "{}")))
+            content: dict[str, Any] = dict(json.loads((file.metadata() or {}).get("moe_lab", "{}")))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise UserError(f"statistics={path} cannot be read: {error}") from error
-    schema = found.pop("schema", None)
+    schema = content.pop("schema", None)
     if schema is None or schema > SCHEMA:
         raise UserError(
             f"statistics={path} has schema {schema}, expected at most {SCHEMA}: it is of a newer moe_lab or none"
         )
-    return found
+    return content

@@ -271,11 +271,11 @@ class WeightGradientTap(Tap):
         return sums
 
     def _add(self, name: str, expert: int, gradient: torch.Tensor) -> None:
-        known = self.gradients.get((name, expert))
-        if known is None:
+        total = self.gradients.get((name, expert))
+        if total is None:
             self.gradients[name, expert] = wide(gradient)
         else:
-            known += gradient
+            total += gradient
 
 
 class _OneExpert:

@@ -119,8 +119,8 @@ class Tap:
 
     def add(self, name: str, part: torch.Tensor) -> None:
         """Add `part` to the statistic `name` (or take the maximum), in fp64."""
-        known = self.sums.get(name)
-        self.sums[name] = part.double() if known is None else combine(name, known.to(part.device), part.double())
+        total = self.sums.get(name)
+        self.sums[name] = part.double() if total is None else combine(name, total.to(part.device), part.double())
 
     def valid(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(T,) bool: which of the tokens in `hidden` (T, H) count; None when all of them do."""
@@ -266,9 +266,9 @@ def _resume(checkpoint: Path | None, about: Mapping[str, Any]) -> tuple[int, Lay
     if checkpoint is None or not checkpoint.exists():
         return 0, None
     try:
-        found = header(checkpoint)
-        done = found.pop("done", 0)
-        return (done, Statistics.load(checkpoint).layers) if found == _as_json(about) else (0, None)
+        content = header(checkpoint)
+        done = content.pop("done", 0)
+        return (done, Statistics.load(checkpoint).layers) if content == _as_json(about) else (0, None)
     except UserError:  # damaged: what it held is computed again
         return 0, None
 

@@ -279,8 +279,8 @@ class _Work:
 
     def result(self, streamed: StreamedModel) -> Statistics:
         """The sums of all MoE layers."""
-        found = {number: Statistics.load(self._file(number)).layers[number] for number in sorted(streamed.moe)}
-        return Statistics(found, dict(self.about))
+        layers = {number: Statistics.load(self._file(number)).layers[number] for number in sorted(streamed.moe)}
+        return Statistics(layers, dict(self.about))
 
     def _file(self, number: int) -> Path:
         return self.folder / f"sums-{number}.safetensors"

@@ -233,6 +233,6 @@ def load_snapshots(folder: Path, parts: int) -> list[tuple[int, dict[int, dict[s
     """(valid tokens, layer -> arrays) of each snapshot in `folder`, the least first; None where no pass left snapshots
     of so many parts there."""
     index = folder / SNAPSHOT_INDEX
-    if not index.exists() or (found := json.loads(index.read_text()))["asked"] != parts:
+    if not index.exists() or (content := json.loads(index.read_text()))["asked"] != parts:
         return None
-    return [(int(header(folder / name)["valid_tokens"]), read(folder / name)) for name in found["files"]]
+    return [(int(header(folder / name)["valid_tokens"]), read(folder / name)) for name in content["files"]]

@@ -95,8 +95,8 @@ class _Totals:
 
     def _settle(self) -> None:
         """Wait for all that is pending, in one go."""
-        found = torch.stack([sums for *_, sums in self.pending]).tolist() if self.pending else []
-        for (layer, expert, name, count, _), (absolute, square) in zip(self.pending, found, strict=True):
+        totals = torch.stack([sums for *_, sums in self.pending]).tolist() if self.pending else []
+        for (layer, expert, name, count, _), (absolute, square) in zip(self.pending, totals, strict=True):
             if not math.isfinite(square):
                 raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
             total = self.sums.setdefault((layer, expert), [0.0, 0.0, 0.0])
@@ -191,7 +191,7 @@ class _Layouts:
         """The experts module of a layer, on the meta device."""
         if not self.modules:
             model = skeleton(self.folder, trust_remote_code=self.trust_remote_code)
-            self.modules = {found.index: found.experts for found in moe_layers(model)}
+            self.modules = {moe_layer.index: moe_layer.experts for moe_layer in moe_layers(model)}
         return self.modules[layer]
 
 

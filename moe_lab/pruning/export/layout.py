@@ -52,7 +52,7 @@ def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -
     """
     blocks, extra = _blocks(checkpoint, hidden_layers)
     _check_layers(checkpoint, blocks, plan)
-    found: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
+    by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     seen: Counter[tuple[int, object]] = Counter()
     packed: dict[str, Channels] = {}
     for name, entry in checkpoint.tensors.items():
@@ -60,7 +60,7 @@ def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -
             continue
         block = next((blocks[prefix] for prefix in _prefixes(name) if prefix in blocks), None)
         if block is None:
-            found[entry.shard].append(whole(name, entry))
+            by_shard[entry.shard].append(whole(name, entry))
             continue
         layer = form.layers[block.layer]
         if layer.ragged and _note_experts(name, block, seen):
@@ -68,12 +68,12 @@ def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -
             continue
         piece = _piece(name, entry, block, plan, layer, seen)
         if piece is not None:
-            found[entry.shard].append(piece)
+            by_shard[entry.shard].append(piece)
     _check_complete(checkpoint, plan, form, seen)
     for channels in packed.values():
         # in front, where a file is aligned whatever the sizes of its other tensors are
-        found[channels.shard][:0] = channels.packed()
-    return found
+        by_shard[channels.shard][:0] = channels.packed()
+    return by_shard
 
 
 def expert_type(checkpoint: Checkpoint) -> str:

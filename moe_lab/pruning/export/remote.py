@@ -20,10 +20,10 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     because transformers prefers a port to code beside the weights.
     """
     family, kind = native_family(config), config["model_type"]
-    known = next(field for field in COUNT_FIELDS if field in config)
-    count, width = family.canonical.get(known, known), width_field(config)
-    if isinstance(config[known], list):
-        config[known] = max(config[known])
+    stated = next(field for field in COUNT_FIELDS if field in config)
+    count, width = family.canonical.get(stated, stated), width_field(config)
+    if isinstance(config[stated], list):
+        config[stated] = max(config[stated])
     name = f"modeling_pruned_{kind}"
     model = f"{name}.Pruned{family.base}ForCausalLM"
     config["architectures"] = [f"Pruned{family.base}ForCausalLM"]
@@ -63,14 +63,14 @@ def native_family(config: dict[str, Any]) -> Family:
 
 def _per_layer(config: dict[str, Any], form: Form, count: str, width: str) -> dict[str, dict[str, int]]:
     """What each layer has instead of the number for all layers. A ragged layer is as wide as its widest expert."""
-    said: dict[str, dict[str, int]] = {}
+    per_layer: dict[str, dict[str, int]] = {}
     for index, layer in form.layers.items():
-        own = {count: len(layer.experts)} if form.count is None else {}
+        differing_fields = {count: len(layer.experts)} if form.count is None else {}
         if form.width_of(index) != form.width:
-            own[width] = form.width_of(index) or 0
-        if own:
-            said[str(index)] = own
-    return said
+            differing_fields[width] = form.width_of(index) or 0
+        if differing_fields:
+            per_layer[str(index)] = differing_fields
+    return per_layer
 
 
 def width_field(config: dict[str, Any]) -> str:
@@ -137,20 +137,21 @@ def generate_code(*, base: str, config: str, home: str, model_type: str, count: 
     folder = Path(__file__).parent.parent
     sources = [folder / "uneven_layers.py", *([folder / "ragged.py"] if own_type else [])]
     imports, bodies = zip(*map(_split, sources), strict=True)
-    wanted = [f"from {home} import {base}ForCausalLM"]
+    family_imports = [f"from {home} import {base}ForCausalLM"]
     if own_type:
-        wanted = [
+        family_imports = [
             f"from {home} import {config}, {base}ForCausalLM",
             "from transformers.conversion_mapping import (",
             "    get_checkpoint_conversion_mapping,",
             "    register_checkpoint_conversion_mapping,",
             ")",
         ]
-    found = sorted({line for lines in imports for line in lines}, key=lambda line: (line.startswith("from"), line))
+    distinct = {line for lines in imports for line in lines}
+    import_lines = sorted(distinct, key=lambda line: (line.startswith("from"), line))
     tail = (OWN_TYPE if own_type else PER_LAYER).format(
         base=base, config=config, model_type=model_type, count=count, width=width
     )
-    return HEAD.format(base=base) + "\n".join([*found, *wanted]) + "\n" + "".join(bodies) + tail
+    return HEAD.format(base=base) + "\n".join([*import_lines, *family_imports]) + "\n" + "".join(bodies) + tail
 
 
 def _split(path: Path) -> tuple[list[str], str]:
