@@ -68,8 +68,10 @@ class Packed:
         read: Callable[[CalibrationConfig], list[Document]],
         tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """`read` gives the documents of a set; `tokenized` the ids of one, with special tokens or not, and a mark
-        of each. UserError for settings that cannot work and for a set that is too short."""
+        """Read and pack the set: `read` gives documents, `tokenized` the ids of one and a mark of each.
+
+        UserError for settings that cannot work and for a set that is too short.
+        """
         check(settings)
         check_context(settings, tokenizer)
         self.settings, self.tokenizer, self._tokenized = settings, tokenizer, tokenized
@@ -159,7 +161,7 @@ class Packed:
         )
 
     def _check_shares(self) -> None:
-        """UserError when a set of a mixture has another share of the valid tokens than the one asked for."""
+        """Raise UserError when a set of a mixture has another share of the valid tokens than the one asked for."""
         total = sum(source.kept for source in self.sources)
         for source in self.sources:
             if abs(source.kept / total - source.share) > TOLERANCE:

@@ -141,7 +141,7 @@ def is_empty(document: Document) -> bool:
 
 
 def has_answer(document: Document) -> bool:
-    """Whether somebody answers in it: an output, a completion, or what an assistant says."""
+    """Whether it has an answer: an output, a completion, or a turn of the assistant."""
     if isinstance(document, Pair | Completion):
         return bool((document.output if isinstance(document, Pair) else document.completion).strip())
     return isinstance(document, Chat) and any(

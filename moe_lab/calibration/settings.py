@@ -1,4 +1,4 @@
-"""What can be said of a calibration set before it is read: whether its settings hold together, and its identity."""
+"""Settings of a calibration set: checks before it is read, and what identifies it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
 
 
 def check(settings: CalibrationConfig) -> None:
-    """UserError for a value that cannot work. Looks at names, sizes and first bytes of files."""
+    """Raise UserError for a value that cannot work. Looks at names, sizes and first bytes of files."""
     for name, value, choices in (
         ("packing", settings.packing, PACKINGS),
         ("gap", settings.gap, GAPS),
@@ -46,7 +46,7 @@ def check(settings: CalibrationConfig) -> None:
 
 
 def _check_documents(settings: CalibrationConfig) -> None:
-    """UserError for a source, or a way to read its documents, that cannot be."""
+    """Raise UserError for a source, or a way to read its documents, that cannot be."""
     if settings.path in ("", "???"):
         raise UserError(
             "calibration.path is not set: give a text file, a JSON lines file, or a hub id; or, for a mixture, "
@@ -63,7 +63,8 @@ def _check_documents(settings: CalibrationConfig) -> None:
 
 
 def _check_mixture(settings: CalibrationConfig) -> None:
-    """UserError for shares that are no shares, a set that is named twice, and settings that each set has of its own."""
+    """Raise UserError for shares that are no shares, a set that is named twice, and settings that each set has of its
+    own."""
     usual = CalibrationConfig(name=settings.name)
     for name in OF_DOCUMENTS:
         if (value := getattr(settings, name)) != getattr(usual, name):

@@ -76,7 +76,7 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """UserError when the source is a file of this machine and no document in it has an answer."""
+    """Raise UserError when the source is a file of this machine and no document in it has an answer."""
     if not is_hub_file(settings.path) and locate(settings.path) is not None:
         read_answered(settings)
 
@@ -169,13 +169,14 @@ def lines(text: str) -> list[str]:
 
 
 def check_text(file: Path, setting: str) -> None:
-    """UserError when the first bytes of a file say that it is no UTF-8 text. `setting` names the file."""
+    """Raise UserError when the first bytes of a file say that it is no UTF-8 text. `setting` names the file."""
     with _reading(file, setting), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
         _check_bytes(opened.read(HEAD), file, setting)
 
 
 def check_first(settings: CalibrationConfig) -> None:
-    """UserError when the first record of JSON lines on this machine has not what the settings read, such as a field."""
+    """Raise UserError when the first record of JSON lines on this machine has not what the settings read, such as a
+    field."""
     file = None if is_hub_file(settings.path) else locate(settings.path)
     if file is None or not is_json(file):
         return

@@ -66,8 +66,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards; UserError when one is missing, cut or damaged, when they contradict the index, or
-    when an expert is of another shape than the others of its layer."""
+    """Read the headers of all shards.
+
+    UserError when one is missing, cut or damaged, when they contradict the index, or when an expert is of another shape
+    than the others of its layer.
+    """
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -127,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:
-    """The precision of the weights that a config.json states, such as bfloat16, by its name of today or of before."""
+    """The precision of the weights that a config.json states, such as bfloat16; `torch_dtype` in older files."""
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
@@ -172,8 +175,10 @@ def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, E
 
 
 def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
-    """UserError naming the first weight of an expert whose shape few of the layer's experts share, and the first that
-    an expert lacks and another of its layer has."""
+    """Raise UserError naming the first expert weight that is missing or differs from the other experts of its layer.
+
+    A shape differs where most experts of the layer have another one.
+    """
     alike: dict[tuple[str, str], dict[str, Entry]] = {}
     numbers: dict[str, set[str]] = {}
     for name, entry in tensors.items():

@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint before they are needed, so that the disk works while processors do."""
+"""Read tensors of a checkpoint ahead of their use, so that the disk works while the processors compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ranges = Sequence[tuple[Path, int, int]]
 
 
 class ReadAhead:
-    """Reads ranges of files into the system's cache, in a thread of its own, in the order in which they are asked for.
+    """Reads ranges of files into the system's cache, in a thread of its own, in the order of the requests.
 
     Advice to the system (posix_fadvise) would do for a few MB: of each range it follows no more than the disk's
     read-ahead.
@@ -29,16 +29,16 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
-        self._asked: dict[int, Future[None]] = {}
+        self._pending: dict[int, Future[None]] = {}
 
-    def ask(self, number: int, ranges: Ranges) -> None:
-        """Read `ranges`, to be waited for by `number`; nothing happens when that was asked and not yet waited for."""
-        if number not in self._asked:
-            self._asked[number] = self._thread.submit(_read, _joined(ranges))
+    def start(self, number: int, ranges: Ranges) -> None:
+        """Start reading `ranges` under the key `number`; does nothing while that key is being read."""
+        if number not in self._pending:
+            self._pending[number] = self._thread.submit(_read, _joined(ranges))
 
     def wait(self, number: int) -> None:
-        """Wait until what was asked for is read. Whether it could be is found by who needs it."""
-        wait([self._asked.pop(number)])
+        """Wait until `number` is read. Errors are ignored: whoever uses the bytes meets them again."""
+        wait([self._pending.pop(number)])
 
 
 def _joined(ranges: Ranges) -> list[tuple[Path, int, int]]:
@@ -130,7 +130,7 @@ class _Buffer:
         self.stored = self.memory[: entry.size].view(PLAIN[entry.dtype]).view(entry.shape)
 
     def tensor(self) -> torch.Tensor:
-        """What was read last, on the device; on the CPU that is the buffer itself."""
+        """The tensor read last, on the device; on the CPU it is the buffer itself."""
         copy = self.stored.to(self.device, non_blocking=self.pinned)
         if self.pinned:
             self.copied = torch.cuda.Event()

@@ -21,9 +21,11 @@ UNPACKED = ("mxfp4",)
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer, as far as config.json states them, or as they are
-    expected of a model that is not on this machine; None when neither says how many experts it has. model.top_k counts
-    before both."""
+    """n_experts, top_k and width (channels per expert) of a layer; None where their number is not known.
+
+    They are those of config.json, or of `model.expected` for a model that is not on this machine. `model.top_k`
+    overrides both.
+    """
     folder = Path(resolve(settings.path)).expanduser()
     if not folder.is_dir():
         if (expected := settings.expected) is None:
@@ -45,8 +47,10 @@ def has_uneven_layers(settings: ModelConfig) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """How config.json says the weights are quantised, such as fp8 or gptq; None for plain ones, and for a model that is
-    not on this machine."""
+    """How config.json says the weights are quantised, such as fp8 or gptq.
+
+    None for plain ones, and for a model that is not on this machine.
+    """
     folder = Path(resolve(settings.path)).expanduser()
     if not (folder / "config.json").is_file():
         return None
@@ -56,7 +60,7 @@ def quantization(settings: ModelConfig) -> str | None:
 
 
 def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
-    """UserError when a model on this machine has no chat template, which `benchmark` asks through."""
+    """Raise UserError when a model on this machine has no chat template, which `benchmark` needs."""
     folder = Path(resolve(settings.path)).expanduser()
     if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
         return
@@ -79,7 +83,7 @@ FIELDS = {
 
 
 def check_expected(settings: ModelConfig) -> None:
-    """UserError if the config.json of a model on this machine states another number than `model.expected`."""
+    """Raise UserError if the config.json of a model on this machine states another number than `model.expected`."""
     folder = Path(resolve(settings.path)).expanduser()
     if settings.expected is not None and (folder / "config.json").is_file():
         config = read_json(folder / "config.json")
@@ -89,8 +93,10 @@ def check_expected(settings: ModelConfig) -> None:
 
 
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
-    """UserError naming the first number of `found` that is not as `model.expected` says, if that says anything; the sum
-    of all parameters tells least, so it comes last."""
+    """Raise UserError naming the first of `numbers` that differs from `model.expected`.
+
+    The number of parameters is compared last, because it says least about the cause.
+    """
     expected = {} if settings.expected is None else asdict(settings.expected)
     for name, value in sorted(expected.items(), key=lambda item: item[0] == "parameters"):
         if (actual := numbers.get(name, value)) != value:
@@ -107,7 +113,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Size:
-    """What costs follow from."""
+    """The numbers from which memory and time are estimated."""
 
     parameters: int
     """All parameters."""
@@ -136,14 +142,14 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """Of the weights once loaded."""
+        """Bytes of the weights once loaded."""
         return self.parameters * self.bytes_per_parameter
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model; None when it is neither on this machine nor said what it should be.
+    """The size of a model; None when it is neither on this machine nor described by `model.expected`.
 
-    What is expected counts before what is there: a folder that differs from it is refused (`expected.check_expected`).
+    What is expected counts before what is there: a folder that differs from it is refused (`check_expected`).
     """
     if (expected := settings.expected) is None:
         return _size_of_folder(settings.path, settings.dtype)

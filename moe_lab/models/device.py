@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def place(settings: ModelConfig) -> str:
-    """The device, or the way to spread over devices, that `settings` ask for. UserError for what is not there."""
+    """The device, or the way to spread over devices, that `model.device` stands for; UserError for a missing one."""
     check_running(settings)
     device = settings.device
     if device == "auto":
@@ -50,8 +50,10 @@ _PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 
 
 def device_name(device: str) -> str:
-    """The name of what `model.device` stands for here: that of the GPU, with how many a device map spreads a model
-    over, or of the processor. UserError for a device that is not there."""
+    """The name of what `model.device` stands for here: GPU, how many GPUs a device map spreads over, or processor.
+
+    UserError for a device that is not there.
+    """
     target = place(ModelConfig(name="any", path="any", device=device))
     if target in DEVICE_MAPS:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
@@ -73,11 +75,11 @@ GIB = 2**30
 
 
 def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> None:
-    """UserError, with what is needed, what is free and what to change, when the weights of a model alone are larger
-    than the free memory of the CUDA devices, or the main memory, it is to be loaded into.
+    """Raise UserError when the weights of a model alone are larger than the free memory of where it is to be loaded.
 
-    `skeleton` is the model on the meta device, `folder` its files, `dtype` and `device` what `settings` come to; a
-    `device` that is neither the CPU nor one CUDA device is a way to spread over all of those.
+    The error says what is needed, what is free and what to change. `skeleton` is the model on the meta device, `folder`
+    its files, `dtype` and `device` what `settings` stand for; a `device` that is neither the CPU nor one CUDA device
+    spreads over all CUDA devices.
     """
     free, where = _free(device, settings.device)
     needed = _bytes(skeleton, folder, settings, dtype)

@@ -92,7 +92,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def routed_layers(model: nn.Module) -> list[MoELayer]:
-    """The same for a model that is only run: experts of a layer may have unequal widths, packed into two matrices."""
+    """All layers of `model` with routed experts, for running it only: widths inside a layer may differ (ragged)."""
     kind = _kind(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")

@@ -86,7 +86,7 @@ def _project(module: torch.nn.Module, rows: torch.Tensor, name: str, expert: int
 
 @contextmanager
 def watch_routing(layers: Sequence[MoELayer], see: Callable[[MoELayer, torch.Tensor], None]) -> Iterator[None]:
-    """While open, each call of a layer's experts is told to `see`: the layer, and the ids (T, K) its tokens go to."""
+    """Call `see(layer, ids)` at each call of a layer's experts while open; `ids` (T, K) are the chosen experts."""
 
     def before(layer: MoELayer, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         see(layer, chosen_experts(inputs, named))

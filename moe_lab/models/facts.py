@@ -51,7 +51,7 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def architecture(model: Any) -> ExpectedConfig:
-    """What `model.expected` would have to say of a model; of layers that differ, the most of each number."""
+    """The numbers of a model in the form of `model.expected`; where layers differ, the largest of each."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
@@ -86,12 +86,12 @@ def _about(layer: MoELayer) -> dict[str, Any]:
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """model_type; `layers`, the number of decoder layers; `moe`: number of such a layer -> its experts and gate rule in
-    words; `parameters`: part -> how many, each counted once.
+    """Describe a model from its configuration alone; it is built on the meta device.
 
-    `shape`: what model.expected would say of it; `moe_layers`: its MoE layers, without weights; `routing`: names of
-    all tensors that decide where tokens go. The model is built on the meta device. UserError, with the reason, for one
-    that is not supported, or is not what is expected.
+    `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and gate rule in words;
+    `parameters`: part -> how many, each counted once; `shape`: see `architecture`; `moe_layers`: without weights;
+    `routing`: names of all tensors that decide where tokens go. UserError, with the reason, for a model that is not
+    supported or differs from `model.expected`.
     """
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     shape = architecture(model)

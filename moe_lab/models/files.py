@@ -65,7 +65,7 @@ LARGEST_TOKENIZER = 1 << 27
 
 
 def check(settings: ModelConfig) -> None:
-    """Everything about a model that can be found wrong without torch and without network; raises UserError.
+    """Check everything about a model that needs neither torch nor network; raises UserError.
 
     A folder must be of model.revision, if that is set, hold config.json, whole safetensors files that agree with their
     index (or pickles, if they are allowed), a family that is not known to be unsupported, and layers of one shape
@@ -85,7 +85,7 @@ def check(settings: ModelConfig) -> None:
 
 
 def check_running(settings: ModelConfig) -> None:
-    """UserError for a precision, a device or a number of threads that no machine has."""
+    """Raise UserError for a precision, a device or a number of threads that no machine has."""
     if settings.dtype not in PRECISIONS:
         raise unknown("model.dtype", settings.dtype, PRECISIONS)
     kind, separator, number = settings.device.partition(":")
@@ -97,8 +97,7 @@ def check_running(settings: ModelConfig) -> None:
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """UserError when transformers would fetch code, or another model, because a file of the folder says so, and the
-    author is not trusted."""
+    """Raise UserError when a file of the folder makes transformers fetch code or a model nobody trusts."""
     if trust_remote_code:
         return
     for field, value in _named_code(read_json(folder / "config.json")):
@@ -114,8 +113,10 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) of what names code that is not part of transformers; flash attention is fetched where it is not
-    installed."""
+    """(field, value) of what names code that is not part of transformers.
+
+    Flash attention is fetched where it is not installed.
+    """
     if isinstance(config, dict):
         for key, value in config.items():
             yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
@@ -129,7 +130,7 @@ def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
-    """UserError for a number of config.json that no model has."""
+    """Raise UserError for a number of config.json that no model has."""
     file, text = folder / "config.json", config.get("text_config", config)
     if not isinstance(text, dict):
         raise UserError(f"{file} is damaged: text_config={text!r:.40} is no object")
@@ -149,7 +150,7 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """UserError for a tokenizer.json that is none; one without it may be of another kind."""
+    """Raise UserError for a tokenizer.json that is none; one without it may be of another kind."""
     file = folder / "tokenizer.json"
     if (
         file.is_file()
@@ -170,8 +171,11 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, or of what describes it, downloaded from the hub without the weights; None when the hub
-    cannot be reached or has no such model. UserError for a folder that cannot be known to be of model.revision."""
+    """The folder of a model, or of what describes it, downloaded from the hub without the weights.
+
+    None when the hub cannot be reached or has no such model. UserError for a folder that cannot be known to be of
+    model.revision.
+    """
     path = Path(resolve(settings.path)).expanduser()
     if path.is_dir():
         _check_revision(path, settings)
@@ -216,9 +220,9 @@ def fingerprint(path: str | Path) -> str:
 
 
 def _check_revision(folder: Path, settings: ModelConfig) -> None:
-    """UserError unless no revision is asked for, or the folder is one of the hub's cache that is known to be of it.
+    """Raise UserError unless no revision is given, or the folder is a snapshot of it in the hub's cache.
 
-    There a folder is called by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit that a
+    There a folder is named by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit that a
     branch or tag was at when it was downloaded. A commit may be given by its first seven digits or more.
     """
     revision = settings.revision

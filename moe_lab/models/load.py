@@ -31,8 +31,9 @@ from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttribute
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
-    """The model and its tokenizer: eval mode, frozen weights, a pad token, and `settings.threads` CPU threads if that
-    is set.
+    """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token).
+
+    Sets `settings.threads` CPU threads where that is given.
 
     Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that gives the same bits
     (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Models that an export left with uneven
@@ -83,8 +84,10 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """UserError naming the tensor, and the layer and expert where it can, if a weight is NaN or infinite; of all
-    tensors, or of those whose names begin with `within`."""
+    """Raise UserError naming the tensor, and where it can the layer and expert, if a weight is NaN or infinite.
+
+    All tensors are checked, or those whose names begin with `within`.
+    """
     experts = {id(weight): layer for layer in routed_layers(model) for weight in layer.experts.parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in ((name, tensor) for name, tensor in tensors if name.startswith(within)):
@@ -157,7 +160,7 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
 
 
 def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> None:
-    """UserError when a tensor that is stored plainly has not as many numbers as config.json asks for.
+    """Raise UserError when a tensor that is stored plainly has not as many numbers as config.json asks for.
 
     Numbers are compared, not shapes: some experts are stored transposed.
     """
@@ -169,7 +172,7 @@ def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> Non
 
 
 def check_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """UserError naming the first weight whose shape, second in its entry, is not the one after it."""
+    """Raise UserError for the first of `mismatched`: (name, stored shape, shape that config.json asks for)."""
     if wrong := sorted(mismatched):
         name, shape, expected = wrong[0]
         raise UserError(
@@ -196,7 +199,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no warnings of transformers: what matters is said as an error."""
+    """Silence progress bars and warnings of transformers while open; what matters is raised as an error."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

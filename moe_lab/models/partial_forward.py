@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
-    """One forward pass of the decoder, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
+    """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
 
-    Gives the decoder's output, whose last_hidden_state (B, S, H) is what the vocabulary is read from.
+    Returns the decoder's output, whose last_hidden_state (B, S, H) is what the vocabulary is read from.
     """
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
@@ -24,7 +24,7 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
 
 
 def stand_in(layer: nn.Module, state: torch.Tensor, undo: ExitStack) -> None:
-    """`layer` gives `state` instead of computing anything, until `undo` is closed."""
+    """Let `layer` return `state` without computing anything, until `undo` is closed."""
     own = vars(layer).get("forward")
     vars(layer)["forward"] = lambda *inputs, **named: state
 
@@ -37,8 +37,10 @@ def stand_in(layer: nn.Module, state: torch.Tensor, undo: ExitStack) -> None:
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """What `layer` gives while `run()` runs the model it is in, which is left as soon as it has; its other hooks come
-    first. TypeError where that is no tensor of hidden states."""
+    """Run the model by `run()` as far as `layer` and return that layer's output.
+
+    Other hooks of the layer run first. TypeError where the output is no tensor of hidden states.
+    """
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         raise _Reached(output)

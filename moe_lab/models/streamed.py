@@ -33,8 +33,10 @@ REST = -1
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """The model of `settings`, to be read layer by layer, and its tokenizer. UserError as in `load_model`, and for
-    models that are spread over devices, pickled or quantised."""
+    """The model of `settings`, to be read layer by layer, and its tokenizer.
+
+    UserError as in `load_model`, and for models that are spread over devices, pickled or quantised.
+    """
     folder = local_folder(settings)
     if has_pickles_only(folder):
         raise UserError(f"calibration.engine=streamed reads safetensors, and {folder} has only pickled weights")
@@ -60,7 +62,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 class StreamedModel:
-    """A causal language model on the meta device, but for what belongs to no decoder layer.
+    """A causal language model on the meta device, except what belongs to no decoder layer.
 
         with streamed.layer(3):
             ...   # layer 3 of streamed.model computes; all others cannot
@@ -90,7 +92,7 @@ class StreamedModel:
         self._ahead, self._memory = ReadAhead(), Memory(device)
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         compute_buffers(self.model, self.model, device)
-        self._ask(REST)
+        self._read_ahead(REST)
         self.prefetch(0)
         self._fill(REST, self.model)
 
@@ -106,8 +108,10 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """The decoder layer with its weights, for as long as this context is open. UserError naming a weight that the
-        checkpoint lacks, of the wrong shape, NaN or infinite."""
+        """Load the weights of one decoder layer while open.
+
+        UserError naming a weight that is missing, of the wrong shape, NaN or infinite.
+        """
         module: nn.Module = self.layers[number]
         compute_buffers(self.model, module, self.device)
         self._fill(number, module)
@@ -119,7 +123,7 @@ class StreamedModel:
             self._memory.give_back(weights)
 
     def through(self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """What layer `number`, which has its weights now, makes of `state` (B, S, H); of None, what embeddings give.
+        """Output (B, S, H) of layer `number`, which has its weights, for `state` (B, S, H); None: for the embeddings.
 
         `ids` and `valid` (B, S) are the batch, from which the model makes its masks and positions. UserError for layers
         that give something else than hidden states.
@@ -146,13 +150,13 @@ class StreamedModel:
             return logits
 
     def prefetch(self, number: int) -> None:
-        """Begin to read a layer's bytes from the disk; numbers beyond the last, or below the first, are ignored."""
+        """Start reading a layer's bytes from the disk; numbers outside the model are ignored."""
         if 0 <= number < len(self.layers):
-            self._ask(number)
+            self._read_ahead(number)
 
     def _fill(self, number: int, module: nn.Module) -> None:
         """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
-        self._ask(number)
+        self._read_ahead(number)
         self._ahead.wait(number)  # converted from the system's cache, which leaves the disk to the next layer
         with ExitStack() as files, quiet():
             tensors = self._slices(number, files)
@@ -168,10 +172,10 @@ class StreamedModel:
                 raise UserError(f"{self.checkpoint.folder}: weights are missing that config.json asks for: {name}")
         check_finite(self.model, within=beginning if number != REST else "")
 
-    def _ask(self, number: int) -> None:
+    def _read_ahead(self, number: int) -> None:
         entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
         folder = self.checkpoint.folder
-        self._ahead.ask(number, [(folder / entry.shard, entry.start, entry.size) for entry in entries])
+        self._ahead.start(number, [(folder / entry.shard, entry.start, entry.size) for entry in entries])
 
     def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
         """Tensors of the checkpoint that are read when they are converted."""

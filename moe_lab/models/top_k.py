@@ -1,4 +1,4 @@
-"""A model that gives each token to another number of experts than it was trained with."""
+"""Change how many experts the routers of a model give each token."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Memory:
         self._lent: list[torch.Tensor] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with any content."""
+        """An uninitialised tensor."""
         for place, tensor in enumerate(self._free):
             if tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype:
                 self._lent.append(self._free.pop(place))
@@ -165,7 +165,7 @@ class Memory:
         return self._lent[-1]
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nobody needs `tensors` any more, some of which may be lent. What is free until now is let go."""
+        """Take back those of `tensors` that are lent, to lend them again; what was free until now is released."""
         places = {tensor.data_ptr() for tensor in tensors}
         self._free = [tensor for tensor in self._lent if tensor.data_ptr() in places]
         self._lent = [tensor for tensor in self._lent if tensor.data_ptr() not in places]

@@ -33,8 +33,9 @@ def cost(
     bits: int = 16,
     modules: Sequence[str] = QUANTISED[:2],
 ) -> dict[str, Any]:
-    """What `model`, unpruned, costs under `plan` (None: as it is), as JSON data. It may be on the meta device. `facts`
-    are the model's; `row` and `routing` are as in `flops_per_token`.
+    """Parameters, bytes and FLOPs of the unpruned `model` under `plan` (None: as it is), as JSON data.
+
+    The model may be on the meta device. `facts` are the model's; `row` and `routing` are as in `flops_per_token`.
 
     parameters, parameters_unpruned  numbers
     parameters_kept                  share of all parameters
@@ -95,8 +96,11 @@ def size(
 
 
 def nf4_bytes(weights: int) -> int:
-    """Bytes of a matrix of so many weights in NF4 with double quantisation: 4 bit a weight in whole blocks of 64, 8 bit
-    the scale of a block, 32 bit the scale of 256 of these, and 32 bit for their mean."""
+    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation.
+
+    4 bits a weight in whole blocks of 64, 8 bits the scale of a block, 32 bits the scale of 256 scales, and 32 bits for
+    their mean.
+    """
     blocks = ceil(weights / NF4_BLOCK)
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 

@@ -45,8 +45,10 @@ PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
 
 @dataclass(frozen=True)
 class Routing:
-    """What the experts of a layer were given: the channels of all experts that `tokens` tokens went to, by layer, each
-    as often as a token went to its expert."""
+    """Where tokens went: layer -> the channels of all experts that `tokens` tokens went to.
+
+    An expert's channels count as often as a token went to it.
+    """
 
     tokens: int
     channels: Mapping[int, int]
@@ -87,8 +89,10 @@ def flops_per_token(
 
 
 def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | None:
-    """The routing of any token where each layer keeps experts of one width, as every plan of whole experts does; None
-    where it depends on the token."""
+    """The routing of any token where each layer keeps experts of one width, as every plan of whole experts does.
+
+    None where it depends on the token.
+    """
     channels = {}
     for layer in layers:
         kept = range(layer.n_experts) if plan is None else plan.experts[layer.index]
@@ -100,8 +104,10 @@ def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | Non
 
 
 def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
-    """Where the valid tokens of `batches` go in the masked model, from one forward pass. UserError for no batches, and
-    for a plan that does not fit the model."""
+    """Where the valid tokens of `batches` go in the masked model, from one forward pass.
+
+    UserError for no batches, and for a plan that does not fit the model.
+    """
     check_batches(batches)
     layers = routed_layers(model)
     routed = Routed(layers)
@@ -113,7 +119,7 @@ def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequenc
 
 
 def check_batches(batches: Sequence[Batch]) -> None:
-    """UserError when there is nothing to count on."""
+    """Raise UserError when there are no batches."""
     if not batches:
         raise UserError("cost: no batches to count FLOPs on, expected at least one")
 
@@ -233,10 +239,11 @@ def _fused_attention(
 def layered_routing(
     streamed: StreamedModel, plan: Plan | None, batches: Sequence[Batch], *, out: Path, budget: float
 ) -> Routing:
-    """What `measured_routing` gives, from one reading of the checkpoint with one decoder layer, masked by `plan`, in
-    memory. Hidden states between layers are kept in the folder `out`, and in memory up to `budget` bytes.
+    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory.
 
-    UserError as there, and for damaged weights and layers that cannot be run one by one.
+    The checkpoint is read once and layers are masked by `plan`. Hidden states between layers are kept in the folder
+    `out`, and in memory up to `budget` bytes. UserError as there, and for damaged weights and layers that cannot be run
+    one by one.
     """
     check_batches(batches)
     if plan is not None:

@@ -24,14 +24,16 @@ from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 @contextmanager
 def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
-    """While this context is open, `model` computes what `prune(model, plan)` would, bit for bit under eager experts
-    for plans of whole experts, within 1e-5 (fp32) for plans of channels.
+    """Let `model` compute what `prune(model, plan)` would, while this context is open.
 
-    Each router runs on the rows and biases of its kept experts only, whatever its formula, and the ids it gives are
-    mapped back to the original ones; channels that are not kept are set to 0 before the down projection. Expert
-    weights are neither copied nor changed; layers may keep different numbers. The model is restored on exit, with the
-    very tensors it had. Contexts of one model do not nest. UserError when the plan does not fit the model;
-    RuntimeError when experts are called with a routing that did not come from the masked router, or past the mask.
+    Bit for bit under eager experts for plans of whole experts, within 1e-5 (fp32) for plans of channels. Each router
+    runs on the rows and biases of its kept experts only, whatever its formula, and the ids it gives are mapped back to
+    the original ones; channels that are not kept are set to 0 before the down projection. Expert weights are neither
+    copied nor changed; layers may keep different numbers. The model is restored on exit, with the very tensors it had.
+    Contexts of one model do not nest.
+
+    UserError when the plan does not fit the model; RuntimeError when experts are called with a routing that did not
+    come from the masked router, or past the mask.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -74,11 +76,11 @@ def mask_logits(model: nn.Module, drop: Mapping[int, torch.Tensor]) -> Iterator[
 
 
 def slice_router(layer: MoELayer, kept: Sequence[int], undo: ExitStack) -> dict[int, torch.Tensor]:
-    """Leave the router of `layer` the rows, biases and counts of the experts `kept` (ascending ids) alone, until `undo`
-    is closed; the ids it gives are then places in `kept`.
+    """Leave the router of `layer` only the rows, biases and counts of the experts `kept`, until `undo` is closed.
 
-    Gives id of each of its tensors -> the slice that stands for it, because some blocks hand their router its biases.
-    UserError when the router's weights are not in memory.
+    `kept` are ascending ids; the ids the router gives are then places in `kept`. Returns id of each of its tensors ->
+    the slice that replaces it, because some blocks hand their router its biases. UserError when the router's weights
+    are not in memory.
     """
     if any(part.tensor.is_meta for part in layer.routing):
         raise UserError(f"the router of {layer.name} is offloaded: load the model without offloading to mask it")
@@ -188,8 +190,9 @@ class _LogitMask(TorchFunctionMode):
 
 @contextmanager
 def channel_masks(model: PreTrainedModel, layers: list[MoELayer], plan: Plan) -> Iterator[None]:
-    """While open, channels of `layers` that `plan` does not keep are 0 before the down projection; ids are the
-    original ones.
+    """While open, channels of `layers` that `plan` does not keep are 0 before the down projection.
+
+    Ids are the original ones.
 
     Models that run grouped_mm stay with it; others compute expert after expert, sorted once: what experts with all
     channels give is bit for bit that of the eager forward. RuntimeError when experts are called past the mask.
@@ -244,8 +247,10 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
 
 
 def grouped_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
-    """The same by transformers' grouped matrix products, which know no single expert: the activation is followed by
-    the mask of each row's expert."""
+    """The same by transformers' grouped matrix products.
+
+    They do not handle experts one by one, so the mask of each row's expert follows the activation.
+    """
     dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
     experts: Any = layer.experts
 

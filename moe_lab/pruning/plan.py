@@ -32,8 +32,10 @@ ZERO_EXPERT = ("keep_null", "drop")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Kept experts per layer, their ids ascending, so that survivors stay in order. Plans that keep the same are
-    equal."""
+    """Kept experts per layer, their ids ascending, so that survivors stay in order.
+
+    Plans that keep the same are equal.
+    """
 
     experts: dict[int, tuple[int, ...]]
     """Layer -> ids of the experts to keep, ascending."""
@@ -78,8 +80,7 @@ class Plan:
         return hashlib.sha256(_canonical(self._layers()).encode()).hexdigest()
 
     def check(self, top_k: PerLayer, n_group: PerLayer = 1, topk_group: PerLayer | None = None) -> None:
-        """Raise UserError, naming the layer and the nearest feasible number, unless the routers can work with what is
-        kept.
+        """Raise UserError, naming layer and nearest feasible number, unless the routers work with what is kept.
 
         `top_k` is the number of experts a token is routed to; `n_group` and `topk_group` (None: all) describe
         group-limited routers, which need the same number of survivors in each group of adjacent experts. Each is one
@@ -97,8 +98,10 @@ class Plan:
             check_groups(layer, kept, self.n_experts[layer], groups)
 
     def check_origin(self, sha256: str, where: object) -> None:
-        """UserError if the plan says of what model it was made (`model_sha256` of its provenance), and that is not the
-        one in the folder `where`, whose fingerprint is `sha256`."""
+        """Raise UserError if the plan was made for another model than the one in the folder `where`.
+
+        The plan says so by `model_sha256` of its provenance, if it has one; `sha256` is the fingerprint of the folder.
+        """
         made_for = self.provenance.get("model_sha256") or sha256
         if made_for != sha256:
             raise UserError(
@@ -299,7 +302,7 @@ Mask = NDArray[numpy.bool_]
 
 
 def check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:
-    """UserError unless `kept` are ids of `count` experts, ascending, at least one."""
+    """Raise UserError unless `kept` are ids of `count` experts, ascending, at least one."""
     if not kept:
         raise UserError(f"plan: layer {layer} keeps no expert of {count}: keep at least 1")
     for expert in kept:
@@ -312,7 +315,7 @@ def check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:
 
 
 def check_mask(layer: int, mask: Mask, kept: tuple[int, ...], count: int) -> None:
-    """UserError unless `mask` is (count, I) bool and only keeps channels of kept experts."""
+    """Raise UserError unless `mask` is (count, I) bool and only keeps channels of kept experts."""
     if mask.ndim != 2 or mask.shape[0] != count or mask.dtype != numpy.bool_:
         raise UserError(
             f"plan: layer {layer} has a mask of {mask.dtype} {mask.shape}: expected bool ({count}, channels)"
@@ -322,7 +325,7 @@ def check_mask(layer: int, mask: Mask, kept: tuple[int, ...], count: int) -> Non
 
 
 def check_groups(layer: int, kept: tuple[int, ...], count: int, n_group: int) -> None:
-    """UserError unless every group of adjacent experts keeps equally many."""
+    """Raise UserError unless every group of adjacent experts keeps equally many."""
     if count % n_group:
         raise UserError(f"plan: layer {layer} has {count} experts, which do not fall into {n_group} equal groups")
     size = count // n_group

@@ -33,10 +33,10 @@ Entropies are in nats. Both entropies and losses are NaN in layers without a rou
 
 
 def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
-    """Rows of COLUMNS, one per decoder layer, from one forward pass of `model` under `plan` (None: unpruned) over the
-    valid tokens of `batches`, and one of the unpruned model for the losses.
+    """Rows of COLUMNS, one per decoder layer, of `model` under `plan` (None: unpruned) over the tokens of `batches`.
 
-    UserError for no batches, a plan that does not fit, and naming the layer where the stream is not finite.
+    One forward pass, and one of the unpruned model for the losses. UserError for no batches, a plan that does not fit,
+    and naming the layer where the stream is not finite.
     """
     if not batches:
         raise UserError("profile: no batches to read, expected at least one")

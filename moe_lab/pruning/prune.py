@@ -63,7 +63,7 @@ def prune_layer(layer: MoELayer, kept: Iterable[int]) -> None:
 
 
 def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
-    """UserError unless `plan` is for exactly these layers and their routers work with what it keeps."""
+    """Raise UserError unless `plan` is for exactly these layers and their routers work with what it keeps."""
     expected = {layer.index: layer.n_experts for layer in layers}
     if plan.n_experts != expected:
         raise UserError(
@@ -81,8 +81,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
-    """Names of a module's own attributes that hold its number of experts (`out_features` of a linear router
-    included)."""
+    """Names of a module's own attributes that hold its number of experts, such as `out_features` of a router."""
     names = (*COUNT_FIELDS, "out_features")
     return [name for name in names if vars(module).get(name) == n_experts]
 
@@ -109,7 +108,7 @@ WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 
 
 def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
-    """UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
+    """Raise UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
     for layer in layers:
         if reason := refusal(layer.experts):
             raise UserError(

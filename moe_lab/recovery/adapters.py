@@ -36,9 +36,10 @@ class Adapted:
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
-    """Put DoRA adapters on all routed experts of `model`, on its shared experts unless recovery.shared_experts=false,
-    and on its routers unless recovery.router_rank=0, in place; everything else is frozen. They start as the identity:
-    the model computes what it did.
+    """Put DoRA adapters on the MoE blocks of `model`, in place; everything else is frozen.
+
+    On all routed experts, on shared experts unless recovery.shared_experts=false, and on routers unless
+    recovery.router_rank=0. They start as the identity: the model computes what it did.
 
     peft's adapters for bare parameters have no DoRA (0.21 refuses use_dora there), so experts are taken apart into
     linear maps on the same memory, and a router's weight becomes what its adapted map stands for. `seed` draws the
@@ -108,8 +109,10 @@ def _inject(module: nn.Module, targets: list[str], rank: int, scaling: float, dr
 
 
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
-    """{"experts": name -> parameter, "routers": ..., "shared_experts": ...}: what is trained, by names that are the
-    same in every run."""
+    """What is trained: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}.
+
+    Names are the same in every run.
+    """
     parameters: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
     for adapted in layers:
         modules = {"experts": adapted.unfused, "routers": adapted.router, "shared_experts": adapted.shared}
@@ -124,8 +127,10 @@ def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
-    """Put the original modules back into `model`, with the adapters' effect in new tensors; the old ones, which other
-    models may share, are not written to. Returns the new ones by their names in the model's state dict.
+    """Put the original modules back into `model`, with the adapters' effect in new tensors.
+
+    The old ones, which other models may share, are not written to. Returns the new ones by their names in the model's
+    state dict.
 
     UserError naming layer and expert when one is not finite.
     """
@@ -181,8 +186,9 @@ Projection = tuple[str, torch.Tensor, torch.Tensor | None]
 
 
 def projections(experts: nn.Module, expert: int) -> Iterator[Projection]:
-    """The linear maps of one expert, as views of the memory of its stacked or ragged module: what is written to them
-    is written to the module. Nothing for an expert without channels.
+    """The linear maps of one expert, as views of the memory of its stacked or ragged module.
+
+    Writing to them writes to the module. Nothing for an expert without channels.
     """
     if isinstance(experts, RaggedExperts):
         gate_up, down = experts.weights(expert)
@@ -213,8 +219,10 @@ def _halves(weight: torch.Tensor, bias: torch.Tensor | None, *, interleaved: boo
 
 
 class UnfusedExperts(nn.Module):
-    """Takes the place of the experts module of a layer: the same function, each projection an nn.Linear on the very
-    memory of the original, so that an adapter can be put on it. `maps[e]` holds those of expert e by name."""
+    """Replaces the experts module of a layer by linear maps on the same memory, so that adapters can be put on them.
+
+    The function is the same. `maps[e]` holds the maps of expert e by name.
+    """
 
     def __init__(self, experts: Any, count: int) -> None:
         """`count` experts of `experts`, which is kept, out of sight of parameters and modules, for its activation."""

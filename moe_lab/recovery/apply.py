@@ -1,4 +1,4 @@
-"""A model as a recovery leaves it: pruned, fine-tuned, stored in fewer bits; the one it came from stays as it is."""
+"""Apply a recovery to a copy of a model: prune it, load its fine-tuned tensors, quantise it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TENSORS = "tuned.safetensors"
 
 
 def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None) -> Any:
-    """A new model: `model` pruned by `plan` (None: as it is), with the tensors that a fine-tuning left in the folder
-    `tuned` (None: none), and, if `bits` is 4, with its `modules` stored as NF4, in this order.
+    """Apply a recovery to `model`: prune by `plan`, load tuned tensors, quantise, in this order; returns a new model.
 
-    `model` stays as it is; tensors that do not change are shared with it. Works as any model does: forward, generate,
-    evaluation. UserError for a model that is quantised already, tensors of another model or plan, and what `quantize`
-    refuses.
+    `plan` None prunes nothing; `tuned` is the folder that a fine-tuning left, or None; with `bits` 4 the weights of
+    `modules` are stored as NF4. `model` stays as it is; tensors that do not change are shared with it. Works as any
+    model does: forward, generate, evaluation. UserError for a model that is quantised already, tensors of another model
+    or plan, and what `quantize` refuses.
     """
     check_unquantized(model)
     result = pruned(model, plan)

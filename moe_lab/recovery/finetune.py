@@ -44,16 +44,17 @@ def finetune(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: as it is), on the
-    answers of `text`, merge them, and write into the folder `out`:
+    """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: as it is), and merge them.
+
+    They learn the answers of `text`. The folder `out` gets
 
     tuned.safetensors  the merged tensors that differ from the pruned model's, by their names in its state dict
     finetune.json      loss of each step, trained parameters, answer tokens, steps, seconds
 
-    AdamW without weight decay, as the paper; the end of an assistant's turn is learnt with its answer. Progress is
-    kept in `partial`, and what another run of the same `fingerprint` left there is gone on from, exactly. `model`
-    stays as it is; returned is the fine-tuned one. UserError for settings that cannot work, a set without answers, a
-    quantised model, a loss that is not finite.
+    AdamW without weight decay, as the paper; the end of an assistant's turn is learnt with its answer. Progress is kept
+    in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` stays as it is; returned is the
+    fine-tuned one. UserError for settings that cannot work, a set without answers, a quantised model, a loss that is
+    not finite.
     """
     check(settings)
     check_unquantized(model)
@@ -158,8 +159,11 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
 
 
 def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
-    """Share of the peak learning rate in `step` (from 0) of `steps`: up in a straight line over the first
-    `settings.warmup` of them, then down to 0 after the last, along a cosine or a straight line."""
+    """Share of the peak learning rate in `step` (from 0) of `steps`.
+
+    It rises in a straight line over the first `settings.warmup` of them, then falls to 0 after the last, along a cosine
+    or a straight line.
+    """
     rising = math.ceil(settings.warmup * steps)
     if step < rising:
         return (step + 1) / rising
@@ -196,8 +200,11 @@ def _backward(model: Any, rows: Sequence[Row], at_once: int) -> float:
 
 
 def answer_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Sum over the answer tokens (B, S) of -log p(token | what stands before it), in fp32; the first token of a row
-    has nothing before it and never counts. Only positions that predict an answer in some row reach the vocabulary."""
+    """Sum over the answer tokens (B, S) of -log p(token | what stands before it), in fp32.
+
+    The first token of a row has nothing before it and never counts. Only positions that predict an answer in some row
+    reach the vocabulary.
+    """
     learnt = answers[:, 1:]
     columns = learnt.any(0).nonzero()[:, 0]
     mask = None if bool(valid.all()) else valid.to(torch.int64)

@@ -33,16 +33,17 @@ def storage(model: nn.Module) -> dict[str, int]:
 
 
 def quantize(model: Any, modules: Sequence[str]) -> dict[str, Any]:
-    """Store the weights of `modules` (out of experts, shared_experts, attention) of `model` as NF4 with double
-    quantisation, in place; what computes with them reads them one matrix at a time, in the model's own dtype.
+    """Store the weights of `modules` of `model` as NF4 with double quantisation, in place.
 
-    Stacked and ragged experts alike. Routers, the gates of shared experts, biases, norms, embeddings and lm_head stay
-    as they are. Tensors that `model` shares with another one are replaced, not written to. Experts run eagerly
-    afterwards, because grouped kernels need all of them at once. The same weights give the same bits every time.
+    `modules` are some of experts, shared_experts, attention. What computes with them dequantises one matrix at a time,
+    in the model's own dtype. Stacked and ragged experts alike. Routers, the gates of shared experts, biases, norms,
+    embeddings and lm_head stay as they are. Tensors that `model` shares with another one are replaced, not written to.
+    Experts run eagerly afterwards, because grouped kernels need all of them at once. The same weights give the same
+    bits every time.
 
-    Returns {"weights": module -> how many were quantised (0 where the model has none, as of shared experts),
-    "bytes": {"before": ..., "after": ...}}, both as `storage`. UserError for a model that holds quantised weights
-    already, an unknown module, a dtype without NF4, and when bitsandbytes is missing.
+    Returns {"weights": module -> how many were quantised (0 where the model has none, as of shared experts), "bytes":
+    {"before": ..., "after": ...}}, both as `storage`. UserError for a model that holds quantised weights already, an
+    unknown module, a dtype without NF4, and when bitsandbytes is missing.
     """
     check_modules(list(modules))
     check_unquantized(model)
@@ -53,7 +54,7 @@ def quantize(model: Any, modules: Sequence[str]) -> dict[str, Any]:
 
 
 def check_unquantized(model: Any) -> None:
-    """UserError when `model` holds weights that are quantised: by this file, or by the checkpoint it came from."""
+    """Raise UserError when `model` holds quantised weights, whether `quantize` or its checkpoint made them so."""
     ours = any(isinstance(module, FourBitMatrices) for module in model.modules())
     foreign = getattr(model, "is_quantized", False) or any(tensor.element_size() < 2 for tensor in model.parameters())
     if ours or foreign:

@@ -18,7 +18,7 @@ SCHEDULES = ("cosine", "linear")
 
 
 def check(settings: RecoveryConfig) -> None:
-    """UserError for a value that cannot work, or for a package that is needed and not installed."""
+    """Raise UserError for a value that cannot work, or for a package that is needed and not installed."""
     if settings.bits not in (4, 16):
         raise UserError(f"recovery.bits={settings.bits} is unknown: expected 4 (NF4) or 16 (as loaded)")
     if settings.bits == 4:
@@ -30,7 +30,7 @@ def check(settings: RecoveryConfig) -> None:
 
 
 def check_none(settings: RecoveryConfig) -> None:
-    """UserError for settings of a recovery under the name that stands for none."""
+    """Raise UserError for settings of a recovery under the name that stands for none."""
     if settings.name == "none" and (settings.bits != 16 or settings.instructions is not None):
         raise UserError(
             f"recovery.name=none means none, but recovery.bits={settings.bits} and recovery.instructions="
@@ -39,7 +39,7 @@ def check_none(settings: RecoveryConfig) -> None:
 
 
 def check_modules(modules: list[str]) -> None:
-    """UserError unless `modules` names at least one kind of module that can be quantised."""
+    """Raise UserError unless `modules` names at least one kind of module that can be quantised."""
     if not modules:
         raise UserError(f"recovery.modules is empty: expected one or more of {', '.join(MODULES)}")
     for module in modules:
@@ -48,7 +48,7 @@ def check_modules(modules: list[str]) -> None:
 
 
 def need(package: str, extra: str, reason: str) -> None:
-    """UserError with the command that installs `package` when it is not there."""
+    """Raise UserError with the command that installs `package` when it is not there."""
     if find_spec(package) is None:
         raise UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
 

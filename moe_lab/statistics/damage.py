@@ -37,7 +37,7 @@ def measure_damage(
     groups: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Statistics:
-    """`damage` (E,) of every layer over `batches`; arguments and errors as `gather`. Saves nothing if `out` is None.
+    """Measure `damage` (E,) of every layer over `batches`; arguments and errors as `gather`.
 
     Costs (k + 1) / k of the expert work of a forward pass, and little else.
     """
@@ -116,7 +116,7 @@ def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch
 def _check_rule(
     layer: MoELayer, rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> None:
-    """UserError unless repeating the router gives the routing that the experts were called with."""
+    """Raise UserError unless repeating the router gives the routing that the experts were called with."""
     given = _spread(index[token], weights[token], layer.n_experts)
     if not torch.equal(_spread(*rerouting.rule(token, None), layer.n_experts), given):
         raise UserError(f"criterion=exact_damage cannot repeat the router of {layer.name}: this model is not supported")

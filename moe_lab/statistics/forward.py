@@ -31,7 +31,7 @@ def gather(
     progress: Callable[[int, int], None] | None = None,
     snapshots: Snapshots | None = None,
 ) -> Statistics:
-    """All forward statistics of `model` over `batches`.
+    """Gather all forward statistics of `model` over `batches`.
 
     Every `groups` batches the sums are saved in the folder `out`, unless it is None; a pass that finds sums there, of
     the same fingerprint and the same batches, goes on from them, to the very numbers of a pass that was never stopped.
@@ -113,8 +113,10 @@ class ForwardTap(Tap):
             self.call = None
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts; its first call
-        tells."""
+        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts.
+
+        Its first call tells.
+        """
         if self.softmax_router is None:
             self.softmax_router = self.logits is not None and is_softmax(self.logits, index, weights)
         if not self.softmax_router or self.logits is None:
@@ -259,8 +261,10 @@ class Call:
 
 
 class Channels:
-    """channel_square, channel_max and the same weighed with one or several `gates`, (E, I) each, of one call; names as
-    in sums.py."""
+    """channel_square, channel_max and the same weighed with one or several `gates`, (E, I) each, of one call.
+
+    Names as in sums.py.
+    """
 
     def __init__(self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)) -> None:
         self.gates = gates

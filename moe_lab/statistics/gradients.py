@@ -67,7 +67,7 @@ def gather_gradients(
 
 
 def check_loss(batches: Sequence[Batch]) -> None:
-    """UserError when no valid token follows another, so that there is nothing to predict."""
+    """Raise UserError when no valid token follows another, so that there is nothing to predict."""
     if batches and not any(bool((valid[:, :-1] & valid[:, 1:]).any()) for _, valid in batches):
         raise UserError("calibration has no token that follows another one, so there is no loss: expected longer rows")
 
@@ -75,8 +75,8 @@ def check_loss(batches: Sequence[Batch]) -> None:
 class GradientTap(Tap):
     """Adds channel sums of the forward pass, once, and of the backward pass when it comes along.
 
-    Experts compute what the eager forward computes, in the same order. Gradients are taken to be SCALE times those of
-    the loss.
+    Experts compute what the eager forward computes, in the same order. Gradients are taken to be LOSS_SCALE times those
+    of the loss.
     """
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class GradientTap(Tap):
         return mixed
 
     def add_gradient(self, expert: int, phi: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The tokens of one expert that count: phi and SCALE * dL/dphi, (n, I) each."""
+        """The tokens of one expert that count: phi and LOSS_SCALE * dL/dphi, (n, I) each."""
         gradient = wide(gradient)
         product = gradient * wide(phi)
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
@@ -144,7 +144,7 @@ LOGITS = 1 << 26
 
 
 def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Read one batch, `input_ids` (B, S) and `valid` (B, S), and send SCALE times the loss's gradient back through it.
+    """Read one batch, `input_ids` and `valid` (B, S), and send LOSS_SCALE times the gradient of the loss back.
 
     To be called within `differentiable(model)`.
     """
@@ -155,7 +155,7 @@ def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid:
 
 
 def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`.
+    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`.
 
     Only positions whose token and next token both count reach the vocabulary, LOGITS numbers at a time.
     """
@@ -220,8 +220,9 @@ def gather_weight_gradients(
     fingerprint: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Statistics:
-    """`snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I) of every layer: sum over the channel's
-    weights in that projection of |w dL/dw|.
+    """SNIP's sums `snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I) of every layer.
+
+    Each is the sum of |w dL/dw| over a channel's weights in that projection (Lee et al. 2019, by channel).
 
     L is the loss of `gather_gradients` over all `batches`; the absolute value is taken of the whole set's gradient, so
     parts of a set cannot be merged and a stopped pass starts again. Memory: the gradients of all routed experts'
@@ -241,7 +242,7 @@ def gather_weight_gradients(
 
 
 class WeightGradientTap(Tap):
-    """Collects SCALE * dL/dw of the layer's routed experts over all passes, at least in fp32."""
+    """Collects LOSS_SCALE * dL/dw of the layer's routed experts over all passes, at least in fp32."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
@@ -299,8 +300,10 @@ def _hand_over(name: str, expert: int, take: Callable[[str, int, torch.Tensor], 
 
 
 def by_channel(layer: MoELayer, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Projection -> sums (I,) over each channel's entries of one expert's weight `name`, as the experts module of
-    `layer` lays it out."""
+    """Projection -> sums (I,) over each channel's entries of one expert's weight `name`.
+
+    `layer` says how its experts module lays the weight out.
+    """
     module: Any = layer.experts
     channels_last = module.is_transposed != (name == "down_proj")
     sums = values.sum(0 if channels_last else 1)

@@ -47,7 +47,7 @@ ExpertsInterface.register(REGISTERED_NAME, _dispatch)
 def replaced_experts(
     model: PreTrainedModel, layers: Sequence[MoELayer], functions: Mapping[int, ExpertsFunction]
 ) -> Iterator[None]:
-    """While open, layer i of `layers` computes its experts with `functions[i]`; afterwards the model is as before.
+    """Compute the experts of layer i of `layers` with `functions[i]` while open; the model is restored afterwards.
 
     UserError when a layer's experts ignore the registry (transformers then silently keeps their own forward) or are
     sharded over devices by expert.
@@ -85,7 +85,7 @@ Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """The usual reading: one forward pass without gradients."""
+    """One forward pass without gradients: the default reading."""
     with torch.no_grad():
         run(model, input_ids, valid)
 
@@ -220,8 +220,10 @@ def read_all(
     reading: Reading = forward,
     snapshots: Snapshots | None = None,
 ) -> Statistics:
-    """What `tap` sums over `batches`, each read by `reading`, with checkpoints; `kind` goes into the header, the rest
-    is as in `gather`."""
+    """Sum what `tap` collects over `batches`, each read by `reading`, with checkpoints.
+
+    `kind` goes into the header, the rest is as in `gather`.
+    """
     about = description(batches, kind, fingerprint, first_row)
     checkpoint = None if out is None else out / CHECKPOINT
     done, start = _resume(checkpoint, about)

@@ -26,8 +26,11 @@ from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
 
 class States:
-    """(place, batch) -> a tensor. Every one is in a file, so that a pass can go on after it was killed; those that fit
-    into `budget` bytes are kept in memory as well and are not read back."""
+    """(place, batch) -> a tensor.
+
+    Every one is in a file, so that a pass can go on after it was killed; those that fit into `budget` bytes are kept in
+    memory as well and are not read back.
+    """
 
     def __init__(self, folder: Path, budget: float) -> None:
         self.folder, self.budget = folder, budget
@@ -68,7 +71,7 @@ def stream(
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """What `tap` sums in a forward pass, as `read_all` gives it, with one decoder layer in memory.
+    """Sum what `tap` collects in a forward pass, as `read_all` does, with one decoder layer in memory.
 
     Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. A pass that finds
     there what an interrupted one of the same kind, fingerprint and batches left goes on from its last finished layer.
@@ -98,7 +101,7 @@ def stream_pruned(
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """What `tap` sums where every layer reads what the pruned layers below it give; the rest as in `stream`.
+    """Sum what `tap` collects where each layer reads the output of the pruned layers below; else as `stream`.
 
     After a layer with routed experts is read, `prune` is given its number and sums. In the context that it returns the
     layer runs once more, and that output is what the next layer reads.
@@ -133,9 +136,9 @@ def stream_back(
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """What `tap` sums in a forward and a backward pass: channel sums as `gather_gradients` gives them, SNIP's scores as
-    `gather_weight_gradients` does; the rest as in `stream`.
+    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
 
+    Channel sums are those of `gather_gradients`, SNIP's those of `gather_weight_gradients`; the rest is as in `stream`.
     Forward through all layers, keeping what enters each; then backward from the last to the first MoE layer, each of
     which runs once more.
     """
@@ -237,7 +240,7 @@ def _layer(
 
 
 def _at_head(streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """The gradient of the loss, times SCALE, at the output of the last decoder layer, (B, S, H)."""
+    """The gradient of the loss, times LOSS_SCALE, at the output of the last decoder layer, (B, S, H)."""
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:

@@ -134,7 +134,7 @@ def combine(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tenso
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
-    """UserError naming layer and expert when a statistic is NaN or infinite; `where` says what was being read."""
+    """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` says what was being read."""
     for layer, named in layers.items():
         for name, tensor in named.items():
             if torch.isfinite(tensor).all():
@@ -217,8 +217,10 @@ class Snapshots:
         Statistics(named, {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
 
     def publish(self, folder: Path) -> bool:
-        """Move all snapshots into `folder` with their index; False, and nothing moved, when one is missing, as when
-        the pass was begun without."""
+        """Move all snapshots into `folder` with their index.
+
+        False, and nothing moved, when one is missing, as when the pass was begun without.
+        """
         files = [self.file(done) for done in self.points]
         if not all(file.exists() for file in files):
             return False
@@ -230,8 +232,10 @@ class Snapshots:
 
 
 def load_snapshots(folder: Path, parts: int) -> list[tuple[int, dict[int, dict[str, Any]]]] | None:
-    """(valid tokens, layer -> arrays) of each snapshot in `folder`, the least first; None where no pass left snapshots
-    of so many parts there."""
+    """(valid tokens, layer -> arrays) of each snapshot in `folder`, the least first.
+
+    None where no pass left snapshots of so many parts there.
+    """
     index = folder / SNAPSHOT_INDEX
     if not index.exists() or (content := json.loads(index.read_text()))["asked"] != parts:
         return None

@@ -32,8 +32,7 @@ ALL_EXPERTS = re.compile(
 
 
 def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
-    """abs_sum (E,), square_sum (E,) and count () of every layer: sum |w|, sum w^2 and the number of an expert's
-    weights.
+    """abs_sum (E,), square_sum (E,) and count () of every layer: sum |w|, sum w^2 and number of an expert's weights.
 
     `folder` is a checkpoint in safetensors; an expert's gate, up and down weights count, biases, routers and shared
     experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a chunk and fp64 across. UserError for a

@@ -73,7 +73,7 @@ def test_bytes_are_read_once_in_long_stretches(tmp_path: Path, monkeypatch: pyte
     )
     reader = checkpoint_reader.ReadAhead()
     for _ in range(2):
-        reader.ask(
+        reader.start(
             7, [(tmp_path / "b", 5, 5), (tmp_path / "a", 10, 2), (tmp_path / "b", 0, 5), (tmp_path / "a", 20, 1)]
         )
     reader.wait(7)
@@ -81,5 +81,5 @@ def test_bytes_are_read_once_in_long_stretches(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     (tmp_path / "short").write_bytes(b"x")
     for number, name in enumerate(("short", "missing")):  # found by who needs them
-        reader.ask(number, [(tmp_path / name, 0, 100)])
+        reader.start(number, [(tmp_path / name, 0, 100)])
         reader.wait(number)

@@ -1,4 +1,4 @@
-"""Families that transformers has no code for and moe_lab has: importing this file makes them known to transformers."""
+"""Families that transformers has no code for: importing this package registers moe_lab's code with transformers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from moe_lab.models.transformers_private import MODEL_FOR_CAUSAL_LM_MAPPING_NAME
 
 
 def causal_language_model(kind: str) -> str | None:
-    """Name of the class of causal language models of a model type, in transformers or here; None where there is
-    none."""
+    """Name of the class of causal language models of a model type, in transformers or here.
+
+    None where there is none.
+    """
     if kind in PORTS:
         return f"{PORTS[kind].base}ForCausalLM"
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if kind in CONFIG_MAPPING else None
 
 
 def ask_family(kind: str) -> Family | None:
-    """What `read_family` gives, from the classes themselves: for code that does not say it in plain literals."""
+    """The family of a model type from its classes, for code that `read_family` cannot read as text."""
     if (name := causal_language_model(kind)) is None:
         return None
     config = CONFIG_MAPPING[kind]

@@ -83,8 +83,10 @@ def export(
 
 @contextmanager
 def _unfinished(work: Path, source: Path, what: dict[str, str], *, keep: bool) -> Iterator[None]:
-    """The folder `work`, with the whole files that an earlier export of the same left there. It goes when anything
-    fails; with `keep`, not when the process is told to stop. UserError for a disk that fills up."""
+    """The folder `work`, with the whole files that an earlier export of the same left there.
+
+    It goes when anything fails; with `keep`, not when the process is told to stop. UserError for a disk that fills up.
+    """
     origin = json.dumps({"source": fingerprint(source), **what} if keep else what)
     if not (work / ORIGIN).exists() or (work / ORIGIN).read_text() != origin:
         shutil.rmtree(work, ignore_errors=True)
@@ -135,8 +137,11 @@ def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost
 
 
 def _name(folder: Path, plan: Plan) -> str:
-    """What the original is called: as the plan says where its fingerprint was compared, else as its folder is, which in
-    the hub's cache is models--OWNER--NAME/snapshots/COMMIT."""
+    """The name of the original model for the card.
+
+    That of the plan where its fingerprint was compared, else the name of the folder, which in the hub's cache is
+    models--OWNER--NAME/snapshots/COMMIT.
+    """
     where = folder.resolve()
     if plan.provenance.get("model_sha256") and "model" in plan.provenance:
         return str(plan.provenance["model"])

@@ -51,8 +51,11 @@ class Cost:
 
 
 def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
-    """Markdown: what was pruned and how, how to load it, what its form costs, then the card of the original model,
-    whose front matter (licence and so on) stays."""
+    """The model card in Markdown.
+
+    What was pruned and how, how to load it, what its form costs, then the card of the original model, whose front
+    matter (licence and so on) stays.
+    """
     front, body = _split(original or "")
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",

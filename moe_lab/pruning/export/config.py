@@ -24,7 +24,7 @@ from moe_lab.pruning.plan import Plan
 
 @dataclass(frozen=True)
 class Description:
-    """What stands beside the weights."""
+    """The configuration and code of an exported checkpoint."""
 
     config: dict[str, Any]
     """The content of config.json."""
@@ -41,7 +41,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
-    """UserError unless the router that config.json describes can work with the plan."""
+    """Raise UserError unless the router that config.json describes can work with the plan."""
     text = text_part(config)
     top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
     n_group = text.get("n_group") or 1

@@ -21,8 +21,10 @@ KERNEL_BYTES = 16
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
-    """Whether experts of these widths, in numbers of `element_size` bytes, fit a family's own module: all the same, not
-    0, and of aligned rows."""
+    """Whether experts of these widths fit a family's own module: all equal, not 0, and of aligned rows.
+
+    Numbers of a weight take `element_size` bytes.
+    """
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 

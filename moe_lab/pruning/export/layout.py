@@ -85,8 +85,7 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def check_masked(folder: Path) -> None:
-    """UserError unless routers of a checkpoint have a vector in which a dropped expert can be barred, as far as names
-    tell."""
+    """Raise UserError unless routers have a vector that can bar a dropped expert, as far as names tell."""
     if not can_bar(open_checkpoint(folder).tensors):
         raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 

@@ -45,8 +45,10 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
 
 
 def native_family(config: dict[str, Any]) -> Family:
-    """The family of the model type; UserError unless there is a causal language model of it without the folder's
-    code."""
+    """The family of the model type.
+
+    UserError unless there is a causal language model of it without the folder's code.
+    """
     kind = config.get("model_type", "")
     family = read_family(kind)
     if family is None:

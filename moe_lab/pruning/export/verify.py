@@ -27,16 +27,16 @@ Compared = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", trust_remote_code: bool = False) -> float:
-    """Read TOKENS random tokens with the model in `source` masked by `plan`, and give each decoder layer of the
-    checkpoint in `exported` what that layer of the masked model was given, one of each in memory, in the precision they
-    are stored in.
+    """Compare an exported checkpoint with the model in `source` masked by `plan`; returns the largest difference.
 
-    Compared are what a layer gives, what its MoE block and its routed experts add, what every kept expert gives whether
-    a token chose it or not, and the logits read from the last layer. They have to be equal to the bit on the CPU where
-    the layer lost whole experts only and is written without them; else within TOLERANCE. Gives the largest difference:
-    each number's, as a share of the largest of its token or of its place in the hidden state, whichever is smaller; so
-    0 means equal logits. The code of an export with uneven layers is moe_lab's own and is run. UserError naming the
-    first layer that differs.
+    TOKENS random tokens are read. Each decoder layer of `exported` gets the input of that layer in the masked model,
+    one layer of each in memory, in the precision they are stored in.
+
+    Compared are the outputs of the layer, of its MoE block and of its routed experts, of every kept expert whether a
+    token chose it or not, and the logits after the last layer. They must be equal to the bit on the CPU where the layer
+    lost whole experts only and is written without them; else within TOLERANCE. A difference is a share of the largest
+    number of its token or of its place in the hidden state, whichever is smaller; so 0 means equal logits. The code of
+    an export with uneven layers is moe_lab's own and is run. UserError naming the first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -93,8 +93,7 @@ def _layer(
 def _noted(
     model: StreamedModel, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a decoder layer gives, and on the way: what the experts are given, with which gates, and add; what the block
-    adds."""
+    """Run a decoder layer: its output, and inputs, gates and output of its experts, and the output of its block."""
     layer, notes = model.moe[number], {}
 
     def experts(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
