@@ -1,4 +1,4 @@
-"""`python -m moe_lab.study status|cancel|logs|why|verify NAME`: what became of a study that was started."""
+"""`python -m moe_lab.study status|cancel|logs|why|verify NAME`: state of a study that was started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Answer; exit code 1 for damaged steps, 2 with a sentence for a name nobody knows."""
+    """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
     from moe_lab.study.progress import say_notices
     from moe_lab.study.status import COMMANDS  # here, since Ctrl-C while it is imported is to print no trace
     from moe_lab.study.store import Store

@@ -1,4 +1,4 @@
-"""From cells to distinct steps: work that cells share stands in the graph once."""
+"""The graph of a study: its cells as distinct steps, each step that cells share once."""
 
 from __future__ import annotations
 

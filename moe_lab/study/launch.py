@@ -1,4 +1,4 @@
-"""Run a graph: here, in several processes of this machine, or on a cluster."""
+"""Launchers: run the steps of a study in this process, in several processes, or as Slurm jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before anything heavy is loaded, reported together."""
+"""Checks of a study before anything heavy is loaded; all problems are reported together."""
 
 from __future__ import annotations
 
@@ -313,8 +313,8 @@ def _check_engines(cells: Sequence[Cell]) -> Iterator[str]:
         if cell.calibration.engine != "streamed" or not _is_known(cell):
             continue
         chosen = allocation.get(cell.allocation.name)
-        searches = chosen.step == "search"
-        if searches or not {"ablation", "scaling"}.isdisjoint(evidence_of(cell)):
+        searches = KINDS[chosen.step].needs_whole_model
+        if searches or any(KINDS[need].needs_whole_model for need in evidence_of(cell) if need != "by"):
             what = "compares whole models" if searches else "reads the loss of the whole model with one part changed"
             yield (
                 f"allocation={chosen.name} {what}, and calibration.engine=streamed has one decoder layer in memory: "

@@ -1,4 +1,4 @@
-"""How far a run is: a bar with ETA on a terminal, one line a minute otherwise."""
+"""Progress of a run: a bar with ETA on a terminal, one line a minute otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_lab.study.schedule import Schedule
 from moe_lab.study.store import Store
 
 LINE_EVERY = 60.0
-"""Seconds between two lines when nobody watches."""
+"""Seconds between two lines where there is no terminal."""
 console = Console(stderr=True, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""What a study leaves for the analysis: its cells, and in which folders their results lie."""
+"""The record of a study, which the analysis reads: its cells, and the folders of their results."""
 
 from __future__ import annotations
 

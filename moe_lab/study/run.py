@@ -1,4 +1,4 @@
-"""One study from beginning to end: check, expand, run what is missing, write down the cells, report."""
+"""Run a study: check, expand, run missing steps, write the record and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was started: a folder per run with the study's steps, and the jobs they were put in where there are jobs."""
+"""Runs of a study: a folder each, with the steps of the study and the Slurm jobs they were put in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which step may run next: every step once, after its inputs, by any number of threads."""
+"""Order of execution: every step once, after its inputs, by any number of threads."""
 
 from __future__ import annotations
 

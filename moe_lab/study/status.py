@@ -22,7 +22,7 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store, damaged
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
-"""blocked: needs a failed step. missing: nobody is going to do it; the same command starts it."""
+"""blocked: needs a failed step. missing: in no job; the same command starts it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def job_log(state: StudyState, job: str) -> tuple[Path, list[str]] | None:
 SAMPLE = 50
 """Steps of a kind whose times are read for its mean."""
 SHOWN = 5
-"""Steps that are told about, when many have the same trouble."""
+"""Steps that are shown of many with the same problem."""
 console = Console(highlight=False)
 
 
@@ -213,7 +213,7 @@ def logs(store: Store, study: str, state: StudyState, steps: Sequence[StepState]
 def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
     """Why steps are not done: the error, the step they wait for, the scheduler's reason, or what became of their job.
 
-    Steps with the same reason are told once.
+    Steps with the same reason are printed once.
     """
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Where steps live: one folder each, written beside and renamed into place, with checksums and provenance."""
+"""The store: one folder per finished step, renamed into place when complete, with checksums and provenance."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Store:
             return None
 
     def lock(self, path: Path, timeout: float = -1) -> FileLock:
-        """The lock that is a file of the store; whoever enters it gets Timeout after so many seconds, -1 for never."""
+        """A lock by a file of the store. Entering it raises Timeout after `timeout` seconds, -1 for never."""
         path.parent.mkdir(exist_ok=True)
         if path.is_dir():
             self._set_aside(path, "a folder in place of a lock", "made again")
@@ -165,7 +165,7 @@ class Store:
         return self.root / "partial" / step.id[:16]
 
     def clear(self, finished: Iterable[str]) -> None:
-        """Remove what steps of these ids kept to resume from: whoever published one may have been killed before."""
+        """Remove the resume files of finished steps: whatever published one may have been killed before it did."""
         left = {path.name: path for path in (self.root / "partial").glob("*")}
         for step_id in finished:
             if step_id[:16] in left:

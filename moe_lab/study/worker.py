@@ -2,7 +2,7 @@
 
 A worker is started as `python -m moe_lab.study.worker`: one JSON line in, one JSON line out, and the model stays loaded
 in between. It needs neither Hydra nor the configuration. It ends when its standard input does, even in the middle of a
-job, so that no orphan goes on writing after its parent was killed.
+job, so that it writes nothing after its parent was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_lab.study.store import Store
 
 
 class Worker:
-    """A worker process, started at the first step and again when it has died; closes with the `with` block."""
+    """A worker process: started at the first step, restarted when it has died, ended with the `with` block."""
 
     def __init__(self, store: Store, name: str, environment: dict[str, str] | None = None) -> None:
         self.store, self.name, self.environment = store, name, environment or {}
@@ -44,7 +44,7 @@ class Worker:
 
     @property
     def log(self) -> Path:
-        """What the worker and the libraries in it print."""
+        """File with the output of the worker and its libraries."""
         return self.store.root / "logs" / f"{self.name}.log"
 
     def _start(self) -> subprocess.Popen[str]:
@@ -71,11 +71,11 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise StepError(self._obituary(step))
+            raise StepError(self._death(step))
         if reply := json.loads(line):
             raise StepError({**reply, "log": str(self.log)})
 
-    def _obituary(self, step: Step) -> dict[str, Any]:
+    def _death(self, step: Step) -> dict[str, Any]:
         assert self.process
         code = self.process.wait()
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -85,7 +85,7 @@ class Worker:
 
 
 class Here:
-    """Do steps in this process; those that run foreign code in a worker beside it."""
+    """Do steps in this process; kinds with `own_process` in a worker."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
@@ -113,7 +113,7 @@ def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 
 def serve(replies: IO[str]) -> None:
-    """Do jobs for ever, replying {} for success or the error's document."""
+    """Do jobs until the process ends; reply {} for success, else the error's document."""
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:

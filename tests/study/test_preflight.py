@@ -60,6 +60,16 @@ def test_what_becomes_part_of_a_path_is_a_name(name: str) -> None:
         assert any(one.startswith(f"{field}=") and "expected" in one for one in found), (field, found)
 
 
+@pytest.mark.parametrize("engine", ["streamed", "resident"])
+def test_what_runs_the_whole_model_is_refused_with_one_layer_in_memory(engine: str) -> None:
+    """A search, and an allocation that reads the loss with one layer scaled; sums of any layer are gathered alone."""
+    nll = ["allocation.name=coverage", "allocation.parameters={layer_prior: nll}", "criterion.name=channel_activation"]
+    for words, whole in ((["allocation.name=evolutionary"], True), (nll, True), (["allocation.name=uniform"], False)):
+        refusals = [one for one in problems(*words, f"calibration.engine={engine}") if "calibration.engine=" in one]
+        assert bool(refusals) == (whole and engine == "streamed"), (words, refusals)
+        assert all(one.startswith(words[0].replace(".name", "")) for one in refusals)
+
+
 @pytest.mark.parametrize(
     "word", ["study=all", "criterion.name=none", "calibration.name=none", "allocation.name=none", "recovery.bits=4"]
 )

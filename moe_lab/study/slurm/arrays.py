@@ -1,4 +1,4 @@
-"""Which steps go into which job, and which jobs are tasks of one array."""
+"""Grouping of steps into Slurm jobs, and of jobs into arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Packing
 
 LONGEST = 1001
-"""Tasks of an array, where nobody has changed Slurm's MaxArraySize."""
+"""Tasks of an array by Slurm's default MaxArraySize."""
 Stage = tuple[str, int]
 """The kind of a job, and how many of its kind it has to wait for one after the other."""
 PackSteps = list[Step]
@@ -26,7 +26,7 @@ PackSteps = list[Step]
 
 @dataclass(frozen=True)
 class Array:
-    """Jobs of one kind that ask for the same, submitted together; each is a list of steps."""
+    """Jobs of one kind with the same resources, submitted together; each is a list of steps."""
 
     kind: str
     asks: Mapping[str, Any]
@@ -41,7 +41,7 @@ def arrange(
 ) -> list[Array]:
     """Arrays of at most `longest` jobs for `steps`, each after those it needs.
 
-    `ask` says what a job that does some steps asks for.
+    `ask` gives the resources of a job for some steps.
     """
     stage_of = _stages(steps)
     members: dict[Stage, list[Step]] = defaultdict(list)

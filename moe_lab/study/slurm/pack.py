@@ -1,4 +1,4 @@
-"""What a job does: a list of steps, one after the other, as one process of launcher=local would."""
+"""The work of a Slurm job: a list of steps, one after the other; and waiting for the jobs of a study."""
 
 from __future__ import annotations
 

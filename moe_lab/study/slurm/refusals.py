@@ -52,7 +52,7 @@ def _minutes(limit: str) -> float:
 def too_much(asks: Mapping[str, Any], available: Sequence[Nodes]) -> tuple[list[str], str] | None:
     """What of `asks` no node has, as fields of JobConfig, with sinfo's figures in words; None where a node has all.
 
-    None also where that cannot be told: in a partition nobody knows, which sbatch has its own words for, and where
+    None also where that is unknown: in a partition that sinfo does not list, which sbatch itself refuses, and where
     options of sbatch are set by hand. A quality of service may allow more time than the partition does.
     """
     if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:

@@ -1,4 +1,4 @@
-"""What a Slurm job asks for: what the configuration says for its kind of step and model, the rest estimated."""
+"""Resources of a Slurm job: as configured for its kind of step and model, the rest estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Submit what is missing: arrays of jobs that wait for each other, and a last job that writes the record."""
+"""Submit missing steps as arrays of jobs that wait for each other, and a last job that writes the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that look at sums before the pass was done: whether more of the calibration text would change what is kept."""
+"""Steps about convergence: scores from parts of the calibration set, and how far they agree with those of all of it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ GROUP = 8
 
 
 def engine(job: Job) -> Resident | Streamed:
-    """What reads the job's text, as calibration.engine says."""
+    """The engine that calibration.engine names, with the job's model and text."""
     return Streamed(job) if job.text.engine == "streamed" else Resident(job)
 
 

@@ -94,6 +94,11 @@ class Kind:
     packed_as: Callable[[Step], str | None] = lambda step: None
     """Name of another kind into whose Slurm jobs the step goes; None for its own."""
 
+    @property
+    def needs_whole_model(self) -> bool:
+        """Whether it runs the model and cannot do so with one decoder layer in memory at a time."""
+        return self.reads is Reads.MODEL and not self.checkpoint_reads
+
     def loads_model(self, step: Step) -> bool:
         """Whether `step` runs the model. A cost that does not depend on a text is counted without it."""
         on = {"calibration", "text", "benchmark"}

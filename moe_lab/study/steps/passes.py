@@ -1,4 +1,4 @@
-"""Steps that look at the model: its shape, its weights, and what it does with a text."""
+"""Steps that measure the model: its shape, sums over its weights, and passes over a calibration set."""
 
 from __future__ import annotations
 
