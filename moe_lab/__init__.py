@@ -135,13 +135,13 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
 
     common: dict[str, Any] = {"fingerprint": {}}
     if need in ("weights", "channel_weights"):
-        found = (weigh_experts if need == "weights" else weigh_channels)(_checkpoint(model), **common)
+        sums = (weigh_experts if need == "weights" else weigh_channels)(_checkpoint(model), **common)
     elif need == "weight_gradients":
-        found = gather_weight_gradients(model, rows, **common)
+        sums = gather_weight_gradients(model, rows, **common)
     else:
         passes: Mapping[str, Any] = {"statistics": gather, "gradients": gather_gradients, "damage": measure_damage}
-        found = passes[need](model, rows, out=None, groups=len(rows), **common)
-    return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in found.layers.items()}
+        sums = passes[need](model, rows, out=None, groups=len(rows), **common)
+    return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
 
 
 def _checkpoint(model: Any) -> Path:
@@ -179,7 +179,7 @@ def score(
             f"criterion={criterion} reads {', '.join(lacking)}, which these statistics lack: calibrate with "
             f"criteria=[..., {criterion!r}]"
         )
-    found = criteria.score(
+    table = criteria.score(
         criterion,
         statistics.layers,
         experts={layer: about["n_experts"] for layer, about in layers.items()},
@@ -189,7 +189,7 @@ def score(
         parameters=parameters,
     )
     frames = []
-    for layer, values in found.items():
+    for layer, values in table.items():
         places = np.indices(values.shape).reshape(values.ndim, -1)
         columns = dict(zip(("expert", "channel"), places, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
@@ -285,8 +285,8 @@ def _settings(usual: Any, given: Mapping[str, Any], function: str) -> Any:
     """The settings with what was given; UserError for a field they do not have."""
     from moe_lab.errors import unknown
 
-    known = [field.name for field in fields(usual)]
+    names = [field.name for field in fields(usual)]
     for name in given:
-        if name not in known:
-            raise unknown(f"setting of {function}", name, known)
+        if name not in names:
+            raise unknown(f"setting of {function}", name, names)
     return replace(usual, **given)

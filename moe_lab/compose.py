@@ -159,7 +159,7 @@ def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tup
     """Values of `own` that `usual` has not, by dotted key."""
     for key, value in own.items():
         if isinstance(value, dict) and isinstance(usual.get(key), dict):
-            yield from ((f"{key}.{inner}", found) for inner, found in _differing(usual[key], value))
+            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _differing(usual[key], value))
         elif key not in usual or usual[key] != value:
             yield str(key), value
 
@@ -190,10 +190,10 @@ def typed(config: DictConfig) -> Config:
 def _check_keys(config: DictConfig, prefix: str = "") -> None:
     """UserError for a key that `+` or `++` has added and no setting has."""
     kind = OmegaConf.get_type(config)
-    known = [field.name for field in fields(kind)] if is_dataclass(kind) else [str(key) for key in config]
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else [str(key) for key in config]
     for key in map(str, config):
-        if key not in known:
-            raise unknown("setting", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+        if key not in names:
+            raise unknown("setting", f"{prefix}{key}", [f"{prefix}{name}" for name in names])
         inner = config._get_node(key)
         if isinstance(inner, DictConfig) and not (inner._is_none() or inner._is_missing() or inner._is_interpolation()):
             _check_keys(inner, f"{prefix}{key}.")
@@ -315,7 +315,7 @@ def explain(error: BaseException) -> str:
 def _unknown_key(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or error.key)
     parent, _, name = key.rpartition(".")
-    known = [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
-    close = nearest(name, known)
+    names = [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
+    close = nearest(name, names)
     hint = f": did you mean {parent + '.' if parent else ''}{close}?" if close else ""
-    return f"{key} is no setting{hint} (known: {', '.join(sorted(known)) or 'none'})"
+    return f"{key} is no setting{hint} (known: {', '.join(sorted(names)) or 'none'})"

@@ -32,8 +32,8 @@ class Unavailable(UserError):
 
 def nearest(value: str, known: Iterable[str]) -> str | None:
     """The known name closest to `value`, or None when nothing is close."""
-    found = get_close_matches(str(value), list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
+    matches = get_close_matches(str(value), list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
@@ -112,7 +112,7 @@ def is_secret(name: str) -> bool:
 
 def mask(text: str) -> str:
     """The text with *** for every secret in it: those this process knows, and whatever looks like one."""
-    text = ENVIRONMENT.sub(lambda found: MASK if found[1].startswith(OWN) else found[0], text)
+    text = ENVIRONMENT.sub(lambda match: MASK if match[1].startswith(OWN) else match[0], text)
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MASK)
     return replace_secrets(text, lambda _: MASK)
@@ -132,14 +132,14 @@ def masked(document: Any, name: str = "") -> Any:
 def replace_secrets(text: str, new: Callable[[str], str]) -> str:
     """The text with something new for whatever looks like a secret."""
 
-    def replace(found: re.Match[str]) -> str:
-        value, name = found["value"], found.groupdict().get("name")
+    def replace(match: re.Match[str]) -> str:
+        value, name = match["value"], match.groupdict().get("name")
         quote = value[0] if value[:1] in ("'", '"') else ""
         bare = value.strip(quote) if quote else value
         if not bare or bare == MASK or is_placeholder(bare) or (name is not None and not is_secret(name)):
-            return found[0]
-        start, end = found.start("value") - found.start(), found.end("value") - found.start()
-        return f"{found[0][:start]}{quote}{new(bare)}{quote}{found[0][end:]}"
+            return match[0]
+        start, end = match.start("value") - match.start(), match.end("value") - match.start()
+        return f"{match[0][:start]}{quote}{new(bare)}{quote}{match[0][end:]}"
 
     for pattern in _PATTERNS:
         text = pattern.sub(replace, text)

@@ -100,7 +100,7 @@ def typed(
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
-    missing = [known.name for known in fields(schema) if OmegaConf.is_missing(merged, known.name)]
+    missing = [setting.name for setting in fields(schema) if OmegaConf.is_missing(merged, setting.name)]
     if missing:
         raise UserError(f"{origin}: {missing[0]} is not set: add {origin.split('=')[0]}.{missing[0]}=VALUE")
     assert isinstance(result, schema)
@@ -151,13 +151,13 @@ def check_references(origin: str, group: str, content: DictConfig, files: Files)
 
 def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
     """Names for names and patterns: `*` and `m*` stand for every file that matches."""
-    found: list[str] = []
+    names: list[str] = []
     for pattern in patterns:
         matches = [name for name in files.names(group) if fnmatch(name, pattern)] if "*" in pattern else [pattern]
         if not matches:
             raise unknown(f"grid.{group}", pattern, files.names(group))
-        found += [name for name in matches if name not in found]
-    return found
+        names += [name for name in matches if name not in names]
+    return names
 
 
 def check_ratio(ratio: float) -> None:
@@ -261,8 +261,8 @@ class _Choices:
         key = (model.name, f"top_k={top_k}")
         if key not in self._loaded:
             self._loaded[key] = replace(model, top_k=top_k)
-        found: ModelConfig = self._loaded[key]
-        return found
+        model_of_top_k: ModelConfig = self._loaded[key]
+        return model_of_top_k
 
     def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
         """The objects that the names of an axis stand for; the configuration's own when there is no name."""
@@ -338,7 +338,7 @@ def requests(config: Config, files: Files) -> list[Request]:
     by_protocol: dict[int, list[Cell]] = {}
     for cell in cells(config, files):
         by_protocol.setdefault(id(cell.protocol), []).append(cell)
-    return [(found, benchmarks(replace(config, protocol=found[0].protocol), files)) for found in by_protocol.values()]
+    return [(group, benchmarks(replace(config, protocol=group[0].protocol), files)) for group in by_protocol.values()]
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
@@ -359,29 +359,31 @@ _ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
 
 
 def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
-    found = choose(BenchmarkConfig, "benchmark", name, files)
+    defaults = choose(BenchmarkConfig, "benchmark", name, files)
     differing = config.protocol.benchmarks
-    overrides = {**(differing.get(EVERY, {}) if found.data else {}), **differing.get(name, {})}
+    overrides = {**(differing.get(EVERY, {}) if defaults.data else {}), **differing.get(name, {})}
     origin = f"protocol={config.protocol.name}: benchmark {name}"
-    known = [one.name for one in fields(BenchmarkConfig) if one.name not in _ELSEWHERE]
+    names = [one.name for one in fields(BenchmarkConfig) if one.name not in _ELSEWHERE]
     for word in overrides:
-        if word not in known:
-            raise unknown(origin, word, known)
+        if word not in names:
+            raise unknown(origin, word, names)
     if "parameters" in overrides:
-        overrides["parameters"] = {**found.parameters, **overrides["parameters"]}
-    asked = typed(BenchmarkConfig, OmegaConf.create({**plain(found), **overrides}), origin) if overrides else found
-    if config.suite.path is not None and asked.harness != "perplexity":
+        overrides["parameters"] = {**defaults.parameters, **overrides["parameters"]}
+    benchmark = (
+        typed(BenchmarkConfig, OmegaConf.create({**plain(defaults), **overrides}), origin) if overrides else defaults
+    )
+    if config.suite.path is not None and benchmark.harness != "perplexity":
         raise UserError(
             f"suite.path={config.suite.path} is the text of suite=perplexity, expected null with benchmark {name}, "
             "which has its own data"
         )
     return replace(
-        asked,
-        limit=asked.limit if config.suite.limit is None else config.suite.limit,
-        task=config.suite.path or asked.task,
-        root=config.data_root if asked.data else None,
-        judge=config.judge if asked.harness in HARNESSES and HARNESSES[asked.harness].judged else None,
-        python=config.interpreters.get(asked.harness),
+        benchmark,
+        limit=benchmark.limit if config.suite.limit is None else config.suite.limit,
+        task=config.suite.path or benchmark.task,
+        root=config.data_root if benchmark.data else None,
+        judge=config.judge if benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].judged else None,
+        python=config.interpreters.get(benchmark.harness),
     )
 
 

@@ -82,22 +82,24 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
     if folder is None and config.model.expected is None:
         return title, [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")], False
     if folder is None:
-        said = f"{_ABSENT}: this is what is expected of it; gate rule and exports are told once config.json is there"
-        return title, [("configuration", said), *_costs(config, None)], True
+        sentence = (
+            f"{_ABSENT}: this is what is expected of it; gate rule and exports are told once config.json is there"
+        )
+        return title, [("configuration", sentence), *_costs(config, None)], True
     try:
         from moe_lab.models import facts  # loads torch
 
-        found = facts.describe(folder, config.model)
+        about = facts.describe(folder, config.model)
     except UserError as error:
         return title, [("supported", f"no: {error}")], False
-    config = _sized(config, found)
-    return title, [("supported", "yes"), *_architecture(found), *_costs(config, found), *_uses(config, found)], True
+    config = _sized(config, about)
+    return title, [("supported", "yes"), *_architecture(about), *_costs(config, about), *_uses(config, about)], True
 
 
 _ABSENT = "neither on this machine nor to be had from the hub"
 
 
-def _sized(config: Config, found: Mapping[str, Any]) -> Config:
+def _sized(config: Config, about: Mapping[str, Any]) -> Config:
     """The settings, with what config.json says taken as expected where there are no weights to tell the size from."""
     from moe_lab.models.checkpoint import INDEX, SINGLE
     from moe_lab.paths import resolve
@@ -105,15 +107,15 @@ def _sized(config: Config, found: Mapping[str, Any]) -> Config:
     folder = Path(resolve(config.model.path)).expanduser()
     if config.model.expected is not None or any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return config
-    return replace(config, model=replace(config.model, expected=found["shape"]))
+    return replace(config, model=replace(config.model, expected=about["shape"]))
 
 
-def _architecture(found: Mapping[str, Any]) -> Iterator[Row]:
-    parameters = found["parameters"]
+def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
+    parameters = about["parameters"]
     total = sum(parameters.values())
-    yield "architecture", f"{found['model_type']}, {found['layers']} decoder layers, {len(found['moe'])} with experts"
-    for words in dict.fromkeys(found["moe"].values()):
-        layers = [layer for layer, other in found["moe"].items() if other == words]
+    yield "architecture", f"{about['model_type']}, {about['layers']} decoder layers, {len(about['moe'])} with experts"
+    for words in dict.fromkeys(about["moe"].values()):
+        layers = [layer for layer, other in about["moe"].items() if other == words]
         yield f"layers {_span(layers)}", words
     for part, count in parameters.items():
         yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
@@ -131,29 +133,29 @@ def _span(layers: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _costs(config: Config, found: Mapping[str, Any] | None) -> Iterator[Row]:
+def _costs(config: Config, about: Mapping[str, Any] | None) -> Iterator[Row]:
     """Memory and time; of a model that is not here, as far as what is expected of it says."""
     size = size_of(config.model)
     if size is None:
         return
-    if found is None:
+    if about is None:
         yield "layers", f"{size.moe_layers} of {size.experts} experts, top-{size.top_k}, {size.width:,} channels each"
         yield "parameters, all", f"{size.parameters:,}"
     yield "loading memory", f"{2 * size.parameters / GIB:.2f} GiB in bfloat16"
     for ratio in config.grid.ratio or RATIOS:
-        gone = int(size.experts * ratio) * _of_one_expert(size, found)
+        gone = int(size.experts * ratio) * _of_one_expert(size, about)
         yield f"without {ratio:.0%} of the experts", f"{2 * (size.parameters - gone) / GIB:.2f} GiB"
     yield from _calibration(config)
 
 
-def _of_one_expert(size: Size, found: Mapping[str, Any] | None) -> int:
+def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
     """Parameters that go with one expert of each MoE layer, router rows and, where they are known, biases included."""
-    if found is None:
+    if about is None:
         return size.moe_layers * (size.expert + size.hidden)
     return sum(
         sum(tensor.numel() for tensor in (*layer.experts.parameters(), *(part.tensor for part in layer.routing)))
         // layer.n_experts
-        for layer in found["moe_layers"]
+        for layer in about["moe_layers"]
     )
 
 
@@ -177,7 +179,7 @@ def _calibration(config: Config) -> Iterator[Row]:
         )
 
 
-def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
+def _uses(config: Config, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
     from moe_lab.pruning.export.form import SHAPES
@@ -186,7 +188,7 @@ def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
 
     method = quantization(config.model)
     stored = f"its weights are stored as {method}" if method else None
-    uncut = next((f"its experts {why}" for layer in found["moe_layers"] if (why := refusal(layer.experts))), None)
+    uncut = next((f"its experts {why}" for layer in about["moe_layers"] if (why := refusal(layer.experts))), None)
     for granularity, reason in (("expert", None), ("channel", uncut)):
         names = [
             name
@@ -194,7 +196,7 @@ def _uses(config: Config, found: Mapping[str, Any]) -> Iterator[Row]:
             if criterion.granularity == granularity and not (method and criterion.needs_plain_weights) and not reason
         ]
         yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason or stored}"
-    shapes = [shape for shape in SHAPES if shape != "masked" or can_bar(found["routing"])]
+    shapes = [shape for shape in SHAPES if shape != "masked" or can_bar(about["routing"])]
     yield "exports", f"none, for {stored}" if stored else ", ".join(shapes)
 
 

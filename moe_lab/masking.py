@@ -42,7 +42,7 @@ def hidden(value: Any, name: str, secret: bool = False) -> Any:
         return [hidden(inner, name, secret) for inner in value]
     if secret and value is not None and not isinstance(value, bool):
         return str(value) if is_placeholder(str(value)) else _moved(str(value), name)
-    return replace_secrets(value, lambda found: _moved(found, name)) if isinstance(value, str) else value
+    return replace_secrets(value, lambda secret_text: _moved(secret_text, name)) if isinstance(value, str) else value
 
 
 def escaped(value: Any) -> Any:
@@ -51,7 +51,7 @@ def escaped(value: Any) -> Any:
         return {key: escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [escaped(inner) for inner in value]
-    return ENVIRONMENT.sub(lambda found: f"\\{found[0]}", value) if isinstance(value, str) else value
+    return ENVIRONMENT.sub(lambda match: f"\\{match[0]}", value) if isinstance(value, str) else value
 
 
 def revealed(value: Any) -> Any:
@@ -65,7 +65,7 @@ def revealed(value: Any) -> Any:
 
 def filled(text: str) -> str:
     """The text with what the environment holds in place of each interpolation but those of secrets."""
-    return ENVIRONMENT.sub(lambda found: found[0] if is_secret(found[1]) else _variable(found), text)
+    return ENVIRONMENT.sub(lambda match: match[0] if is_secret(match[1]) else _variable(match), text)
 
 
 def identified(value: Any) -> Any:
@@ -81,7 +81,7 @@ def identified(value: Any) -> Any:
 def shell(text: str) -> str:
     """A line of a shell script in which the shell reads the environment, so that the script holds no secret."""
     return ENVIRONMENT.sub(
-        lambda found: f"${{{found[1]}}}" if found[2] is None else f"${{{found[1]}-{found[2]}}}", text
+        lambda match: f"${{{match[1]}}}" if match[2] is None else f"${{{match[1]}-{match[2]}}}", text
     )
 
 
@@ -97,8 +97,8 @@ def _moved(value: str, name: str) -> str:
     return f"${{oc.env:{variable}}}"
 
 
-def _variable(found: re.Match[str]) -> str:
-    name, default = found[1], found[2]
+def _variable(match: re.Match[str]) -> str:
+    name, default = match[1], match[2]
     value = os.environ.get(name, default)
     if value is None:
         raise UserError(f"${{oc.env:{name}}}: there is no such environment variable here: export it where steps run")
@@ -107,7 +107,7 @@ def _variable(found: re.Match[str]) -> str:
     return value
 
 
-def _identity(found: re.Match[str]) -> str:
-    if is_secret(found[1]):
+def _identity(match: re.Match[str]) -> str:
+    if is_secret(match[1]):
         return MASK
-    return f"{found[0]}={sha256(_variable(found).encode()).hexdigest()[:12]}"
+    return f"{match[0]}={sha256(_variable(match).encode()).hexdigest()[:12]}"

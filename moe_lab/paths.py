@@ -27,23 +27,23 @@ def resolve(path: str) -> str:
     """
     if not path.startswith(PREFIX):
         return path
-    known = shipped()
+    names = shipped()
     name = path.removeprefix(PREFIX)
-    if name not in known:
-        kin = [each for each in known if each.split("/")[0] == name.split("/")[0] or "/" not in name + each]
-        raise unknown("path", path, [PREFIX + each for each in kin or known])
-    return str(known[name])
+    if name not in names:
+        kin = [each for each in names if each.split("/")[0] == name.split("/")[0] or "/" not in name + each]
+        raise unknown("path", path, [PREFIX + each for each in kin or names])
+    return str(names[name])
 
 
 def shipped() -> dict[str, Path]:
     """Name -> place of everything that ships: model folders, and the files of data folders as folder/file."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
         if (folder / "config.json").exists():
-            found[folder.name] = folder
+            folders[folder.name] = folder
         else:
-            found.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
-    return found
+            folders.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
+    return folders
 
 
 NAME = re.compile(r"\w[\w.+-]*")

@@ -87,8 +87,8 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     Where the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses what
     is beyond them. Infeasible when a layer that had channels would be left with none.
     """
-    found = (_by_headroom if alignment.order == "headroom" else _by_layer)(budgets, scores, alignment)
-    for layer, kept in found.items():
+    aligned = (_by_headroom if alignment.order == "headroom" else _by_layer)(budgets, scores, alignment)
+    for layer, kept in aligned.items():
         if budgets[layer].any() and not kept.any():
             most = int(budgets[layer].max())
             raise Infeasible(
@@ -96,11 +96,11 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
                 f"no channel in layer {layer}, whose largest expert was to keep {most}: {most} is the most that both "
                 "can be"
             )
-    return found
+    return aligned
 
 
 def _by_layer(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
-    found = {}
+    aligned = {}
     for layer, kept in budgets.items():
         active = (kept >= alignment.min_channels) & (kept > 0)
         base = _floor(kept, active, alignment.block)
@@ -109,8 +109,8 @@ def _by_layer(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignmen
             lost = _lost_scores(scores[layer], base, kept)
         room = numpy.where(active, (scores[layer].shape[1] - base) // alignment.block, 0)
         blocks = int((kept - base).sum()) // alignment.block
-        found[layer] = base + alignment.block * _deal(room, numpy.argsort(-lost, kind="stable"), blocks)
-    return found
+        aligned[layer] = base + alignment.block * _deal(room, numpy.argsort(-lost, kind="stable"), blocks)
+    return aligned
 
 
 def _by_headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:

@@ -60,8 +60,8 @@ def _thresholds(scores: Array, prior: float) -> Array:
         return numpy.full(len(scores), numpy.inf)
     share = (reached - descending) / reached[-1]
     threshold = share / prior if prior > 0 else BEYOND * (1 + share)
-    found: Array = numpy.where(descending > 0, threshold, numpy.inf)
-    return found
+    thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
+    return thresholds
 
 
 def paper_cover(
@@ -121,8 +121,8 @@ def expert_prior(prior: Prior, evidence: Evidence, layer: int, shape: tuple[int,
     need = PRIOR_NEEDS.get(prior)
     if need is None:
         return numpy.ones(shape[0])
-    found = PRIORS_READ[prior](lambda name, extra: measured(evidence, need, layer, name, (shape[0], *extra)), shape[1])
-    positive: Array = numpy.maximum(found, 0)
+    values = PRIORS_READ[prior](lambda name, extra: measured(evidence, need, layer, name, (shape[0], *extra)), shape[1])
+    positive: Array = numpy.maximum(values, 0)
     return positive
 
 
@@ -205,9 +205,9 @@ def coverage(
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Which steps measure what these parameters read."""
-    found: set[str] = set()
+    steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
-        found.update(loss_needs(parameters))
+        steps.update(loss_needs(parameters))
     if parameters.get("intra", "coverage") in ("coverage", "proportional"):
-        found.update({PRIOR_NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in PRIOR_NEEDS})
-    return tuple(sorted(found))
+        steps.update({PRIOR_NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in PRIOR_NEEDS})
+    return tuple(sorted(steps))

@@ -176,15 +176,15 @@ def _check_survivors(kept: Budgets, layers: Layers) -> None:
             )
 
 
-def _or_nearest(found: Callable[[float], Budgets], ratio: float) -> Budgets:
+def _or_nearest(budgets_at: Callable[[float], Budgets], ratio: float) -> Budgets:
     """`found(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
     try:
-        return found(ratio)
+        return budgets_at(ratio)
     except Infeasible as error:
         low, high = -1, int(100 * ratio)
         while low < high:
             middle = (low + high + 1) // 2
-            if middle / 100 < ratio and _works(found, middle / 100):
+            if middle / 100 < ratio and _works(budgets_at, middle / 100):
                 low = middle
             else:
                 high = middle - 1
@@ -193,9 +193,9 @@ def _or_nearest(found: Callable[[float], Budgets], ratio: float) -> Budgets:
         raise UserError(f"{error}; ratio={low / 100} is the largest feasible") from None
 
 
-def _works(found: Callable[[float], Budgets], ratio: float) -> bool:
+def _works(budgets_at: Callable[[float], Budgets], ratio: float) -> bool:
     try:
-        found(ratio)
+        budgets_at(ratio)
     except Infeasible:
         return False
     return True

@@ -107,9 +107,9 @@ def _schedule(content: Mapping[str, Any]) -> Mapping[str, int]:
     return {layer: value["experts"] - len(value["keep"]) for layer, value in content["layers"].items()}
 
 
-def _same_layers(found: Mapping[int, Any], expected: Mapping[int, Any]) -> None:
-    if set(found) != set(expected):
-        raise UserError(f"allocation.path: is about layers {sorted(found)}, expected {sorted(expected)}")
+def _same_layers(listed: Mapping[int, Any], expected: Mapping[int, Any]) -> None:
+    if set(listed) != set(expected):
+        raise UserError(f"allocation.path: is about layers {sorted(listed)}, expected {sorted(expected)}")
 
 
 def _agree(removed: float, ratio: float) -> None:

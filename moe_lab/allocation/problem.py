@@ -30,15 +30,15 @@ def apportion(
     levels = numpy.sort(numpy.concatenate([least / weight, most / weight]))
     filled = [numpy.clip(level * weight, least, most).sum() for level in levels]
     share = numpy.clip(numpy.interp(total, filled, levels) * weight, least, most)
-    found: NDArray[numpy.int64] = least + numpy.floor((share - least) / steps + 1e-9).astype(numpy.int64) * steps
-    found = numpy.minimum(found, most)
-    remainder = numpy.round((share - found) / steps, 9)
-    left = total - int(found.sum())
+    parts: NDArray[numpy.int64] = least + numpy.floor((share - least) / steps + 1e-9).astype(numpy.int64) * steps
+    parts = numpy.minimum(parts, most)
+    remainder = numpy.round((share - parts) / steps, 9)
+    left = total - int(parts.sum())
     for index in numpy.argsort(-remainder, kind="stable"):
-        if steps[index] <= min(left, most[index] - found[index]):
-            found[index] += steps[index]
+        if steps[index] <= min(left, most[index] - parts[index]):
+            parts[index] += steps[index]
             left -= int(steps[index])
-    return found
+    return parts
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
     """
     if multiple_of < 1:
         raise UserError(f"allocation.multiple_of={multiple_of}: expected 1 or more")
-    found = {}
+    by_layer = {}
     for layer, facts in layers.items():
         count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
         fewest = fewest_experts(top_k, n_group, facts["topk_group"])
-        limit = found[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
+        limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
                 f"{limit.step} that is at least {fewest}: choose a smaller multiple"
             )
-    return found
+    return by_layer
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
@@ -212,19 +212,19 @@ def measured(evidence: Evidence, need: str, layer: int, name: str, shape: tuple[
             f"allocation: layer {layer} has no {name} among the results of {need} "
             f"(it has: {', '.join(sorted(arrays)) or 'nothing'}): run the {need} step again"
         )
-    found: Array = numpy.asarray(arrays[name], dtype=numpy.float64)
-    return finite(name, layer, found, shape)
+    values: Array = numpy.asarray(arrays[name], dtype=numpy.float64)
+    return finite(name, layer, values, shape)
 
 
 def finite(name: str, layer: int, values: Any, shape: tuple[int, ...]) -> Array:
     """`values` as fp64. UserError, naming layer and expert, unless they have that shape and are finite."""
-    found: Array = numpy.asarray(values, dtype=numpy.float64)
-    if found.shape != shape:
+    array: Array = numpy.asarray(values, dtype=numpy.float64)
+    if array.shape != shape:
         raise UserError(
-            f"{name} of layer {layer} has the shape {found.shape}, expected {shape}: it is of another model"
+            f"{name} of layer {layer} has the shape {array.shape}, expected {shape}: it is of another model"
         )
-    bad = numpy.argwhere(~numpy.isfinite(found))
+    bad = numpy.argwhere(~numpy.isfinite(array))
     if len(bad):
         where = f", expert {bad[0][0]}" if shape else ""
-        raise UserError(f"{name}: layer {layer}{where} is {found[tuple(bad[0])]}: expected a finite number")
-    return found
+        raise UserError(f"{name}: layer {layer}{where} is {array[tuple(bad[0])]}: expected a finite number")
+    return array

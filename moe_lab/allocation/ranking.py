@@ -33,15 +33,15 @@ def global_experts(problem: Experts) -> dict[int, int]:
 
 def _steps(limits: Mapping[int, Limits], by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
     """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that must go."""
-    found = []
+    steps = []
     for layer, limit in limits.items():
         scores = finite("allocation.by", layer, by[layer], (limit.count,))
         rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[
             :, (limit.count - limit.largest) // limit.n_group :
         ]
         means = rows.reshape(limit.n_group, -1, limit.step // limit.n_group).mean(axis=(0, 2))
-        found += [(float(mean), layer, number) for number, mean in enumerate(means)]
-    return found
+        steps += [(float(mean), layer, number) for number, mean in enumerate(means)]
+    return steps
 
 
 def global_channels(problem: Channels) -> Budgets:

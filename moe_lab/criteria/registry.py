@@ -82,11 +82,11 @@ def criterion(
 
 def source_of(*functions: Callable[..., Any]) -> str:
     """Digest of the modules of functions from outside moe_lab, as they are on disk; "" for those of moe_lab."""
-    found = sha256()
+    digest = sha256()
     for function in (one for one in functions if not one.__module__.startswith("moe_lab.")):
         file = Path(function.__code__.co_filename)
-        found.update(file.read_bytes() if file.is_file() else function.__code__.co_code)
-    return "" if found.digest() == sha256().digest() else found.hexdigest()
+        digest.update(file.read_bytes() if file.is_file() else function.__code__.co_code)
+    return "" if digest.digest() == sha256().digest() else digest.hexdigest()
 
 
 def get(name: str) -> Criterion:
@@ -105,21 +105,21 @@ def of_experts_from(need: Need) -> list[str]:
     """Criteria of moe_lab of whole experts that need nothing but `need`, and no parameter."""
     return [
         name
-        for name, found in CRITERIA.items()
-        if not found.source and found.granularity == "expert" and found.needs == (need,) and not _required(found)
+        for name, about in CRITERIA.items()
+        if not about.source and about.granularity == "expert" and about.needs == (need,) and not _required(about)
     ]
 
 
 def summed_over(name: str) -> Need | None:
     """The pass over a text whose sums the criterion reads, if they are those of so many tokens as were read so far:
     then its scores can be followed while the pass goes on. None where it reads no such pass."""
-    found = [need for need in get(name).needs if need in ("statistics", "gradients")]
-    return found[0] if len(found) == 1 else None
+    needs = [need for need in get(name).needs if need in ("statistics", "gradients")]
+    return needs[0] if len(needs) == 1 else None
 
 
-def _required(found: Criterion) -> list[str]:
+def _required(about: Criterion) -> list[str]:
     """Parameters of the criterion's own that have no default."""
-    own = list(inspect.signature(found.function).parameters.values())[1:]
+    own = list(inspect.signature(about.function).parameters.values())[1:]
     return [parameter.name for parameter in own if parameter.default is parameter.empty]
 
 

@@ -123,24 +123,24 @@ def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, 
         for question in questions
     ]
     names = [f"{number} {_digest(prompt)}" for number, prompt in enumerate(prompts)]
-    found = dict(_saved(partial))
-    missing = [number for number, name in enumerate(names) if name not in found]
+    saved = dict(_saved(partial))
+    missing = [number for number, name in enumerate(names) if name not in saved]
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a", encoding="utf-8") as lines:
         lines.write("\n")  # ends a line that was cut off
         for index, text in generator.stream([prompts[number] for number in missing], spec):
             name = names[missing[index]]
-            found[name] = text
+            saved[name] = text
             lines.write(json.dumps([name, text]) + "\n")
             lines.flush()
-    if not found and questions:
+    if not saved and questions:
         raise UserError(
             f"none of {len(questions)} prompts leaves room for max_new_tokens={spec.max_new_tokens}: expected a model, "
             "or a max_length, of more"
         )
     losses = generator.answer_losses(prompts, [question.reference for question in questions], spec)
     return [
-        Answer(question.item, prompt, found.get(name, ""), too_long=name not in found, loss=loss)
+        Answer(question.item, prompt, saved.get(name, ""), too_long=name not in saved, loss=loss)
         for question, prompt, name, loss in zip(questions, prompts, names, losses, strict=True)
     ]
 
@@ -154,9 +154,9 @@ def _saved(partial: Path) -> Iterator[tuple[str, str]]:
         return
     for line in partial.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
-            found = json.loads(line)
-            if fits(found, (str, str)):
-                yield found[0], found[1]
+            answer = json.loads(line)
+            if fits(answer, (str, str)):
+                yield answer[0], answer[1]
 
 
 def write(answers: Sequence[Answer], file: Path) -> None:

@@ -71,13 +71,13 @@ class Judge:
         """
         self._stop.clear()
         self._refusal = None
-        found: dict[int, Verdict] = {}
+        by_number: dict[int, Verdict] = {}
         unscored: list[Verdict] = []
         with ThreadPoolExecutor(self.settings.parallel) as pool:
             futures = {pool.submit(self._verdict, prompt): number for number, prompt in enumerate(prompts)}
             try:
                 for future in as_completed(futures):
-                    verdict = found[futures[future]] = future.result()
+                    verdict = by_number[futures[future]] = future.result()
                     if self._refusal is not None:
                         raise self._refusal
                     if verdict.score is None:
@@ -90,7 +90,7 @@ class Judge:
             finally:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-        return [found[number] for number in range(len(prompts))]
+        return [by_number[number] for number in range(len(prompts))]
 
     def _verdict(self, prompt: str) -> Verdict:
         file = self._file(prompt)
@@ -128,16 +128,19 @@ class Judge:
             try:
                 return _text(self._request(prompt))
             except openai.APITimeoutError:
-                reason, asked = f"no answer within {self.settings.timeout:g} s", 0.0
+                reason, requested_wait = f"no answer within {self.settings.timeout:g} s", 0.0
             except openai.APIConnectionError as error:
-                reason, asked = f"no connection ({error.__cause__ or error})", 0.0
+                reason, requested_wait = f"no connection ({error.__cause__ or error})", 0.0
             except openai.APIStatusError as error:
                 if error.status_code < 500 and error.status_code not in _BUSY:
                     self._refusal = self._refused(error)
                     self._stop.set()
                     raise self._refusal from None
-                reason, asked = f"HTTP {error.status_code}", _retry_after(error.response.headers.get("retry-after"))
-            if attempt == self.settings.attempts or self._stop.wait(_pause(attempt, asked)):
+                reason, requested_wait = (
+                    f"HTTP {error.status_code}",
+                    _retry_after(error.response.headers.get("retry-after")),
+                )
+            if attempt == self.settings.attempts or self._stop.wait(_pause(attempt, requested_wait)):
                 break
         raise _Away(f"{reason}, after {attempt} {'attempt' if attempt == 1 else 'attempts'}")
 
@@ -159,10 +162,10 @@ class Judge:
             403: f": is the key in {self.settings.key_variable} right?",
             404: ": is judge.url right, and judge.model a model of this endpoint?",
         }.get(error.status_code, "")
-        said = " ".join(str(_message(error.body) or error.response.text).split())[:200]
+        reply = " ".join(str(_message(error.body) or error.response.text).split())[:200]
         return Unavailable(
             f"judge {self.settings.model} at {self.settings.url} refused a request with HTTP {error.status_code}"
-            f"{f' ({said})' if said else ''}{hint}"
+            f"{f' ({reply})' if reply else ''}{hint}"
         )
 
 
@@ -170,10 +173,10 @@ class _Away(Exception):
     """An endpoint that did not answer in as many attempts as it has."""
 
 
-def _pause(attempt: int, asked: float) -> float:
+def _pause(attempt: int, requested: float) -> float:
     """Seconds before the next request: at least what the endpoint asked for, longer each time, never too long."""
     backoff = FIRST_WAIT * 2.0 ** (attempt - 1) * random.uniform(0.5, 1)
-    return min(LONGEST_WAIT, max(backoff, asked * random.uniform(1, 1.1)))
+    return min(LONGEST_WAIT, max(backoff, requested * random.uniform(1, 1.1)))
 
 
 def _retry_after(header: str | None) -> float:

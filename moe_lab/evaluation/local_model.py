@@ -255,7 +255,7 @@ def _next(manager: Any) -> tuple[int, list[int], bool]:
 
 
 def _cannot(error: object) -> UserError:
-    said = " ".join(str(error).split())
+    reason = " ".join(str(error).split())
     return UserError(
-        f"transformers' continuous batching fails with this model ({said}): expected backend.continuous=false"
+        f"transformers' continuous batching fails with this model ({reason}): expected backend.continuous=false"
     )

@@ -72,12 +72,12 @@ def score(reply: str) -> float:
 
     The last, because a judge that thinks aloud may quote the form before it fills it in.
     """
-    *_, found = [None, *_SCORE.finditer(reply)]
-    if found is None:
+    *_, last = [None, *_SCORE.finditer(reply)]
+    if last is None:
         raise Unparsable('no "score"')
-    number = _NUMBER.match(reply, found.end())
+    number = _NUMBER.match(reply, last.end())
     if number is None:
-        raise Unparsable(f'the last "score" is no number: {reply[found.end() : found.end() + 20]!r}')
+        raise Unparsable(f'the last "score" is no number: {reply[last.end() : last.end() + 20]!r}')
     value = float(number[1])
     if not LOWEST <= value <= HIGHEST:
         raise Unparsable(f"score {number[1]} is not between 1 and 10")

@@ -60,8 +60,8 @@ class Completions:
             raise Unavailable(f"the server of {self.model} {reason}") from None
         except openai.APIStatusError as error:
             kind = UserError if error.status_code < 500 else Unavailable
-            said = " ".join(error.response.text.split())[:_KEPT]
-            raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {said}") from None
+            reply = " ".join(error.response.text.split())[:_KEPT]
+            raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {reply}") from None
         return self._read(answer.content)
 
     def _read(self, body: bytes) -> tuple[str, str]:

@@ -97,8 +97,8 @@ def _max_length(checkpoint: Path) -> int | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return document
 
 
 # The process.
@@ -171,10 +171,10 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
             )
         time.sleep(_LOOK)
     # `vllm serve` lists the name it is told; `transformers serve` lists other models and takes the checkpoint's path.
-    found = Completions(url, names[0] if names[0] in served else names[1], server.last_words)
+    completions = Completions(url, names[0] if names[0] in served else names[1], server.last_words)
     try:
-        with found.client(max(_ANSWER, deadline - time.monotonic())) as client:
-            found.complete(client, "Hello", 1, ())
+        with completions.client(max(_ANSWER, deadline - time.monotonic())) as client:
+            completions.complete(client, "Hello", 1, ())
     except UserError as error:
         ended = server.last_words()
         raise Unavailable(
@@ -183,7 +183,7 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
         ) from None
     if (ended := server.last_words()) is not None:
         raise Unavailable(f"the server ended ({ended}), and another one answers at {url}")
-    return found
+    return completions
 
 
 def _models(url: str) -> list[str] | None:

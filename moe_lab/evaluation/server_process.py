@@ -20,13 +20,13 @@ _LOOK = 0.1
 
 def main(parent: int, seconds: float, command: list[str]) -> None:
     """Run the command until it ends, a SIGTERM comes, or the parent dies."""
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         sys.exit(f"{command[0]} cannot be started: {error.strerror}")
-    while server.poll() is None and not told.wait(_LOOK) and os.getppid() == parent:
+    while server.poll() is None and not stopping.wait(_LOOK) and os.getppid() == parent:
         pass
     if server.poll() is None:
         os.killpg(0, signal.SIGTERM)

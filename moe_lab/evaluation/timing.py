@@ -23,43 +23,45 @@ _RESET_PEAK = "5"
 
 
 @torch.inference_mode()
-def measure(model: Any, tokens: torch.Tensor, asked: TimingConfig) -> list[tuple[Any, ...]]:
+def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
     """Rows of COLUMNS: every batch size with every prompt length, `asked.repeats` times after `asked.warmup` requests.
 
     Prompts are cut from `tokens` (N,), one after the other, from the start again where they end. Answers are the most
     likely tokens, of `asked.new_tokens` whatever they are; keys and values are kept. UserError for a prompt that leaves
     too little room.
     """
-    _check_room(model, asked)
+    _check_room(model, settings)
     return [
         row
-        for size in asked.batch_sizes
-        for length in asked.prompt_lengths
-        for row in _rows(model, tokens, asked, size, length)
+        for size in settings.batch_sizes
+        for length in settings.prompt_lengths
+        for row in _rows(model, tokens, settings, size, length)
     ]
 
 
-def _check_room(model: Any, asked: TimingConfig) -> None:
+def _check_room(model: Any, settings: TimingConfig) -> None:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(asked.prompt_lengths) + asked.new_tokens + 1
+    longest = max(settings.prompt_lengths) + settings.new_tokens + 1
     if most is not None and longest > most:
         raise UserError(
-            f"timed.prompt_lengths={max(asked.prompt_lengths)} with timed.new_tokens={asked.new_tokens} makes "
+            f"timed.prompt_lengths={max(settings.prompt_lengths)} with timed.new_tokens={settings.new_tokens} makes "
             f"{longest} tokens: the model reads {most} at most"
         )
 
 
-def _rows(model: Any, tokens: torch.Tensor, asked: TimingConfig, size: int, length: int) -> Iterator[tuple[Any, ...]]:
+def _rows(
+    model: Any, tokens: torch.Tensor, settings: TimingConfig, size: int, length: int
+) -> Iterator[tuple[Any, ...]]:
     ids = _prompts(tokens, size, length).to(model.device)
 
     def request() -> tuple[float, float]:
-        return _request(model, ids, asked.new_tokens)
+        return _request(model, ids, settings.new_tokens)
 
     working = _working_bytes(model.device, request)
-    for _ in range(asked.warmup - 1):
+    for _ in range(settings.warmup - 1):
         request()
-    for repeat in range(asked.repeats):
-        yield (size, length, asked.new_tokens, repeat, *request(), working)
+    for repeat in range(settings.repeats):
+        yield (size, length, settings.new_tokens, repeat, *request(), working)
 
 
 def _prompts(tokens: torch.Tensor, size: int, length: int) -> torch.Tensor:

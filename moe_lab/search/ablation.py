@@ -135,10 +135,10 @@ class _Reader:
     def without_each(self, place: int) -> torch.Tensor:
         """(E,) fp64: what the summed loss gains without each expert of the MoE layer number `place`, 0 for those that
         got no token."""
-        found = torch.zeros(self.layers[place].n_experts, dtype=torch.float64)
+        rises = torch.zeros(self.layers[place].n_experts, dtype=torch.float64)
         for some in self.used[self.layers[place].index].split(self.copies):
-            found[some] = self._rises(place, len(some), partial(_silence, some))
-        return found
+            rises[some] = self._rises(place, len(some), partial(_silence, some))
+        return rises
 
     def scaled(self, place: int) -> torch.Tensor:
         """() fp64: what the summed loss gains with the routed output of the MoE layer number `place` times SCALE."""
@@ -218,9 +218,9 @@ def _resume(checkpoint: Path | None, about: Mapping[str, Any]) -> tuple[int, Lay
     if checkpoint is None or not checkpoint.exists():
         return 0, {}
     try:
-        found = header(checkpoint)
-        done = found.pop("done", 0)
-        same = found == json.loads(json.dumps(about))
+        saved = header(checkpoint)
+        done = saved.pop("done", 0)
+        same = saved == json.loads(json.dumps(about))
         return (done, Statistics.load(checkpoint).layers) if same else (0, {})
     except UserError:  # damaged: what it held is computed again
         return 0, {}

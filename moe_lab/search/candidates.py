@@ -146,10 +146,10 @@ class Candidates:
         nothing = (0,) * len(self.plans.layers)
         logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, nothing, {})
         self.cost.full += self._forwards(run, batch)
-        found = log_probabilities(logits)
+        log_p = log_probabilities(logits)
         if self._keeps_full:
-            self._full[number] = found
-        return found
+            self._full[number] = log_p
+        return log_p
 
     def _forwards(self, layers: int, batch: Batch) -> float:
         """Layers run on one batch, as a share of all layers on all rows."""
@@ -186,13 +186,13 @@ def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
 def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:
     """The rows with the positions to judge; UserError when there is none."""
     luck = torch.Generator().manual_seed(seed)
-    found = []
+    batches = []
     for ids, valid, answers in rows:
         at = contexts(ids, answers, shift=settings.shift, luck=luck)
         if len(at.rows):
             end = int(at.where.any(0).nonzero().max()) + 1
             at = Contexts(at.where[:, :end], at.rows, at.targets, at.draws)
-            found.append(Batch(ids[:, :end], valid[:, :end], at))
-    if not found:
+            batches.append(Batch(ids[:, :end], valid[:, :end], at))
+    if not batches:
         raise UserError("allocation.search holds no answer that a token comes before: expected tasks with answers")
-    return found
+    return batches

@@ -126,9 +126,9 @@ def evolve(
     search = identity(problem, settings, fingerprint)
     state = (load(checkpoint, search) if checkpoint else None) or begin(settings.seed)
     while state.generations < settings.generations and len(state.known) < space.size:
-        made = _children(space, settings, state) if state.generations else _first(space, settings, state)
+        proposals = _children(space, settings, state) if state.generations else _first(space, settings, state)
         _judge_generation(
-            made, settings, state, evaluate, screen if settings.proposals > 1 and state.generations else None
+            proposals, settings, state, evaluate, screen if settings.proposals > 1 and state.generations else None
         )
         if checkpoint:
             save(checkpoint, search, state)
@@ -169,10 +169,10 @@ def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_
 
 
 def _judge_generation(
-    made: Sequence[_Made], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
+    proposals: Sequence[_Made], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
 ) -> None:
     """Evaluate what is new, or the best of it by `screen`, and note down the generation."""
-    new = [schedule for schedule in dict.fromkeys(each.schedule for each in made) if schedule not in state.known]
+    new = [schedule for schedule in dict.fromkeys(each.schedule for each in proposals) if schedule not in state.known]
     screened = _values(new, screen, "screened value") if screen else {}
     if screen:
         best = sorted(new, key=lambda schedule: -screened[schedule])[: settings.population - settings.elites]
@@ -180,7 +180,7 @@ def _judge_generation(
     fitness = _values(new, evaluate, "fitness")
     state.known.update(fitness)
     elites = set(state.elites(settings.elites))
-    for each in made:
+    for each in proposals:
         state.history.append(
             {
                 "generation": state.generations,
@@ -248,8 +248,8 @@ def _transfer(
     sizes = numpy.arange(1, largest + 1)[:, None]
     gives, takes = taken >= sizes, taken + sizes <= capacity
     feasible = gives[:, :, None] & takes[:, None, :] & ~numpy.eye(len(taken), dtype=bool)
-    found = numpy.flatnonzero(feasible)
-    size, source, destination = numpy.unravel_index(found[random.integers(len(found))], feasible.shape)
+    transfers = numpy.flatnonzero(feasible)
+    size, source, destination = numpy.unravel_index(transfers[random.integers(len(transfers))], feasible.shape)
     return int(source), int(destination), int(size) + 1
 
 

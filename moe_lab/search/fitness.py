@@ -76,8 +76,8 @@ WITHOUT_FULL = ("nll",)
 def drawn(probabilities: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
     """(N,) tokens from (N, V) probabilities, which need not add up to 1: the token that share `luck` (N,) falls on."""
     total = probabilities.double().cumsum(-1)
-    found = torch.searchsorted(total, (luck * total[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=total.shape[1] - 1)
+    tokens = torch.searchsorted(total, (luck * total[:, -1])[:, None], right=True)[:, 0]
+    return tokens.clamp(max=total.shape[1] - 1)
 
 
 def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, luck: torch.Generator) -> Contexts:
@@ -107,9 +107,9 @@ def row_sums(name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Co
     values = []
     for part in torch.arange(len(at.rows)).split(CHUNK):
         log_q = log_probabilities(logits[part.to(device)])
-        known = log_q if log_p is None else log_p[part].to(device)
+        full_log_p = log_q if log_p is None else log_p[part].to(device)
         piece = Contexts(at.where, at.rows[part], at.targets[part].to(device), at.draws[part].to(device))
-        values.append(function(known, log_q, piece).cpu())
+        values.append(function(full_log_p, log_q, piece).cpu())
     return torch.zeros(len(at.where), dtype=torch.float64).index_add_(0, at.rows, torch.cat(values))
 
 

@@ -41,15 +41,15 @@ class Decoder:
         Starts from the longest beginning of `schedule` in `states`, and adds those it comes by. That the model really
         loses what `schedule` says is the caller's business. `valid` (B, S) is the attention mask.
         """
-        known = next((k for k in range(len(schedule) - 1, -1, -1) if schedule[:k] in states), None)
-        first = 0 if known is None else self.moe[known]
+        start = next((k for k in range(len(schedule) - 1, -1, -1) if schedule[:k] in states), None)
+        first = 0 if start is None else self.moe[start]
         device = self.model.get_input_embeddings().weight.device
         attention = None if bool(valid.all()) else valid.to(device, torch.int64)
         with ExitStack() as undo, torch.inference_mode():
-            if known is not None:
+            if start is not None:
                 for layer in self.layers[:first]:
-                    stand_in(layer, states[schedule[:known]], undo)
-            for k in range(0 if known is None else known + 1, len(schedule)):
+                    stand_in(layer, states[schedule[:start]], undo)
+            for k in range(0 if start is None else start + 1, len(schedule)):
                 _remember(self.layers[self.moe[k]], schedule[:k], states, undo)
             undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)

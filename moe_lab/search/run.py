@@ -80,8 +80,8 @@ def search(
         fingerprint=_fingerprint(fingerprint, scores, rows, chosen),
         progress=progress,
     )
-    found = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
-    plan = plans.plan(outcome.best, {"allocation": dict(settings), **found, "model_sha256": facts.get("sha256")})
+    result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
+    plan = plans.plan(outcome.best, {"allocation": dict(settings), **result, "model_sha256": facts.get("sha256")})
     plan.save(out / "plan.json")
     _write_history(outcome, out / "history.parquet")
     report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)
@@ -161,5 +161,5 @@ def _report(outcome: Outcome, chosen: SearchSettings, plans: Plans, cost: Cost, 
 
 def _uniform(outcome: Outcome) -> dict[str, Any] | None:
     """The uniform schedule and its fitness; None if the search did not begin with it."""
-    found = (row for row in outcome.history if row["origin"] == "uniform")
-    return next(({"schedule": row["schedule"], "fitness": row["fitness"]} for row in found), None)
+    rows = (row for row in outcome.history if row["origin"] == "uniform")
+    return next(({"schedule": row["schedule"], "fitness": row["fitness"]} for row in rows), None)

@@ -60,7 +60,7 @@ def _routings(
 ) -> list[list[Routing]]:
     """For each layer, its routing after each of its removals; the layer's input is the unpruned model's."""
     calls: list[tuple[Any, Any]] = []
-    found: list[list[Routing]] = [[] for _ in removals]
+    by_layer: list[list[Routing]] = [[] for _ in removals]
 
     def record(block: torch.nn.Module, inputs: Any, named: Any) -> None:
         calls.append((inputs, named))
@@ -69,7 +69,7 @@ def _routings(
         for layer in plans.layers:
             stack.callback(layer.block.register_forward_pre_hook(record, with_kwargs=True).remove)
         run(model, ids, valid)
-    functions = {layer.index: _recorder(found[k]) for k, layer in enumerate(plans.layers)}
+    functions = {layer.index: _recorder(by_layer[k]) for k, layer in enumerate(plans.layers)}
     with replaced_experts(model, plans.layers, functions):
         for number in range(max(map(len, removals))):
             schedule = tuple(choices[min(number, len(choices) - 1)] for choices in removals)
@@ -77,14 +77,14 @@ def _routings(
                 for k, layer in enumerate(plans.layers):
                     if number < len(removals[k]):
                         layer.block(*calls[k][0], **calls[k][1])
-    return found
+    return by_layer
 
 
-def _recorder(found: list[Routing]) -> ExpertsFunction:
+def _recorder(routings: list[Routing]) -> ExpertsFunction:
     """Stands in for the experts of a layer: notes what it is called with, and computes nothing."""
 
     def experts(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        found.append((hidden, index, weights))
+        routings.append((hidden, index, weights))
         return torch.zeros_like(hidden)
 
     return experts
@@ -113,16 +113,16 @@ def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch
 
 def _outputs(layer: MoELayer, hidden: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Outputs (t, E, H) fp32 of the experts `used` (t, E) for hidden states (t, H), 0 elsewhere; and how many."""
-    found = torch.zeros(*used.shape, layer.hidden, device=hidden.device)
+    outputs = torch.zeros(*used.shape, layer.hidden, device=hidden.device)
     chosen = torch.where(used, torch.arange(layer.n_experts, device=used.device), layer.n_experts)
     rows = sort_by_expert(chosen, layer.n_experts + 1)
     for expert, part in rows.parts():
         if expert < layer.n_experts:
             token = rows.token[part]
-            found[token, expert] = output(
+            outputs[token, expert] = output(
                 layer.experts, intermediate(layer.experts, hidden[token], expert), expert
             ).float()
-    return found, int(used.sum())
+    return outputs, int(used.sum())
 
 
 Screen = Callable[[Sequence[Schedule]], list[float]]
@@ -207,19 +207,19 @@ def quartered(rows: Sequence[AnswerBatch], batch_size: int) -> list[AnswerBatch]
         raise UserError(
             f"allocation.parameters.filter=halving has {len(ids)} rows to read: expected at least {max(RUNGS)}"
         )
-    found = []
+    batches = []
     for part in torch.arange(len(ids)).tensor_split(max(RUNGS)):
-        found += [(ids[some], valid[some], answers[some]) for some in part.split(batch_size)]
-    return found
+        batches += [(ids[some], valid[some], answers[some]) for some in part.split(batch_size)]
+    return batches
 
 
 def _first_rows(rows: Sequence[AnswerBatch], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(ids, valid) of the rows up to the one that makes `tokens` valid tokens full; at least one row."""
-    found, left = [], tokens
+    chosen, left = [], tokens
     for ids, valid, _ in rows:
         before = valid.sum(1).cumsum(0) - valid.sum(1)
         count = int((before < left).sum())
         if count:
-            found.append((ids[:count], valid[:count]))
+            chosen.append((ids[:count], valid[:count]))
         left -= int(valid.sum())
-    return found
+    return chosen

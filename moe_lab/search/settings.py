@@ -86,9 +86,9 @@ class FitnessSettings:
 
     def check(self) -> None:
         """UserError for a value that cannot work."""
-        for name, known in (("fitness", FITNESS), ("averaging", AVERAGINGS), ("filter", FILTERS)):
-            if getattr(self, name) not in known:
-                raise unknown(f"allocation.parameters.{name}", getattr(self, name), known)
+        for name, choices in (("fitness", FITNESS), ("averaging", AVERAGINGS), ("filter", FILTERS)):
+            if getattr(self, name) not in choices:
+                raise unknown(f"allocation.parameters.{name}", getattr(self, name), choices)
         for name, least in (("max_new_tokens", 1), ("memory_budget", 0), ("filter_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

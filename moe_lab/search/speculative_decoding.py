@@ -119,13 +119,13 @@ def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> li
 
     UserError for rows with several documents, whose prompts would hold other answers.
     """
-    found = []
+    texts = []
     for row, flags, marks in zip(ids, valid, answers, strict=True):
         first = int(marks.int().argmax()) if bool(marks.any()) else 0
         if not bool(flags[:first].all()):
             raise UserError("allocation.parameters.fitness=spec_dec needs one task a row: set packing=none in the set")
-        found.append(row[:first].tolist())
-    return found
+        texts.append(row[:first].tolist())
+    return texts
 
 
 def accepted_and_proposed(

@@ -49,11 +49,11 @@ def kept_subsets(n_experts: int, removed: int, n_group: int = 1) -> list[tuple[i
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
     lost = product(*(combinations(group, removed // n_group) for group in groups))
-    found = []
+    subsets = []
     for choice in lost:
         gone = {expert for group in choice for expert in group}
-        found.append(tuple(expert for expert in range(n_experts) if expert not in gone))
-    return found
+        subsets.append(tuple(expert for expert in range(n_experts) if expert not in gone))
+    return subsets
 
 
 def _removals(layers: Mapping[int, Mapping[str, Any]], ratio: float, multiple_of: int) -> dict[int, int]:

@@ -166,13 +166,13 @@ def _cache_folder() -> Path:
 
 def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str], program: str) -> Sample:
     status = verdict[metric]
-    said = status if not verdict["reason"] or status == "pass" else f"{status}: {verdict['reason']}"
+    verdict_text = status if not verdict["reason"] or status == "pass" else f"{status}: {verdict['reason']}"
     return Sample(
         benchmark=name,
         item=answer.item,
         outcome=float(status == "pass"),
         prompt_hash=prompt_hash(answer.prompt),
         output=answer.output,
-        extracted=f"{said}\n\n{program}",
+        extracted=f"{verdict_text}\n\n{program}",
         answer_loss=answer.loss,
     )

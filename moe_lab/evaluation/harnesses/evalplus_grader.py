@@ -80,8 +80,8 @@ def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
     sys.modules.setdefault("datasets", unused)
     from evalplus.data import get_human_eval_plus, get_mbpp_plus
 
-    found: dict[str, dict[str, Any]] = (get_human_eval_plus if dataset == "humaneval" else get_mbpp_plus)()
-    return found
+    problems: dict[str, dict[str, Any]] = (get_human_eval_plus if dataset == "humaneval" else get_mbpp_plus)()
+    return problems
 
 
 class Grader:
@@ -134,15 +134,15 @@ class Grader:
     def _canonical(self, task: str) -> dict[str, Any]:
         problem = self.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
-        found = {}
+        outputs = {}
         for part in PARTS:
             seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
             outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
             if outcome.status != "ok":
                 how = f"{outcome.status} {outcome.error}"
                 raise GradingError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
-            found[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
-        return found
+            outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
+        return outputs
 
     def _cache_file(self) -> Path | None:
         if self.request.cache is None:
@@ -172,12 +172,12 @@ class Grader:
         return Verdict(base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
-        known = self._expected[task][part]
-        seconds = [max(self.request.seconds, 4.0 * once) for once in known["seconds"]]
+        canonical = self._expected[task][part]
+        seconds = [max(self.request.seconds, 4.0 * once) for once in canonical["seconds"]]
         outcome = self._run(task, part, program, seconds, self.request.memory_mib << 20)
         if outcome.status != "ok":
             return ("fail" if outcome.status == "failed" else outcome.status), outcome.error
-        expected = Outcome("ok", "", known["encoded"], []).values()
+        expected = Outcome("ok", "", canonical["encoded"], []).values()
         if self.request.dataset == "mbpp" and self.problems[task]["entry_point"] in self._not_none():
             expected = [value is not None for value in expected]
         with self._comparing:

@@ -134,8 +134,8 @@ def _view(benchmark: BenchmarkConfig, place: Path) -> Path:
 
 
 def _dataset_args(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
-    return found if TASKS[benchmark.task].parted else {**found, "subset_list": [benchmark.subset or "default"]}
+    arguments: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
+    return arguments if TASKS[benchmark.task].parted else {**arguments, "subset_list": [benchmark.subset or "default"]}
 
 
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings | None:

@@ -224,8 +224,8 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    said, printed = _said(outcome), list[str]()
-    solution = SimpleNamespace(**{function or "wrapped_function": lambda *given: next(said)})
+    values, printed = _said(outcome), list[str]()
+    solution = SimpleNamespace(**{function or "wrapped_function": lambda *given: next(values)})
 
     def call_method(method: Any, given: str) -> None:
         printed[:] = [method()]

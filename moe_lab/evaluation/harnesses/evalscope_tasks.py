@@ -102,8 +102,8 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """EvalScope itself, where it is not here, and the permission to read pickled tests, where there are some."""
     yield from said(lambda: _check_interpreter(benchmark))
-    known = TASKS.get(benchmark.task)
-    if known and known.code and benchmark.data is not None and not policy.allow_pickled_data:
+    task = TASKS.get(benchmark.task)
+    if task and task.code and benchmark.data is not None and not policy.allow_pickled_data:
         yield from said(lambda: _check_pickles(benchmark))
 
 

@@ -225,7 +225,7 @@ def _digest(messages: list[dict[str, str]]) -> str:
 
 def _samples(request: Request, names: dict[Item, str], read: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What EvalScope's reviews say of each item, in the order of the data."""
-    found: dict[Item, dict[str, Any]] = {}
+    by_item: dict[Item, dict[str, Any]] = {}
     for subset in {subset for subset, _ in names}:
         reviews = Path(request.work, "reviews", _MODEL, f"{request.task}_{subset}.jsonl")
         for line in reviews.read_text(encoding="utf-8").split("\n"):
@@ -233,11 +233,11 @@ def _samples(request: Request, names: dict[Item, str], read: dict[str, str]) -> 
                 continue
             review = json.loads(line)
             item = subset, review["index"]
-            assert item not in found, f"{item} was graded twice"
-            found[item] = review["sample_score"]["score"]
-    assert set(found) == set(names), "EvalScope reviewed other items than it asked"
+            assert item not in by_item, f"{item} was graded twice"
+            by_item[item] = review["sample_score"]["score"]
+    assert set(by_item) == set(names), "EvalScope reviewed other items than it asked"
     for item, name in names.items():
-        score = found[item]
+        score = by_item[item]
         assert score["prediction"] == read[name], f"{name} was graded with another text"
         values = list(score["value"].values()) if score["status"] == _SCORED else [None]
         assert len(values) == 1, f"{name} has several scores: {score}"

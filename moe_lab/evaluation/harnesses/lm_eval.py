@@ -42,23 +42,23 @@ def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) ->
     item that the model cannot read whole.
     """
     with _quiet(), _random_state_kept():
-        found = tasks(benchmark)
-        check_count(benchmark, sum(len(task.task_docs) for task in found.values()))
-        items = first_items(found, benchmark.limit)
+        by_name = tasks(benchmark)
+        check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
+        items = first_items(by_name, benchmark.limit)
         results = evaluator.evaluate(
             lm=LoadedLM(subject, benchmark),
-            task_dict={"tasks": {name: found[name] for name in items}, "groups": {}},
+            task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
             samples=items,
             bootstrap_iters=0,
             log_samples=True,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
         )
-    several = len(found) > 1
+    several = len(by_name) > 1
     rows = []
     for name in items:
         logged = _named(results["samples"][name], name if several else "")
-        losses = _answer_losses(logged, found[name], subject, benchmark)
+        losses = _answer_losses(logged, by_name[name], subject, benchmark)
         rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
@@ -69,18 +69,18 @@ def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) ->
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(items)),
         "task_version": ", ".join(sorted({str(results["versions"].get(name)) for name in items})),
-        "num_fewshot": found[next(iter(items))].config.num_fewshot,
+        "num_fewshot": by_name[next(iter(items))].config.num_fewshot,
         "prompt": rows[0]["arguments"][0][0],
     }
     return Graded(scores, samples, protocol)
 
 
-def first_items(found: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
+def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
     """Task -> which of its items: all, or `limit` altogether, the first of every task before the second of any."""
-    sizes = {name: len(task.task_docs) for name, task in found.items()}
+    sizes = {name: len(task.task_docs) for name, task in by_name.items()}
     places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
     counts = Counter(name for _, name in places)
-    return {name: list(range(counts[name])) for name in found if counts[name]}
+    return {name: list(range(counts[name])) for name in by_name if counts[name]}
 
 
 # The model as lm-eval sees it.
@@ -103,13 +103,13 @@ class LoadedLM(HFLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As lm-eval's, longest first, without its progress bar; what it would cut off is an error."""
         self._check_room([request.args[0] + request.args[1] for request in requests])
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        for request, (likelihood, _) in zip(requests, found, strict=True):
+        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        for request, (likelihood, _) in zip(requests, likelihoods, strict=True):
             if not math.isfinite(likelihood):
                 raise FloatingPointError(
                     f"benchmark {self.benchmark.name}: a log-likelihood of item {request.doc_id} is {likelihood}"
                 )
-        return found
+        return likelihoods
 
     def _check_room(self, texts: list[str]) -> None:
         """UserError when one has more tokens than fit; those with fewer bytes than that are not looked at."""

@@ -24,15 +24,15 @@ def folder(benchmark: BenchmarkConfig) -> Path:
         raise UserError(f"benchmark {benchmark.name} needs the package lm-eval: pip install lm-eval")
     tasks = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
-    found = tasks / name
-    if not found.is_dir() or found == tasks:
-        parent = found.parent if found.parent.is_dir() and found != tasks else tasks
-        known = [str(each.relative_to(tasks)) for each in parent.iterdir() if each.is_dir()]
-        raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, known)
-    defined = {match for file in found.rglob("*.yaml") for match in _NAME.findall(file.read_text(encoding="utf-8"))}
+    place = tasks / name
+    if not place.is_dir() or place == tasks:
+        parent = place.parent if place.parent.is_dir() and place != tasks else tasks
+        folders = [str(each.relative_to(tasks)) for each in parent.iterdir() if each.is_dir()]
+        raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folders)
+    defined = {match for file in place.rglob("*.yaml") for match in _NAME.findall(file.read_text(encoding="utf-8"))}
     if benchmark.task not in defined:
         raise unknown(f"benchmark {benchmark.name}: task", benchmark.task, defined)
-    return found
+    return place
 
 
 def problems(benchmark: BenchmarkConfig) -> Iterator[str]:

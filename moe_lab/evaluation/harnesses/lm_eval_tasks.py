@@ -34,10 +34,10 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
     key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens}"
     if key not in _built:
-        found = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
-        for name, task in found.items():
+        by_name = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
+        for name, task in by_name.items():
             _set(task, name, benchmark)
-        _built[key] = found
+        _built[key] = by_name
     for task in _built[key].values():
         task.set_fewshot_seed(seed=_SEED)
     return _built[key]
@@ -72,8 +72,8 @@ def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
     with patch.object(datasets, "load_dataset", load_dataset):
-        found: dict[str, Any] = manager.load([name])["tasks"]
-    return found
+        by_name: dict[str, Any] = manager.load([name])["tasks"]
+    return by_name
 
 
 class _Splits(dict[str, Any]):

@@ -55,7 +55,7 @@ def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) ->
 
 def sentences(story: str) -> list[str]:
     """The sentences of a story, each with the mark that ends it; a last one that was cut off is not a sentence."""
-    return [found.strip() for found in re.findall(r"[^.!?]+[.!?]", story)]
+    return [sentence.strip() for sentence in re.findall(r"[^.!?]+[.!?]", story)]
 
 
 def _mentions(story: str, text: str) -> bool:
@@ -64,8 +64,8 @@ def _mentions(story: str, text: str) -> bool:
 
 
 def _opens_with(story: str, text: str) -> bool:
-    told = sentences(story)
-    return bool(told) and _mentions(told[0], text)
+    parts = sentences(story)
+    return bool(parts) and _mentions(parts[0], text)
 
 
 def _ends_with(story: str, text: str) -> bool:
@@ -77,8 +77,8 @@ def _enough_sentences(story: str, least: int) -> bool:
 
 
 def _no_repeats(story: str) -> bool:
-    told = sentences(story)
-    return bool(told) and len(set(told)) == len(told)
+    parts = sentences(story)
+    return bool(parts) and len(set(parts)) == len(parts)
 
 
 RULES: dict[str, Callable[..., bool]] = {

@@ -61,12 +61,12 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         )
         for answer in answers
     }
-    asked = [answer.item for answer in answers if answer.output.strip()]
+    items = [answer.item for answer in answers if answer.output.strip()]
     judge = Judge(benchmark.judge, _cache())
     tolerated = math.floor(TOLERATED * len(answers))
-    said = judge.verdicts([prompts[item] for item in asked], tolerated)
+    judged = judge.verdicts([prompts[item] for item in items], tolerated)
     unasked = {answer.item: TOO_LONG if answer.too_long else EMPTY for answer in answers}
-    verdicts = {**unasked, **dict(zip(asked, said, strict=True))}
+    verdicts = {**unasked, **dict(zip(items, judged, strict=True))}
     samples = [
         _sample(name, answer, verdicts[answer.item])
         for name in benchmark.reports
@@ -76,8 +76,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
     protocol = {
         **rubric.identity(benchmark),
-        "coverage": _coverage(verdicts, asked),
-        "judge_prompt": prompts[asked[0]] if asked else None,
+        "coverage": _coverage(verdicts, items),
+        "judge_prompt": prompts[items[0]] if items else None,
     }
     return Graded(results, samples, protocol, tolerated)
 
@@ -109,11 +109,11 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _coverage(verdicts: Mapping[str, Verdict], asked: Sequence[str]) -> dict[str, Any]:
+def _coverage(verdicts: Mapping[str, Verdict], judged: Sequence[str]) -> dict[str, Any]:
     scores = [verdict.score for verdict in verdicts.values() if verdict.score is not None]
     return {
         "items": len(verdicts),
-        "empty": len(verdicts) - len(asked),
+        "empty": len(verdicts) - len(judged),
         "scored": len(scores),
         "cached": sum(verdict.cached for verdict in verdicts.values()),
         "unscored": {item: verdict.said for item, verdict in verdicts.items() if verdict.score is None},

@@ -29,13 +29,13 @@ _FIELDS = {"subset", "split", "rows", "sha256", "digest"}
 def folder(benchmark: BenchmarkConfig) -> Path:
     """The mirror of the benchmark's data. UserError with the command that makes it when there is none."""
     assert benchmark.data is not None and benchmark.root is not None
-    found = Path(benchmark.root).expanduser().absolute() / benchmark.data
-    if not (found / MANIFEST).is_file():
+    place = Path(benchmark.root).expanduser().absolute() / benchmark.data
+    if not (place / MANIFEST).is_file():
         raise UserError(
             f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} has no mirror of it: "
             f"{_COMMAND} {benchmark.name} data_root={benchmark.root}"
         )
-    return found
+    return place
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
@@ -83,16 +83,16 @@ def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
     """Subset -> split -> files of the mirror; a data set without subsets has one that is called default."""
     place = folder(benchmark)
-    found: dict[str, dict[str, list[Path]]] = {}
+    by_subset: dict[str, dict[str, list[Path]]] = {}
     for name, entry in _entries(benchmark, None).items():
-        found.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(place / name)
-    return found
+        by_subset.setdefault(entry["subset"], {}).setdefault(entry["split"], []).append(place / name)
+    return by_subset
 
 
 def expected_rows(benchmark: BenchmarkConfig) -> int | None:
     """Rows of the split that is asked; more than the benchmark's items where the harness chooses among them."""
-    known: int | None = known_data(benchmark).get("rows", {}).get(benchmark.split, benchmark.expected)
-    return known
+    count: int | None = known_data(benchmark).get("rows", {}).get(benchmark.split, benchmark.expected)
+    return count
 
 
 def known_data(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
@@ -107,8 +107,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     if file.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
-        found: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-        return found
+        rows_of_table: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+        return rows_of_table
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     return [json.loads(line) for line in content.decode("utf-8").split("\n") if line.strip()]
 
@@ -119,21 +119,21 @@ def manifest(place: Path) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         return {}
     try:
-        found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["files"]
-        complete = all(entry.keys() >= _FIELDS for entry in found.values())
+        entries: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["files"]
+        complete = all(entry.keys() >= _FIELDS for entry in entries.values())
     except (ValueError, KeyError, TypeError, AttributeError):
         complete = False
     if not complete:
         raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again")
-    return found
+    return entries
 
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     """The manifest's entries of the benchmark's subset and of `split`, None for every one."""
     every = manifest(folder(benchmark))
     of_subset = {n: e for n, e in every.items() if benchmark.subset in (None, e["subset"])}
-    found = {n: e for n, e in of_subset.items() if split in (None, e["split"])}
-    if not found:
+    chosen = {n: e for n, e in of_subset.items() if split in (None, e["split"])}
+    if not chosen:
         field, has = ("split", of_subset) if of_subset else ("subset", every)
         wanted = str(split if of_subset else benchmark.subset)
         names = sorted({entry[field] for entry in has.values()})
@@ -141,7 +141,7 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
             f"{unknown(f'benchmark {benchmark.name}: {field}', wanted, names)}: the mirror {folder(benchmark)} lacks "
             f"it, {_COMMAND} {benchmark.name} data_root={benchmark.root} adds it"
         )
-    return found
+    return chosen
 
 
 def _place(benchmark: BenchmarkConfig) -> str:
@@ -151,16 +151,16 @@ def _place(benchmark: BenchmarkConfig) -> str:
 @lru_cache(maxsize=1024)
 def _sha256(file: Path, size: int, changed: int) -> str:
     """Once for every state of a file: a worker checks the same mirror before each of many plans."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with file.open("rb") as content:
         while chunk := content.read(1 << 20):
-            found.update(chunk)
-    return found.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 @lru_cache(maxsize=1)
 def _data_sets() -> Mapping[str, Any]:
     import yaml
 
-    found: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8"))
-    return found
+    document: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8"))
+    return document

@@ -37,8 +37,8 @@ def main(words: Sequence[str]) -> int:
             print("\n".join(make(benchmark, source)), flush=True)
         except (UserError, OSError) as error:
             failed = True
-            said = error if isinstance(error, UserError) else f"data_root={root} cannot be written ({error})"
-            print(f"moe_lab: {said}", file=sys.stderr, flush=True)
+            reason = error if isinstance(error, UserError) else f"data_root={root} cannot be written ({error})"
+            print(f"moe_lab: {reason}", file=sys.stderr, flush=True)
     return 2 if failed else 0
 
 
@@ -51,29 +51,31 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
     place = Path(benchmark.root).expanduser().absolute() / benchmark.data
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".mirror-", dir=place.parent) as scratch:
-        found = list(parts(benchmark, source, Path(scratch)))
-        _check(benchmark, found)
+        splits = list(parts(benchmark, source, Path(scratch)))
+        _check(benchmark, splits)
         with FileLock(place.with_name(f".{place.name}.lock")):  # benchmarks of one data set may be made side by side
-            entries = {**mirror.manifest(place), **dict(_write(part, place) for part in found)}
+            entries = {**mirror.manifest(place), **dict(_write(part, place) for part in splits)}
             _put(place / "README.md", _readme(str(benchmark.data), entries).encode())
             _put(place / mirror.MANIFEST, json.dumps({"files": entries}, indent=1, sort_keys=True).encode())
     mirror.check(benchmark)
-    return _lines(benchmark, found)
+    return _lines(benchmark, splits)
 
 
 def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
     """The benchmarks with data that names of benchmarks and suites stand for, each once."""
-    known = {group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")}
+    names_by_group = {
+        group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")
+    }
     listed: list[str] = []
     for name in names:
-        if name in known["benchmark"]:
+        if name in names_by_group["benchmark"]:
             listed.append(name)
-        elif name in known["suite"]:
+        elif name in names_by_group["suite"]:
             listed += _loaded("suite", name, SuiteConfig(path="")).benchmarks
         else:
-            raise unknown("benchmark or suite", name, [*known["benchmark"], *known["suite"]])
-    found = [_loaded("benchmark", name, BenchmarkConfig(root=root)) for name in dict.fromkeys(listed)]
-    with_data = [benchmark for benchmark in found if benchmark.data is not None]
+            raise unknown("benchmark or suite", name, [*names_by_group["benchmark"], *names_by_group["suite"]])
+    loaded = [_loaded("benchmark", name, BenchmarkConfig(root=root)) for name in dict.fromkeys(listed)]
+    with_data = [benchmark for benchmark in loaded if benchmark.data is not None]
     if not with_data:
         raise UserError(f"{', '.join(names)} needs no mirror: its data comes with moe_lab, or is a file of yours")
     return with_data
@@ -93,8 +95,8 @@ def _arguments(words: Sequence[str]) -> tuple[list[str], str, Path | None]:
         if setting not in ("data_root", "from"):
             raise unknown("setting", setting, ("data_root", "from"))
     if not names or not settings.get("data_root"):
-        said = " ".join(words) or "nothing"
-        raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER], of benchmarks or suites; got {said}")
+        given = " ".join(words) or "nothing"
+        raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER], of benchmarks or suites; got {given}")
     if "from" not in settings:
         return names, settings["data_root"], None
     source = Path(settings["from"]).expanduser().absolute()
@@ -105,17 +107,17 @@ def _arguments(words: Sequence[str]) -> tuple[list[str], str, Path | None]:
     return names, settings["data_root"], source
 
 
-def _check(benchmark: BenchmarkConfig, found: Sequence[Part]) -> None:
-    asked = [part for part in found if part.split == benchmark.split]
-    rows, wanted = sum(len(part.rows) for part in asked), mirror.expected_rows(benchmark)
+def _check(benchmark: BenchmarkConfig, splits: Sequence[Part]) -> None:
+    evaluated = [part for part in splits if part.split == benchmark.split]
+    rows, wanted = sum(len(part.rows) for part in evaluated), mirror.expected_rows(benchmark)
     if wanted is not None and rows != wanted:
-        source = found[0].source if found else "nothing"
+        source = splits[0].source if splits else "nothing"
         raise UserError(
             f"benchmark {benchmark.name}: {source} has {rows} rows for the split {benchmark.split} and should have "
             f"{wanted}, so nothing was written: it is not the published set, or expected is wrong"
         )
     columns = mirror.known_data(benchmark).get("columns", ())
-    for part in found:
+    for part in splits:
         for number, row in enumerate(part.rows):
             missing = [column for column in columns if column not in row]
             if missing:
@@ -182,10 +184,10 @@ def _readme(data: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _lines(benchmark: BenchmarkConfig, found: Sequence[Part]) -> list[str]:
+def _lines(benchmark: BenchmarkConfig, written: Sequence[Part]) -> list[str]:
     """A line on each split; subsets that were made together are counted."""
     splits: dict[str, list[Part]] = {}
-    for part in found:
+    for part in written:
         splits.setdefault(part.split, []).append(part)
     lines = []
     for split, each in splits.items():

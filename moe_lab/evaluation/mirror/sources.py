@@ -136,14 +136,14 @@ def _find(benchmark: BenchmarkConfig, about: Mapping[str, Any], source: Path) ->
     """Split -> its file."""
     if source.is_file():
         return {benchmark.split or "test": source}
-    found = {}
+    by_split = {}
     for split in dict.fromkeys((benchmark.split or "test", *SPLITS)):
         stems = [f"{benchmark.name}_{split}", *about.get("files", {}).get(split, ())]
         files = [source / f"{stem}{ending}" for stem in stems for ending in ENDINGS]
         chosen = next((file for file in files if file.is_file()), None)
         if chosen is not None:
-            found[split] = chosen
-    return found
+            by_split[split] = chosen
+    return by_split
 
 
 def _read(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> Rows:
@@ -203,7 +203,7 @@ def _by_subset(benchmark: BenchmarkConfig, about: Mapping[str, Any], rows: Rows)
     """The rows of each subset, in their order."""
     if "by" not in about:
         return {benchmark.subset or "default": rows}
-    found: dict[str, Rows] = {}
+    by_subset: dict[str, Rows] = {}
     for row in rows:
-        found.setdefault(str(row.get(about["by"])), []).append(row)
-    return found
+        by_subset.setdefault(str(row.get(about["by"])), []).append(row)
+    return by_subset

@@ -40,9 +40,9 @@ def leaves_closed_world(program: str) -> str | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # it will fail to run, and that is its verdict
     for node in ast.walk(tree):
-        found = _reaches_out(node)
-        if found:
-            return found
+        reason = _reaches_out(node)
+        if reason:
+            return reason
     return None
 
 

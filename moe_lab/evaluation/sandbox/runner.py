@@ -83,7 +83,7 @@ def _answer(reply: dict[str, Any]) -> None:
 def _start_confined(request: Request, results: int) -> int:
     """A child that is process 1 of its own tree. A helper makes the tree, tells the child's id and leaves; the child
     waits for that, because the helper would count as a process of the program."""
-    told, tell = os.pipe()
+    reading, tell = os.pipe()
     waiting, going = os.pipe()
     helper = os.fork()
     if helper == 0:
@@ -102,8 +102,8 @@ def _start_confined(request: Request, results: int) -> int:
     _, status = os.waitpid(helper, 0)
     for done in (tell, waiting, going):
         os.close(done)
-    child_id = os.read(told, 32)
-    os.close(told)
+    child_id = os.read(reading, 32)
+    os.close(reading)
     if status != 0 or not child_id:
         raise SystemExit("the kernel refused a process tree for a program")
     return int(child_id)
