@@ -44,8 +44,8 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
     return UserError(f"{field}={value} is unknown{hint} (known: {', '.join(names) or 'none'})")
 
 
-def said(check: Callable[[], object]) -> Iterator[str]:
-    """What is wrong according to `check`: its UserError as a sentence, or nothing."""
+def user_errors(check: Callable[[], object]) -> Iterator[str]:
+    """The sentence of the UserError that `check` raises, or nothing."""
     try:
         check()
     except UserError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
-from moe_lab.errors import UserError, said, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.masking import identified, revealed
 
@@ -117,7 +117,7 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield (
             f"{name}: chat=false, but conversations are put to the model through its chat template: expected chat=true"
         )
-    yield from said(lambda: template(benchmark))
+    yield from user_errors(lambda: template(benchmark))
     if benchmark.judge is None:
         yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
     else:

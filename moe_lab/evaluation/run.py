@@ -30,7 +30,7 @@ def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
         raise (UserError if suite.wrong([benchmark]) else Unavailable)("; ".join(problems))
 
 
-def evaluate(subject: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
+def evaluate(generator: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
     """Run the benchmark on a loaded model (`local_model.LocalModel`) and write out/result.json and out/samples.parquet.
 
     A benchmark that fails raises; nothing is averaged over the items that are left. Raises UserError for what
@@ -38,10 +38,10 @@ def evaluate(subject: Generator, benchmark: BenchmarkConfig, out: Path, *, polic
     """
     _check(benchmark, policy)
     if suite.has_two_phases(benchmark):
-        answers = generate(subject, benchmark, out, out / "partial.jsonl")
+        answers = generate(generator, benchmark, out, out / "partial.jsonl")
         (out / "partial.jsonl").unlink()
         return grade(answers, benchmark, out, policy=policy)
-    return _finish(_harness(benchmark).evaluate(subject, benchmark, policy), benchmark, out)
+    return _finish(_harness(benchmark).evaluate(generator, benchmark, policy), benchmark, out)
 
 
 def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partial: Path) -> list[Answer]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_lab.calibration.sources import FOREIGN, check_text, file_format, is_json, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import UserError, said, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.harness import HARNESSES, installed
 from moe_lab.evaluation.harnesses import evalscope_tasks, lm_eval_folders
@@ -142,16 +142,16 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
         yield str(unknown(f"{name}: harness", benchmark.harness, HARNESSES))
         return
     if benchmark.data is None:
-        yield from said(lambda: _check_items(benchmark))
+        yield from user_errors(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
     if benchmark.harness == "evalscope":
         yield from evalscope_tasks.wrong(benchmark)
 
 
 def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    yield from said(lambda: _check_package(benchmark))
+    yield from user_errors(lambda: _check_package(benchmark))
     if benchmark.data is not None:
-        yield from said(lambda: mirror.check(benchmark))
+        yield from user_errors(lambda: mirror.check(benchmark))
     if benchmark.harness == "lm_eval" and benchmark.data is not None:
         yield from lm_eval_folders.problems(benchmark)
     if benchmark.harness == "wildbench":
@@ -159,7 +159,7 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if benchmark.harness == "evalscope":
         yield from evalscope_tasks.lacking(benchmark, policy)
     if runs_programs(benchmark):
-        yield from said(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
+        yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:

@@ -11,7 +11,7 @@ from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import UserError, masked, said, unknown
+from moe_lab.errors import UserError, masked, unknown, user_errors
 from moe_lab.evaluation import server_command, suite
 from moe_lab.evaluation.sandbox.policy import SANDBOXES
 from moe_lab.grid import Cell, plain
@@ -53,9 +53,9 @@ def lacking(config: Config, requests: Iterable[tuple[Sequence[Cell], Sequence[Be
     problems = [sentence for _, benchmarks in requests for sentence in suite.lacking(benchmarks, policy)]
     if config.launcher.name != "slurm":  # whose nodes have what this machine may lack
         for named in dict.fromkeys(cell.model.device for cells, _ in requests for cell in cells):
-            problems += said(partial(_check_device, named))
+            problems += user_errors(partial(_check_device, named))
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
-        problems += said(partial(server_command.check_installed, config.backend))
+        problems += user_errors(partial(server_command.check_installed, config.backend))
     return list(dict.fromkeys(problems))
 
 
@@ -73,28 +73,28 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
     yield from _check_words(config)
     if config.export not in (None, *SHAPES):
         yield str(unknown("export", config.export, SHAPES))
-    yield from said(partial(tracking.check, config.tracker))
-    yield from said(partial(resources.check, config.resources))
+    yield from user_errors(partial(tracking.check, config.tracker))
+    yield from user_errors(partial(resources.check, config.resources))
     yield from suite.wrong(benchmarks)
     for cell in _each(cells, "model"):
-        yield from said(partial(files.check, cell.model))
-        yield from said(partial(check_expected, cell.model))
+        yield from user_errors(partial(files.check, cell.model))
+        yield from user_errors(partial(check_expected, cell.model))
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):
-            yield from said(partial(config_json.check_chat_template, cell.model, benchmark.name))
+            yield from user_errors(partial(config_json.check_chat_template, cell.model, benchmark.name))
     for cell in _each(cells, "criterion"):
-        yield from said(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
+        yield from user_errors(partial(criteria.check, cell.criterion.name, cell.criterion.parameters))
     yield from _check_calibrations(cells)
     for cell in _each(cells, "recovery"):
-        yield from said(partial(recoveries.check_none, cell.recovery))
-        yield from said(partial(recoveries.check, cell.recovery))
+        yield from user_errors(partial(recoveries.check_none, cell.recovery))
+        yield from user_errors(partial(recoveries.check, cell.recovery))
     yield from _check_backend(config, cells, benchmarks)
     yield from _check_top_k(config, cells)
     yield from _check_timing(config)
     for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
-        yield from said(partial(calibrations.check, text))
+        yield from user_errors(partial(calibrations.check, text))
         if role in ANSWERED:
             for _, part in calibrations.parts(text):
-                yield from said(partial(sources.check_answers, part))
+                yield from user_errors(partial(sources.check_answers, part))
     yield from _check_plain_weights(config, cells)
     yield from _check_masked(config, cells)
     yield from _check_engines(cells)
@@ -104,15 +104,15 @@ def _check(config: Config, cells: Sequence[Cell], benchmarks: Sequence[Benchmark
 def _check_calibrations(cells: Sequence[Cell]) -> Iterator[str]:
     """Settings of the calibration sets that are read, and the first record of each."""
     for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
-        wrong = list(said(partial(calibrations.check, cell.calibration)))
+        wrong = list(user_errors(partial(calibrations.check, cell.calibration)))
         yield from wrong
         for _, part in [] if wrong else calibrations.parts(cell.calibration):
-            yield from said(partial(sources.check_first, part))
+            yield from user_errors(partial(sources.check_first, part))
 
 
 def _check_backend(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Checkpoints, as they are exported and served, hold what pruning leaves, before it is recovered."""
-    yield from said(partial(server_command.check_command, config.backend))
+    yield from user_errors(partial(server_command.check_command, config.backend))
     by_model = [one for one in benchmarks if not suite.has_two_phases(one) and one.max_new_tokens]
     if by_model and (config.backend.name == "server" or config.backend.continuous):
         yield (
@@ -162,17 +162,17 @@ def _check_masked(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     for cell in _each(dropping, "model") if config.export == "masked" else ():
         folder = Path(resolve(cell.model.path)).expanduser()
         if (folder / "config.json").is_file():
-            yield from said(partial(layout.check_masked, folder))
+            yield from user_errors(partial(layout.check_masked, folder))
 
 
 def _check_names(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Names become parts of paths, so they are looked at before anything is joined to one."""
-    yield from said(partial(check_name, "study", config.study, RESERVED["study"]))
+    yield from user_errors(partial(check_name, "study", config.study, RESERVED["study"]))
     for group in ("model", "criterion", "calibration", "allocation", "recovery"):
         for name in dict.fromkeys(getattr(cell, group).name for cell in cells):
-            yield from said(partial(check_name, f"{group}.name", name, RESERVED.get(group, ())))
+            yield from user_errors(partial(check_name, f"{group}.name", name, RESERVED.get(group, ())))
     for benchmark in benchmarks:
-        yield from said(partial(check_name, "benchmark.name", benchmark.name))
+        yield from user_errors(partial(check_name, "benchmark.name", benchmark.name))
 
 
 OPEN = {
@@ -219,19 +219,21 @@ def _is_known(cell: Cell) -> bool:
 def _check_allocations(cells: Sequence[Cell]) -> Iterator[str]:
     """Each allocation with the criteria it is to be used with, then with the ratios and models."""
     for cell in {(id(c.criterion), id(c.allocation)): c for c in cells if _is_known(c)}.values():
-        yield from said(partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity))
+        yield from user_errors(
+            partial(allocation.check, cell.allocation, criteria.get(cell.criterion.name).granularity)
+        )
         if allocation.get(cell.allocation.name).step == "search":
-            yield from said(partial(parse_search, cell.allocation.parameters))
+            yield from user_errors(partial(parse_search, cell.allocation.parameters))
         if allocation.get(cell.allocation.name).step == "sequential":
-            yield from said(partial(_check_sequential, cell.criterion.name))
+            yield from user_errors(partial(_check_sequential, cell.criterion.name))
         if cell.allocation.by is not None:
-            yield from said(partial(_check_by, cell.allocation.by))
+            yield from user_errors(partial(_check_by, cell.allocation.by))
     for cell in _each([cell for cell in cells if not _is_known(cell)], "allocation"):
-        yield from said(partial(allocation.check, cell.allocation))
+        yield from user_errors(partial(allocation.check, cell.allocation))
     for cell in {(id(c.model), id(c.criterion), id(c.allocation), c.ratio): c for c in cells if _is_known(c)}.values():
-        yield from said(partial(_try_ratio, cell))
+        yield from user_errors(partial(_try_ratio, cell))
     for cell in {(id(c.model), c.allocation.path): c for c in cells if c.allocation.path}.values():
-        yield from said(partial(_check_origin, cell))
+        yield from user_errors(partial(_check_origin, cell))
 
 
 def _check_origin(cell: Cell) -> None:

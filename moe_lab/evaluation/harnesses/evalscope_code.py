@@ -224,7 +224,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    values, printed = _said(outcome), list[str]()
+    values, printed = _replies(outcome), list[str]()
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *given: next(values)})
 
     def call_method(method: Any, given: str) -> None:
@@ -238,7 +238,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
         yield
 
 
-def _said(outcome: Outcome) -> Iterator[Any]:
+def _replies(outcome: Outcome) -> Iterator[Any]:
     """What the program said to each test, and then how it ended if that was not well."""
     try:
         yield from outcome.values()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, said, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.sandbox.policy import Policy
@@ -101,10 +101,10 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """EvalScope itself, where it is not here, and the permission to read pickled tests, where there are some."""
-    yield from said(lambda: _check_interpreter(benchmark))
+    yield from user_errors(lambda: _check_interpreter(benchmark))
     task = TASKS.get(benchmark.task)
     if task and task.code and benchmark.data is not None and not policy.allow_pickled_data:
-        yield from said(lambda: _check_pickles(benchmark))
+        yield from user_errors(lambda: _check_pickles(benchmark))
 
 
 def _check_interpreter(benchmark: BenchmarkConfig) -> None:

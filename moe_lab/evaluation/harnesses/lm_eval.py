@@ -34,7 +34,7 @@ from moe_lab.results import Result, Sample
 Row = dict[str, Any]
 
 
-def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(local_model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Run a task, or a group whose items all count the same. Both of lm-eval's caches stay off: neither is keyed by the
     model or the data.
 
@@ -46,7 +46,7 @@ def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) ->
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
         results = evaluator.evaluate(
-            lm=LoadedLM(subject, benchmark),
+            lm=LoadedLM(local_model, benchmark),
             task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
             samples=items,
             bootstrap_iters=0,
@@ -58,7 +58,7 @@ def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) ->
     rows = []
     for name in items:
         logged = _named(results["samples"][name], name if several else "")
-        losses = _answer_losses(logged, by_name[name], subject, benchmark)
+        losses = _answer_losses(logged, by_name[name], local_model, benchmark)
         rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
@@ -87,18 +87,18 @@ def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list
 
 
 class LoadedLM(HFLM):
-    """lm-eval's own log-likelihoods on the loaded model; generation through the subject, like everybody else's."""
+    """lm-eval's own log-likelihoods on the loaded model; generation through `LocalModel`, like everybody else's."""
 
-    def __init__(self, subject: LocalModel, benchmark: BenchmarkConfig) -> None:
-        lengths = [length for length in (subject.max_length, benchmark.max_length) if length is not None]
+    def __init__(self, local_model: LocalModel, benchmark: BenchmarkConfig) -> None:
+        lengths = [length for length in (local_model.max_length, benchmark.max_length) if length is not None]
         super().__init__(
-            pretrained=subject.model,
-            tokenizer=subject.tokenizer,
+            pretrained=local_model.model,
+            tokenizer=local_model.tokenizer,
             batch_size=benchmark.batch_size,
             max_length=min(lengths, default=None),
-            chat_template_args=dict(subject.template_arguments),
+            chat_template_args=dict(local_model.template_arguments),
         )
-        self.subject, self.benchmark = subject, benchmark
+        self.local_model, self.benchmark = local_model, benchmark
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As lm-eval's, longest first, without its progress bar; what it would cut off is an error."""
@@ -116,7 +116,7 @@ class LoadedLM(HFLM):
         long = [text for text in dict.fromkeys(texts) if len(text.encode()) > self.max_length - 8]
         longest = max((len(ids) for ids in self.tokenizer(long, verbose=False).input_ids), default=0) if long else 0
         if longest > self.max_length + 1:  # the last token is never read
-            limit = "model" if self.max_length == self.subject.max_length else "max_length"
+            limit = "model" if self.max_length == self.local_model.max_length else "max_length"
             raise UserError(
                 f"benchmark {self.benchmark.name}: a question with its answer has {longest} tokens, and "
                 f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, to read it whole"
@@ -131,7 +131,7 @@ class LoadedLM(HFLM):
         for settings, numbers in groups.items():
             spec = _spec(json.loads(settings), self.benchmark)
             prompts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(numbers, self.subject.generate(prompts, spec), strict=True):
+            for number, text in zip(numbers, self.local_model.generate(prompts, spec), strict=True):
                 texts[number] = text
         return texts
 
@@ -151,7 +151,7 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
 
 
 def _answer_losses(
-    rows: Sequence[Row], task: Any, subject: LocalModel, benchmark: BenchmarkConfig
+    rows: Sequence[Row], task: Any, local_model: LocalModel, benchmark: BenchmarkConfig
 ) -> Sequence[float | None]:
     """The loss on each row's right answer in bits per byte; None for what has none, such as a document's likelihood.
 
@@ -166,7 +166,7 @@ def _answer_losses(
     references = [f"{delimiter}{row['target']}" if isinstance(row["target"], str) else None for row in rows]
     prompts = [row["arguments"][0][0] for row in rows]
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size, max_length=benchmark.max_length)
-    return subject.answer_losses(prompts, references, spec)
+    return local_model.answer_losses(prompts, references, spec)
 
 
 def _loss_of_right_choice(row: Row, task: Any) -> float | None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, said, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror
 
 _NAME = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
@@ -37,14 +37,14 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 def problems(benchmark: BenchmarkConfig) -> Iterator[str]:
     """One sentence per thing that is wrong with a benchmark of lm-eval's that reads a mirror."""
-    yield from said(lambda: folder(benchmark))
+    yield from user_errors(lambda: folder(benchmark))
     if benchmark.chat and not benchmark.max_new_tokens:
         yield (
             f"benchmark {benchmark.name}: chat=true, but max_new_tokens=0 says that answers are scored, not generated, "
             f"and a chat template would move them: expected chat=false"
         )
     if benchmark.shots:
-        yield from said(lambda: _check_examples(benchmark))
+        yield from user_errors(lambda: _check_examples(benchmark))
 
 
 def _check_examples(benchmark: BenchmarkConfig) -> None:

@@ -22,19 +22,19 @@ from moe_lab.results import Result, Sample
 _USUAL_LENGTH = 2048
 
 
-def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Token-weighted loss in nats; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
 
     The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read); within a
     window every token but the first is predicted, and the last, shorter window counts too.
     """
     place, text = _text(benchmark)
-    tokens = torch.tensor(subject.tokenizer(text, verbose=False).input_ids)
-    length = _length(subject, benchmark)
+    tokens = torch.tensor(model.tokenizer(text, verbose=False).input_ids)
+    length = _length(model, benchmark)
     windows = [window for window in tokens.split(length) if len(window) > 1][: benchmark.limit]
     if not windows:
         raise UserError(f"{place} has {len(tokens)} tokens: perplexity needs at least two")
-    losses = [float(loss) for loss in _losses(subject, windows, benchmark.batch_size)]
+    losses = [float(loss) for loss in _losses(model, windows, benchmark.batch_size)]
     counts = [len(window) - 1 for window in windows]
     for number, loss in enumerate(losses):
         if not math.isfinite(loss):
@@ -68,23 +68,23 @@ def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
     return str(mirror.folder(benchmark)), BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
 
 
-def _length(subject: LocalModel, benchmark: BenchmarkConfig) -> int:
-    most = subject.max_length
+def _length(model: LocalModel, benchmark: BenchmarkConfig) -> int:
+    most = model.max_length
     length = int(benchmark.parameters.get("length", min(_USUAL_LENGTH, most or _USUAL_LENGTH)))
     if length < 2 or (most is not None and length > most):
         raise UserError(f"benchmark {benchmark.name}: length={length}: expected 2 to {most or 'any number of'} tokens")
     return length
 
 
-def _losses(subject: LocalModel, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
+def _losses(model: LocalModel, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
     """Mean loss of each window in nats, a scalar in fp64 each; windows of equal length share a forward pass."""
     full = [window for window in windows if len(window) == len(windows[0])]
     batches = [torch.stack(full[start : start + batch_size]) for start in range(0, len(full), batch_size)]
     batches += [window[None] for window in windows[len(full) :]]
     for ids in batches:
-        ids = ids.to(subject.model.device)
+        ids = ids.to(model.model.device)
         with torch.inference_mode():
-            logits = subject.model(input_ids=ids, use_cache=False).logits
+            logits = model.model(input_ids=ids, use_cache=False).logits
         for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
             loss = functional.cross_entropy(row.float(), targets, reduction="none")
             yield loss.double().mean().cpu()

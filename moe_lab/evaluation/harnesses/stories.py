@@ -17,7 +17,7 @@ from moe_lab.evaluation.suite import check_count, data_files
 from moe_lab.results import Sample
 
 
-def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Score of a story: the share of its rules that it keeps. The data file has lines {"id", "prompt", "checklist"}; a
     "reference", a story as it follows the prompt, is what the loss on answers is of."""
     file = data_files(benchmark)[-1]
@@ -29,8 +29,8 @@ def evaluate(subject: LocalModel, benchmark: BenchmarkConfig, policy: Policy) ->
             raise UserError(f"{file}: every line needs an id, a prompt and a checklist of at least one rule")
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size)
     prompts = [row["prompt"] for row in rows]
-    stories = subject.generate(prompts, spec)
-    losses = subject.answer_losses(prompts, [row.get("reference") for row in rows], spec)
+    stories = model.generate(prompts, spec)
+    losses = model.answer_losses(prompts, [row.get("reference") for row in rows], spec)
     samples = []
     for name in benchmark.reports:
         for row, story, loss in zip(rows, stories, losses, strict=True):
