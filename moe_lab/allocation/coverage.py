@@ -2,7 +2,8 @@
 
 CBA (Algorithms 1-4) gives budgets of groups such that each covers its target share of its own scores. S_g(n) is the sum
 of the n highest scores of group g, negative ones counting nothing, and N_g(rho) = min{n : S_g(n) >= rho S_g}. Sought is
-alpha with sum_g N_g(min(alpha phi_g, 1)) = budget."""
+alpha with sum_g N_g(min(alpha phi_g, 1)) = budget.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,77 @@ from moe_lab.allocation.ranking import best
 from moe_lab.allocation.shapes import layer_budgets, layer_losses, loss_needs, u_shape
 from moe_lab.allocation.smoothing import Smoothing, smooth
 
+BY_LOSS = ("coverage", "loss_based")
+"""Ways to give layers their budgets that look at the layers' losses."""
+
 Search: TypeAlias = Literal["exact", "paper"]
+
+
+Prior: TypeAlias = Literal["ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"]
+
+
+def coverage(
+    problem: Channels,
+    *,
+    inter: Literal["coverage", "uniform", "u_shaped", "loss_based"] = "coverage",
+    intra: Literal["coverage", "proportional", "uniform", "ranking"] = "coverage",
+    layer_prior: Literal["loss", "nll", "none"] = "loss",
+    prior: Prior = "ala1",
+    layer_smoothing: Smoothing = "sqrt",
+    expert_smoothing: Smoothing = "sqrt",
+    search: Search = "exact",
+    beta: float = 0.02,
+    floor: float = 0.1,
+) -> Budgets:
+    """Layer -> channels each expert keeps (E,).
+
+    First `inter` gives each layer its budget: CBA over the pooled channels of the layers with the smoothed layer loss
+    that `layer_prior` names as target, the same share, a U over the depth (`beta`, `floor`), or in proportion to that
+    loss.
+    Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, in proportion to it, evenly, or
+    the best channels of the layer. `layer_smoothing` is of the layer loss, which MoE-Slimming's Tables 7 and 15 vary;
+    `expert_smoothing` is of `prior`. search=exact meets every budget to the channel; search=paper stops within 1 %,
+    half of it in each stage when both stages search.
+    """
+    searching = (inter, intra).count("coverage")
+    tolerance = TOLERANCE / max(searching, 1)
+    scores = problem.scores
+    shares = numpy.ones(len(scores))
+    if inter in BY_LOSS and layer_prior != "none":
+        shares = smooth(layer_losses(problem.evidence, scores, layer_prior), layer_smoothing)
+    elif inter == "u_shaped":
+        shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
+    if inter == "coverage":
+        pools = [values.ravel() for values in scores.values()]
+        kept = cover(pools, shares, problem.keep, search=search, tolerance=tolerance)
+        budgets = dict(zip(scores, kept.tolist(), strict=True))
+    else:
+        budgets = layer_budgets(problem, shares)
+
+    def divide(layer: int, values: Array) -> Budget:
+        if intra == "uniform":
+            return apportion(numpy.ones(len(values)), budgets[layer], 0, values.shape[1])
+        if intra == "ranking":
+            return best(values, budgets[layer])
+        measured = expert_prior(prior, problem.evidence, layer, (values.shape[0], values.shape[1]))
+        target = smooth(measured, expert_smoothing)
+        if intra == "proportional":
+            return apportion(target, budgets[layer], 0, values.shape[1])
+        return cover(list(values), target, budgets[layer], search=search, tolerance=tolerance)
+
+    return {layer: divide(layer, values) for layer, values in scores.items()}
+
+
+def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which steps measure what these parameters read."""
+    steps: set[str] = set()
+    if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
+        steps.update(loss_needs(parameters))
+    if parameters.get("intra", "coverage") in ("coverage", "proportional"):
+        steps.update({PRIOR_NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in PRIOR_NEEDS})
+    return tuple(sorted(steps))
+
+
 TOLERANCE = 0.01
 """epsilon of the paper: how far the sum may be from the budget, as a share of all channels."""
 ITERATIONS = 50
@@ -99,7 +170,6 @@ def _covered(reached: Sequence[Array], share: Array) -> Budget:
     )
 
 
-Prior: TypeAlias = Literal["ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"]
 Get: TypeAlias = Callable[[str, tuple[int, ...]], Array]
 
 
@@ -146,68 +216,3 @@ PRIORS_READ: Mapping[str, Callable[[Get, int], Any]] = {
     "router_weight": lambda get, _: get("sums_model", (3, 3))[:, 1, 0],
     "ala_lm": lambda get, width: -get("channel_product", (width,)).sum(axis=1),
 }
-
-BY_LOSS = ("coverage", "loss_based")
-"""Ways to give layers their budgets that look at the layers' losses."""
-
-
-def coverage(
-    problem: Channels,
-    *,
-    inter: Literal["coverage", "uniform", "u_shaped", "loss_based"] = "coverage",
-    intra: Literal["coverage", "proportional", "uniform", "ranking"] = "coverage",
-    layer_prior: Literal["loss", "nll", "none"] = "loss",
-    prior: Prior = "ala1",
-    layer_smoothing: Smoothing = "sqrt",
-    expert_smoothing: Smoothing = "sqrt",
-    search: Search = "exact",
-    beta: float = 0.02,
-    floor: float = 0.1,
-) -> Budgets:
-    """Layer -> channels each expert keeps (E,).
-
-    First `inter` gives each layer its budget: CBA over the pooled channels of the layers with the smoothed layer loss
-    that `layer_prior` names as target, the same share, a U over the depth (`beta`, `floor`), or in proportion to that
-    loss.
-    Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, in proportion to it, evenly, or
-    the best channels of the layer. `layer_smoothing` is of the layer loss, which MoE-Slimming's Tables 7 and 15 vary;
-    `expert_smoothing` is of `prior`. search=exact meets every budget to the channel; search=paper stops within 1 %,
-    half of it in each stage when both stages search.
-    """
-    searching = (inter, intra).count("coverage")
-    tolerance = TOLERANCE / max(searching, 1)
-    scores = problem.scores
-    shares = numpy.ones(len(scores))
-    if inter in BY_LOSS and layer_prior != "none":
-        shares = smooth(layer_losses(problem.evidence, scores, layer_prior), layer_smoothing)
-    elif inter == "u_shaped":
-        shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
-    if inter == "coverage":
-        pools = [values.ravel() for values in scores.values()]
-        kept = cover(pools, shares, problem.keep, search=search, tolerance=tolerance)
-        budgets = dict(zip(scores, kept.tolist(), strict=True))
-    else:
-        budgets = layer_budgets(problem, shares)
-
-    def divide(layer: int, values: Array) -> Budget:
-        if intra == "uniform":
-            return apportion(numpy.ones(len(values)), budgets[layer], 0, values.shape[1])
-        if intra == "ranking":
-            return best(values, budgets[layer])
-        measured = expert_prior(prior, problem.evidence, layer, (values.shape[0], values.shape[1]))
-        target = smooth(measured, expert_smoothing)
-        if intra == "proportional":
-            return apportion(target, budgets[layer], 0, values.shape[1])
-        return cover(list(values), target, budgets[layer], search=search, tolerance=tolerance)
-
-    return {layer: divide(layer, values) for layer, values in scores.items()}
-
-
-def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which steps measure what these parameters read."""
-    steps: set[str] = set()
-    if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
-        steps.update(loss_needs(parameters))
-    if parameters.get("intra", "coverage") in ("coverage", "proportional"):
-        steps.update({PRIOR_NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in PRIOR_NEEDS})
-    return tuple(sorted(steps))

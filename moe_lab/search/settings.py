@@ -1,4 +1,4 @@
-"""What a search takes beyond the search of schedules itself: which fitness, over what, at which cost. No torch."""
+"""Settings of allocation=evolutionary: how schedules evolve, and what a candidate is worth. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The program in what a chat model says: code between fences, before EvalPlus's sanitizer looks at it."""
+"""EvalPlus's problems, asked as EvalPlus asks, then graded in a process of its own (`evalplus_grader.py`).
+
+A model either goes on with a problem's prompt, as EvalPlus lets base models do, or is asked for a program through its
+chat template, as EvalPlus asks the models behind an API: one message, no beginning of the answer written for it.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +28,6 @@ from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.evaluation.suite import check_count, data_files, is_closed_world
 from moe_lab.results import Sample
 from moe_lab.start import command
-
-_FENCE = "```"
-
-
-def fenced_program(text: str, entry_point: str) -> str:
-    """The last fenced block of `text` that defines the function `entry_point`; without one the longest block, and
-    without a fence all of the text. A block that was cut off counts to the end."""
-    blocks = _blocks(text)
-    definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
-    defining = [block for block in blocks if definition.search(block)]
-    return defining[-1] if defining else max(blocks, key=len, default=text)
-
-
-def _blocks(text: str) -> list[str]:
-    blocks: list[list[str]] = []
-    inside = False
-    for line in text.splitlines():
-        if line.lstrip().startswith(_FENCE):
-            inside = not inside
-            if inside:
-                blocks.append([])
-        elif inside:
-            blocks[-1].append(line)
-    return [textwrap.dedent("\n".join(block)) for block in blocks]
-
 
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
@@ -115,6 +94,31 @@ def _program(answer: Answer, problem: Mapping[str, Any], chat: bool) -> str:
     if chat:
         return fenced_program(answer.output, problem["entry_point"])
     return answer.prompt + answer.output.replace("\t", "    ")
+
+
+_FENCE = "```"
+
+
+def fenced_program(text: str, entry_point: str) -> str:
+    """The last fenced block of `text` that defines the function `entry_point`; without one the longest block, and
+    without a fence all of the text. A block that was cut off counts to the end."""
+    blocks = _blocks(text)
+    definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
+    defining = [block for block in blocks if definition.search(block)]
+    return defining[-1] if defining else max(blocks, key=len, default=text)
+
+
+def _blocks(text: str) -> list[str]:
+    blocks: list[list[str]] = []
+    inside = False
+    for line in text.splitlines():
+        if line.lstrip().startswith(_FENCE):
+            inside = not inside
+            if inside:
+                blocks.append([])
+        elif inside:
+            blocks[-1].append(line)
+    return [textwrap.dedent("\n".join(block)) for block in blocks]
 
 
 def _problems(benchmark: BenchmarkConfig) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ from moe_lab.results import Result, Sample
 Row = dict[str, Any]
 
 
-def evaluate(local_model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Run a task, or a group whose items all count the same. Both of lm-eval's caches stay off: neither is keyed by the
     model or the data.
 
@@ -46,7 +46,7 @@ def evaluate(local_model: LocalModel, benchmark: BenchmarkConfig, policy: Policy
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
         results = evaluator.evaluate(
-            lm=LoadedLM(local_model, benchmark),
+            lm=LoadedLM(model, benchmark),
             task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
             samples=items,
             bootstrap_iters=0,
@@ -58,7 +58,7 @@ def evaluate(local_model: LocalModel, benchmark: BenchmarkConfig, policy: Policy
     rows = []
     for name in items:
         logged = _named(results["samples"][name], name if several else "")
-        losses = _answer_losses(logged, by_name[name], local_model, benchmark)
+        losses = _answer_losses(logged, by_name[name], model, benchmark)
         rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
@@ -89,16 +89,16 @@ def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list
 class LoadedLM(HFLM):
     """lm-eval's own log-likelihoods on the loaded model; generation through `LocalModel`, like everybody else's."""
 
-    def __init__(self, local_model: LocalModel, benchmark: BenchmarkConfig) -> None:
-        lengths = [length for length in (local_model.max_length, benchmark.max_length) if length is not None]
+    def __init__(self, model: LocalModel, benchmark: BenchmarkConfig) -> None:
+        lengths = [length for length in (model.max_length, benchmark.max_length) if length is not None]
         super().__init__(
-            pretrained=local_model.model,
-            tokenizer=local_model.tokenizer,
+            pretrained=model.model,
+            tokenizer=model.tokenizer,
             batch_size=benchmark.batch_size,
             max_length=min(lengths, default=None),
-            chat_template_args=dict(local_model.template_arguments),
+            chat_template_args=dict(model.template_arguments),
         )
-        self.local_model, self.benchmark = local_model, benchmark
+        self.local_model, self.benchmark = model, benchmark
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As lm-eval's, longest first, without its progress bar; what it would cut off is an error."""
@@ -151,7 +151,7 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
 
 
 def _answer_losses(
-    rows: Sequence[Row], task: Any, local_model: LocalModel, benchmark: BenchmarkConfig
+    rows: Sequence[Row], task: Any, model: LocalModel, benchmark: BenchmarkConfig
 ) -> Sequence[float | None]:
     """The loss on each row's right answer in bits per byte; None for what has none, such as a document's likelihood.
 
@@ -166,7 +166,7 @@ def _answer_losses(
     references = [f"{delimiter}{row['target']}" if isinstance(row["target"], str) else None for row in rows]
     prompts = [row["arguments"][0][0] for row in rows]
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size, max_length=benchmark.max_length)
-    return local_model.answer_losses(prompts, references, spec)
+    return model.answer_losses(prompts, references, spec)
 
 
 def _loss_of_right_choice(row: Row, task: Any) -> float | None:
