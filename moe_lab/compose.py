@@ -43,7 +43,7 @@ def _sweeps(store: str, dry_run: bool) -> str:
 
 def register(words: Sequence[str] = ()) -> None:
     """Tell Hydra the schema that conf/config.yaml starts from, and a choice for every criterion and allocation without
-    a file, those of plugins that a command line names included. UserError for a plugin that cannot be had."""
+    a file, those of plugins that a command line names included. UserError for a plugin that cannot be loaded."""
     # Hydra copies its sources for every group that --help lists, and all schemas with them: two thirds of the time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
@@ -95,11 +95,11 @@ class Groups:
 
     def prepare(self, choices: Iterable[Choice]) -> None:
         """Compose choices that will be loaded. Hydra takes 50 ms to compose one, and no longer for fifty."""
-        with suppress(UserError):  # which loading the one at fault tells
+        with suppress(UserError):  # loading the one at fault raises it again
             self._compose(list(dict.fromkeys(choices)))
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose all choices at once, each under a key of its own. An error is told of the first."""
+        """Compose all choices at once, each under a key of its own. An error names the first."""
         group, name = choices[0]
         keys = [f"choice{number}" for number in range(len(choices))]
         words = [f"+{choice[0]}@{key}={choice[1]}" for key, choice in zip(keys, choices, strict=True)]

@@ -142,7 +142,7 @@ def paper_cover(
 
     alpha is sought in [0, 1 / min positive phi] (with the paper's [0, 1] a group could never be covered beyond phi),
     until the sum is within `tolerance` of all channels or after 50 halvings. Infeasible, naming the nearest number that
-    can be had, when it never is.
+    is feasible, when it never is.
     """
     reached = [numpy.cumsum(numpy.sort(numpy.maximum(scores, 0))[::-1]) for scores in groups]
     allowed = tolerance * sum(len(group) for group in groups)

@@ -39,7 +39,7 @@ def allocate(
     `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
     topk_group). `scores`: layer -> a score per expert. `evidence`: what `needs(settings)` names, by layer; arrays by
     name, for "by" a score per expert. `model`: facts of the model, for ratio_basis=model. UserError for scores of
-    another model, NaN or Inf, and whatever cannot be had, naming the nearest that can.
+    another model, NaN or Inf, and whatever is not feasible, naming the nearest that is.
     """
     function = _function(settings, "expert")
     n_experts = {layer: int(facts["n_experts"]) for layer, facts in layers.items()}
@@ -95,7 +95,7 @@ def fits(
     granularity: Granularity,
     model: Mapping[str, Any] | None = None,
 ) -> None:
-    """UserError when ratio, multiple_of or block cannot be had in these layers, as far as can be told without scores.
+    """UserError when ratio, multiple_of or block is not feasible in these layers, as far as is known without scores.
 
     `layers` as in `allocate`; for channels each also has a width, or nothing is said about blocks. ratio_basis=model
     is left for later when `model` is None.

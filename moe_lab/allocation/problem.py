@@ -22,7 +22,7 @@ Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 
 
 class Infeasible(UserError):
-    """What cannot be had at this ratio, and perhaps can at a smaller one."""
+    """Not feasible at this ratio, and perhaps at a smaller one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One list of everything, best first: how many of each layer or expert are above the line."""
+"""One ranking over all layers: how many experts or channels of each are above the threshold."""
 
 from __future__ import annotations
 

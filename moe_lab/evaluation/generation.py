@@ -48,7 +48,7 @@ class Generator(Protocol):
         ...
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        """The loss on each answer after its prompt, in bits per byte; None where it cannot be had."""
+        """The loss on each answer after its prompt, in bits per byte; None where there is none."""
         ...
 
 

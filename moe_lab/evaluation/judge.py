@@ -1,4 +1,4 @@
-"""A language model that grades, behind an OpenAI-compatible endpoint: asked again within limits, and never twice."""
+"""A language model that grades, behind an OpenAI-compatible endpoint; with limited retries and a cache of replies."""
 
 from __future__ import annotations
 

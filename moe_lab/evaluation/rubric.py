@@ -1,4 +1,4 @@
-"""What a judge is told about an answer, and how its reply becomes a score; without a network, and without torch.
+"""The prompt of a judge, and the score in its reply; without a network, and without torch.
 
 The scale is that of WildBench v2: 1 (very poor) to 10 (perfect), reported as (score - 1) / 9.
 """
@@ -129,7 +129,7 @@ def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
     if address.scheme not in ("http", "https") or not address.hostname:
         yield f"judge.url={judge.url}: expected an address such as http://localhost:8000/v1"
     if not judge.key_variable.isidentifier():
-        yield "judge.key_variable is no name of an environment variable: expected one such as OPENAI_API_KEY, not a key"
+        yield "judge.key_variable is not the name of an environment variable: expected such as OPENAI_API_KEY, no key"
     elif address.scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
         yield (
             f"judge.key_variable={judge.key_variable}: there is no such environment variable, and {judge.url} will "

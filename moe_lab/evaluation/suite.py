@@ -1,4 +1,4 @@
-"""Benchmarks before anything heavy is imported: where their data is, what identifies them, what is wrong with them."""
+"""Benchmarks before anything heavy is imported: their data, what identifies them, what is wrong with them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _twice(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
 
 
 def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
-    """What is not here, or not allowed: packages, data, walls around programs, a judge."""
+    """What is not here, or not allowed: packages, data, a sandbox for programs, a judge."""
     gradable = (benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES)
     return _each(gradable, partial(_lacking, policy=policy))
 

@@ -1,4 +1,4 @@
-"""Schedules evaluated exactly, as masks on the loaded model, with as few layers run as their kinship allows."""
+"""Schedules evaluated exactly, as masks on the loaded model; layers run for a related schedule are not run again."""
 
 from __future__ import annotations
 

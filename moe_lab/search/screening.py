@@ -140,7 +140,7 @@ def reconstruction(
     Losing a tenth of its output matters more in one layer than in another. So each layer alone is pruned as far as it
     may be and evaluated; the fitness this costs is divided by its loss there. Losses are of the first rows with
     `tokens` tokens; `removals`: for each layer, the numbers of experts a schedule may remove, ascending, 0 first. All
-    is computed here, once; `candidates.cost` is told.
+    is computed here, once; `candidates.cost` counts it.
     """
     plans, cost = candidates.plans, candidates.cost
     read = _first_rows(rows, tokens)

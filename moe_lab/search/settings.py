@@ -109,7 +109,7 @@ class FitnessSettings:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Everything a search is told, taken apart."""
+    """All settings of a search."""
 
     problem: Problem
     evolution: EvolutionSettings

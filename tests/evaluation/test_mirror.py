@@ -165,7 +165,7 @@ def test_a_file_that_no_table_holds_is_kept_as_it_is(tmp_path: Path, monkeypatch
         assert (mirror.folder(own) / file.name).read_bytes() == file.read_bytes()
         assert mirror.rows(own) == rows
     about["address"] = (tmp_path / "nowhere.gz").as_uri()
-    with pytest.raises(UserError, match=r"could not be had.*add from=FOLDER with nowhere.gz"):
+    with pytest.raises(UserError, match=r"could not be downloaded.*add from=FOLDER with nowhere.gz"):
         make(replace(benchmark, root=str(tmp_path / "other")), None)
 
 
@@ -262,7 +262,7 @@ def test_a_pickle_is_never_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
         (["mc8", "data_root={}", "from={}/file.jsonl"], "is one file: expected the name of one benchmark"),
         (["pocket16", "data_root={}"], "needs no mirror"),
         (["rte", "data_root={}/file.jsonl", "from={}"], "cannot be written (["),
-        (["rte", "data_root={}"], "nyu-mll/glue could not be had from the hub"),
+        (["rte", "data_root={}"], "nyu-mll/glue could not be downloaded from the hub"),
     ],
 )
 def test_mistakes_on_the_command_line(

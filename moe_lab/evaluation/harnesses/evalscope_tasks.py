@@ -1,4 +1,4 @@
-"""What is known of EvalScope's tasks before EvalScope is started: what they take, where EvalScope is, what is wrong."""
+"""EvalScope's tasks before EvalScope is started: their settings, its interpreter, and what is wrong."""
 
 from __future__ import annotations
 

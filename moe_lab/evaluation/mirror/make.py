@@ -23,7 +23,7 @@ from moe_lab.paths import conf
 def main(words: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    0, or 2 with a sentence for each benchmark whose data could not be had; the others are made all the same.
+    0, or 2 with a sentence for each benchmark whose data is missing; mirrors of the others are made.
     """
     try:
         names, root, source = _arguments(words)

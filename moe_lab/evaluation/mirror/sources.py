@@ -38,7 +38,7 @@ class Part:
 def parts(benchmark: BenchmarkConfig, source: Path | None, scratch: Path) -> Iterator[Part]:
     """All splits of the benchmark's subset (of all subsets, where it names none) that `source` has; None is the hub.
 
-    `scratch` is an empty folder for downloads. UserError when the data cannot be had or read.
+    `scratch` is an empty folder for downloads. UserError when the data cannot be downloaded or read.
     """
     about = mirror.known_data(benchmark)
     if source is None and "address" in about:
@@ -72,7 +72,7 @@ def _from_hub(benchmark: BenchmarkConfig, about: Mapping[str, Any], scratch: str
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
-            f"benchmark {benchmark.name}: {benchmark.data} could not be had from the hub ({reason}): "
+            f"benchmark {benchmark.name}: {benchmark.data} could not be downloaded from the hub ({reason}): "
             f"where the hub can be reached, make the mirror there and copy it, or add from=FOLDER with files you have"
         ) from error
 
@@ -124,7 +124,7 @@ def _download(benchmark: BenchmarkConfig, address: str, scratch: Path) -> Path:
             file.write_bytes(content.read())
     except OSError as error:
         raise UserError(
-            f"benchmark {benchmark.name}: {address} could not be had ({error}): add from=FOLDER with {file.name}"
+            f"benchmark {benchmark.name}: {address} could not be downloaded ({error}): add from=FOLDER with {file.name}"
         ) from error
     return file
 

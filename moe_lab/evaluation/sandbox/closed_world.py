@@ -1,7 +1,7 @@
 """Which programs cannot reach outside themselves: no import, no hidden attribute, no builtin that opens anything.
 
 Used where a shipped model's programs run without namespaces. It is a list of what is allowed, so what is forgotten is
-refused; it is a second wall beside the limits of the subprocess, not a sandbox for programs of unknown models.
+refused; it is a second barrier beside the limits of the subprocess, not a sandbox for programs of unknown models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user allows: to run programs a model wrote, and behind which walls; to ask a judge; to read pickles."""
+"""What a user allows: running programs a model wrote, and in which sandbox; asking a judge; reading pickles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Policy:
     """Data that can run code when read may be read."""
 
     def protection(self, *, closed_world: bool) -> str:
-        """Behind which walls programs run here: NAMESPACES, LIMITED or UNCONFINED.
+        """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
         `closed_world` says that right answers need no import and no hidden attribute, as those of the shipped
         benchmarks; where there are no namespaces, sandbox=auto runs only programs that are checked to be so.
@@ -48,5 +48,5 @@ class Policy:
             return LIMITED
         raise UserError(
             f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none here "
-            f"({missing}): evaluate on another machine, or say sandbox=none to run them without walls"
+            f"({missing}): evaluate on another machine, or set sandbox=none to run them without a sandbox"
         )
