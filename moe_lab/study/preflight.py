@@ -13,7 +13,7 @@ from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, masked, unknown, user_errors
 from moe_lab.evaluation import server_command, suite
-from moe_lab.evaluation.sandbox.policy import SANDBOXES
+from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import Cell, plain
 from moe_lab.masking import LATE
 from moe_lab.models import config_json, files
@@ -205,8 +205,7 @@ def _check_words(config: Config) -> Iterator[str]:
     for name in ("store", "data_root"):
         if not getattr(config, name).strip():
             yield f"{name} is empty: expected a folder, such as {name}={getattr(Config(), name)}"
-    if config.sandbox not in SANDBOXES:
-        yield str(unknown("sandbox", config.sandbox, SANDBOXES))
+    yield from user_errors(partial(check_sandbox, config.sandbox))
     if config.retry not in (None, "failed"):
         yield f"retry={config.retry} is unknown: expected failed or null"
 

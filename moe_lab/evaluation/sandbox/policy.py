@@ -13,6 +13,12 @@ LIMITED = "limited subprocess, closed-world programs only"
 UNCONFINED = "none: limited subprocess"
 
 
+def check_sandbox(name: str) -> None:
+    """UserError for a name that is no sandbox."""
+    if name not in SANDBOXES:
+        raise unknown("sandbox", name, SANDBOXES)
+
+
 @dataclass(frozen=True)
 class Policy:
     """What evaluation may do on this machine."""
@@ -33,8 +39,7 @@ class Policy:
         benchmarks; where there are no namespaces, sandbox=auto runs only programs that are checked to be so.
         Raises UserError when nothing that is allowed is possible on this machine.
         """
-        if self.sandbox not in SANDBOXES:
-            raise unknown("sandbox", self.sandbox, SANDBOXES)
+        check_sandbox(self.sandbox)
         if not self.allow_code_execution:
             raise UserError(
                 "allow_code_execution=false, but grading runs programs the model wrote: set allow_code_execution=true"
