@@ -173,5 +173,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Groups of rows with equal values in `columns`, in the order they first appear, with these values by name."""
+    if frame.empty:  # which may lack the columns
+        return
     for key, group in frame.groupby(list(columns), sort=False):
         yield dict(zip(columns, key, strict=True)), group

@@ -43,7 +43,7 @@ def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     rows, machines = [], []
-    for key, experts in groups(found, ["model", "calibration"]) if len(found) else ():
+    for key, experts in groups(found, ["model", "calibration"]):
         alike = (study.cells["model"] == key["model"]) & (study.cells["calibration"] == key["calibration"])
         cells = study.cells[alike]
         by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
@@ -82,7 +82,7 @@ def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, 
     """Pearson's correlation over experts of the share of channels that a plan by `measure` and one by `truth` keep, the
     mean over pairs that differ in nothing else; NaN without such a pair. `by_prior`: cell, prior and ALIKE."""
     found = []
-    for _, alike in groups(by_prior, ALIKE) if len(by_prior) else ():
+    for _, alike in groups(by_prior, ALIKE):
         pair = [alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"] for word in (measure, truth)]
         if all(map(len, pair)):
             shares = [kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"] for cells in pair]
@@ -114,7 +114,7 @@ def prior_table(results: Results, name: str) -> Table:
     study, blocks = results.study, []
     for comparison in results.comparisons:
         found = comparison.cells.reset_index().merge(plans.priors(comparison.cells, study.reader), on="cell")
-        for key, part in groups(found, [*ALIKE, "calibration", "recovery"]) if len(found) else ():
+        for key, part in groups(found, [*ALIKE, "calibration", "recovery"]):
             if part["prior"].nunique() < 2:
                 continue
             rows = records(part)

@@ -59,7 +59,7 @@ def calibration_table(results: Results, name: str) -> Table:
     for comparison in comparisons:
         read = tokens(study, comparison.model)
         cells = _reading(comparison)
-        for key, found in groups(cells, COMPETING) if len(cells) else ():
+        for key, found in groups(cells, COMPETING):
             if found["calibration"].nunique() > 1:
                 ordered = found.assign(read=found["calibration"].map(read)).sort_values("read", kind="stable")
                 labels = {int(str(cell)): _label(str(word), read) for cell, word in ordered["calibration"].items()}
@@ -141,7 +141,7 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
     cells = _reading(comparison)
     cells = cells.assign(read=cells["calibration"].map(read), source=cells["calibration"].map(source))
     lines = {}
-    for key, found in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]) if len(cells) else ():
+    for key, found in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
         if found["read"].nunique() > 1:
             longest = found.sort_values("read", kind="stable")
             text = names.calibration(str(longest["calibration"].iloc[-1]))

@@ -285,7 +285,7 @@ def expert_bars_by_score(results: Results, name: str) -> list[Figure]:
 
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     """Score -> its cell, of the first allocation and calibration set that both scores have; empty without one."""
-    for _, found in groups(cells, ["allocation", "calibration", "gate", "seed"]) if len(cells) else ():
+    for _, found in groups(cells, ["allocation", "calibration", "gate", "seed"]):
         by_score = {score: found.index[found["criterion"] == score] for score in (ACTIVATION, WEIGHT_GRADIENT)}
         if all(len(index) for index in by_score.values()):
             return {score: int(index[0]) for score, index in by_score.items()}

@@ -19,11 +19,10 @@ from analysis.outputs.captions import HEAPR, SLIMMING
 from analysis.outputs.score_rows import (
     DEFAULT_SMOOTHING,
     SMOOTHING,
-    Block,
     block_table,
-    labels_by_cell,
     only_cell,
     plain,
+    ratio_block,
     ratio_lines,
 )
 from analysis.registry import Item, Results, output
@@ -47,7 +46,7 @@ def method_table(results: Results, name: str) -> Table:
     """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
     study, comparisons = results.study, list(filter(_of_heapr, results.comparisons))
     blocks = [
-        Block(comparison, names.ratio(key["ratio"]), labels_by_cell(settings.method_labels(cells)))
+        ratio_block(comparison, key["ratio"], settings.method_labels(cells))
         for comparison in comparisons
         for key, cells in groups(plain(comparison), ["ratio"])
     ]
@@ -81,9 +80,7 @@ def channel_choice_table(results: Results, name: str) -> Table:
             sequential = camera[camera["allocation"] == "sequential"]
             base = only_cell(sequential if len(sequential) else camera)
             if base is not None and len(found) > 1:
-                blocks.append(
-                    Block(comparison, names.ratio(key["ratio"]), labels_by_cell(settings.method_labels(found)), base)
-                )
+                blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(found), base))
     return block_table(
         study,
         blocks,
@@ -109,9 +106,8 @@ def allocator_table(results: Results, name: str) -> Table:
         chosen = cells[[set(SMOOTHING).isdisjoint(settings.allocation(word)[1]) for word in cells["allocation"]]]
         if "coverage" in set(chosen["allocation"]) and chosen["allocation"].nunique() > 1:
             base = only_cell(chosen[chosen["allocation"] == "uniform"])
-            blocks.append(
-                Block(comparison, names.ratio(key["ratio"]), _words(chosen["allocation"].map(names.allocated)), base)
-            )
+            labels = chosen["allocation"].map(names.allocated).map(names.capitalised)
+            blocks.append(ratio_block(comparison, key["ratio"], labels, base))
     return block_table(
         study,
         blocks,
@@ -138,7 +134,7 @@ def smoothing_table(results: Results, name: str) -> Table:
         if chosen["allocation"].nunique() > 1:
             words = chosen["allocation"].map(_smoothing)
             base = only_cell(chosen[words == DEFAULT_SMOOTHING])
-            blocks.append(Block(comparison, names.ratio(key["ratio"]), _words(words), base))
+            blocks.append(ratio_block(comparison, key["ratio"], words.map(names.capitalised), base))
     return block_table(
         study,
         blocks,
@@ -164,8 +160,7 @@ def channel_score_table(results: Results, name: str) -> Table:
             chosen = cells[cells["ratio"] == ratio]
             if chosen["criterion"].nunique() > 1:
                 base = only_cell(chosen[chosen["criterion"] == "channel_activation"])
-                labels = labels_by_cell(chosen["criterion"].map(names.criterion))
-                blocks.append(Block(comparison, names.ratio(ratio), labels, base))
+                blocks.append(ratio_block(comparison, ratio, chosen["criterion"].map(names.criterion), base))
     return block_table(
         study,
         blocks,
@@ -189,11 +184,6 @@ def _channel_groups(
 def _smoothing(allocation: str) -> str:
     """How an allocation smooths layer losses."""
     return next(iter(settings.allocation(allocation)[1].values()), DEFAULT_SMOOTHING)
-
-
-def _words(values: pd.Series) -> dict[int, str]:
-    """Cell -> the word that tells it from the others, capitalised."""
-    return {int(str(cell)): str(word)[:1].upper() + str(word)[1:] for cell, word in values.items()}
 
 
 ALIGNED = re.compile(r"coverage aligned \d+( scores)?")
@@ -220,12 +210,9 @@ def block_size_table(
         found = cells[cells["allocation"].map(lambda word: bool(words.fullmatch(str(word))))]
         for key, part in groups(found, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
             if len(part) > 1:
-                usual = part.index[part["allocation"] == USUAL]
-                labels = {
-                    int(str(cell)): str(word)[:1].upper() + str(word)[1:] for cell, word in part["allocation"].items()
-                }
-                base = int(usual[0]) if len(usual) == 1 else None
-                blocks.append(Block(comparison, names.ratio(key["ratio"]), labels, base))
+                base = only_cell(part[part["allocation"] == USUAL])
+                labels = part["allocation"].map(names.capitalised)
+                blocks.append(ratio_block(comparison, key["ratio"], labels, base))
     return block_table(
         study,
         blocks,

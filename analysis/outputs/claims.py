@@ -116,7 +116,7 @@ def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, obj
 def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
     """Every channel method against every method of whole experts that keeps as many routed parameters."""
     pairs = []
-    for key, found in groups(cells, ["ratio"]) if len(cells) else ():
+    for key, found in groups(cells, ["ratio"]):
         channels, experts = (found.loc[found["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
         equal = tuple(
             (int(str(one)), int(str(other)))
@@ -149,7 +149,7 @@ def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[st
 def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
     """Overlap over calibration sets of S(1, alpha, beta) minus S(0, alpha, beta), layer by layer."""
     rows: list[dict[str, object]] = []
-    for key, scores in groups(family, ["model"]) if len(family) else ():
+    for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
         by_ratio = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}

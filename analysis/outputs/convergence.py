@@ -102,7 +102,7 @@ def channel_settling(shares: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFr
     intersection over union is s / (2 - s).
     """
     rows = []
-    for key, found in groups(shares, KEY) if len(shares) else ():
+    for key, found in groups(shares, KEY):
         grid = np.sort(found["kept"].unique())
         for ratio in ratios:
             kept = grid[np.abs(grid - (1 - ratio)).argmin()]
@@ -261,7 +261,7 @@ def finding(study: Study) -> list[str]:
 def settled(found: pd.DataFrame, what: str) -> list[str]:
     """A sentence per model and calibration set: how much the choice still moved at the end of the pass."""
     said = []
-    for key, part in groups(found, ["model", "calibration"]) if len(found) else ():
+    for key, part in groups(found, ["model", "calibration"]):
         last = part[part["tokens"] == part["tokens"].max()]
         moved = last.loc[last["changed"].idxmax()]
         read = int(moved["tokens"]) / int(moved["whole"])

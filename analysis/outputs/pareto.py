@@ -17,7 +17,7 @@ from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING, setting
-from analysis.outputs.score_rows import MEBIBYTE, STORED, Block, block_table
+from analysis.outputs.score_rows import MEBIBYTE, STORED, block_table, ratio_block
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -278,10 +278,8 @@ def channels_and_experts(results: Results, name: str) -> Table:
     blocks = []
     for comparison in results.comparisons:
         cells = both_granularities(comparison)
-        for key, found in groups(cells, ["ratio"]) if len(cells) else ():
-            labels = settings.method_labels(found)
-            words = {int(str(cell)): str(label) for cell, label in labels.items()}
-            blocks.append(Block(comparison, names.ratio(key["ratio"]), words))
+        for key, found in groups(cells, ["ratio"]):
+            blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(found)))
     return block_table(
         results.study,
         blocks,

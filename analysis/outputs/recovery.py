@@ -13,7 +13,7 @@ from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import SLIMMING
-from analysis.outputs.score_rows import MEBIBYTE, STORED, Block, block_table
+from analysis.outputs.score_rows import MEBIBYTE, STORED, block_table, only_cell, ratio_block
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -52,9 +52,9 @@ def recovery_table(results: Results, name: str) -> Table:
         for cells in found:
             prefix = f"{names.criterion(cells['criterion'].iloc[0])}, " if len(found) > 1 else ""
             for key, rows in groups(cells, ["ratio"]):
-                base = rows.index[rows["recovery"] == "none"]
-                labels = {int(str(cell)): prefix + recovery(str(word)) for cell, word in rows["recovery"].items()}
-                blocks.append(Block(comparison, names.ratio(key["ratio"]), labels, int(base[0]) if len(base) else None))
+                base = only_cell(rows[rows["recovery"] == "none"])
+                labels = prefix + rows["recovery"].map(recovery)
+                blocks.append(ratio_block(comparison, key["ratio"], labels, base))
     return block_table(
         study,
         blocks,
@@ -182,14 +182,12 @@ def recovered_table(
     blocks = []
     for comparison in results.comparisons:
         cells = comparison.cells[comparison.cells["criterion"] != "none"]
-        for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]) if len(cells) else ():
+        for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
             if set(found["recovery"]) == {"none"}:
                 continue
             place = found["method"].map(names.methods_in_order(found["method"]).index).sort_values(kind="stable")
             labels = settings.method_labels(found)[place.index]
-            blocks.append(
-                Block(comparison, names.ratio(key["ratio"]), dict(zip(labels.index.astype(int), labels, strict=True)))
-            )
+            blocks.append(ratio_block(comparison, key["ratio"], labels))
     return block_table(
         results.study,
         blocks,
@@ -213,10 +211,9 @@ def top_k_table(results: Results, name: str) -> Table:
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
-            for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]) if len(cells) else ():
-                words = settings.method_labels(found)
-                labels = {int(str(cell)): f"{word}, top-{top_k}" for cell, word in words.items()}
-                blocks.append(Block(comparison, names.ratio(key["ratio"]), labels))
+            for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
+                labels = settings.method_labels(found) + f", top-{top_k}"
+                blocks.append(ratio_block(comparison, key["ratio"], labels))
     return block_table(
         study,
         blocks,

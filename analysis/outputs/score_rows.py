@@ -210,8 +210,9 @@ def only_cell(cells: pd.DataFrame) -> int | None:
     return int(cells.index[0]) if len(cells) == 1 else None
 
 
-def labels_by_cell(labels: pd.Series) -> dict[int, str]:
-    return {int(str(cell)): str(label) for cell, label in labels.items()}
+def ratio_block(comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None) -> Block:
+    """Cells with their `labels`, all pruned by `ratio`."""
+    return Block(comparison, names.ratio(ratio), {int(str(cell)): str(word) for cell, word in labels.items()}, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:

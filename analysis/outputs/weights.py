@@ -14,7 +14,7 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.score_rows import Block, block_table, labels_by_cell, only_cell, plain
+from analysis.outputs.score_rows import block_table, only_cell, plain, ratio_block
 from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -36,9 +36,7 @@ def group_table(results: Results, name: str, columns: Sequence[str] = GROUPS, wh
             if "aimer" not in set(cells["criterion"]):
                 continue
             base = only_cell(cells[cells["criterion"] == "aimer"])
-            blocks.append(
-                Block(comparison, names.ratio(key["ratio"]), labels_by_cell(settings.method_labels(cells)), base)
-            )
+            blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(cells), base))
     return block_table(
         results.study,
         blocks,
