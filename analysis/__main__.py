@@ -132,14 +132,14 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
     from analysis.published.tables import published_tables
 
     study, comparisons = publisher.results.study, publisher.results.comparisons
-    made: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     for name in _comparable(request.names):
         compare = partial(published_tables, study, comparisons, [name])
-        made |= publisher.attempt(f"{name}.published", compare) or {}
+        tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
-    for path in write((table for table in made.values() if len(table.frame)), publisher.out):
+    for path in write((table for table in tables.values() if len(table.frame)), publisher.out):
         print(path)
-    lacking = [name for name in request.names if name in made and made[name].frame.empty]
+    lacking = [name for name in request.names if name in tables and tables[name].frame.empty]
     for name in lacking:
         print(f"analysis: {name}: no cell of study={study.name} has published numbers", file=sys.stderr)
     return not lacking
@@ -149,10 +149,10 @@ def _comparable(wanted: Sequence[str]) -> list[str]:
     """The tables asked for that the papers print too. UserError when there is none."""
     from analysis.published.numbers import TABLES
 
-    found = [name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES]
-    if not found:
+    printed = [name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES]
+    if not printed:
         raise UserError(f"--compare: {', '.join(wanted)}: no published numbers, expected {', '.join(TABLES)}")
-    return found
+    return printed
 
 
 def _run(request: argparse.Namespace) -> int:
@@ -195,11 +195,11 @@ def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
     if "report" in wanted:
         print(write_report(publisher))
         return True
-    made, written = publisher.publish(outputs() if "all" in wanted else wanted)
+    items_by_name, written = publisher.publish(outputs() if "all" in wanted else wanted)
     publisher.log_failures()
     for path in written:
         print(path)
-    without = [name for name, items in made.items() if not items and name not in publisher.failed]
+    without = [name for name, items in items_by_name.items() if not items and name not in publisher.failed]
     lacking = [name for name in wanted if name != "all" and find(name).name in without]
     for name in lacking:
         print(f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have", file=sys.stderr)

@@ -25,9 +25,9 @@ from analysis.stats.comparison import Comparison, Panel
 from analysis.stats.winners import LEVEL, MEAN
 
 
-def pair_finding(found: pd.DataFrame) -> list[str]:
+def pair_finding(pairs: pd.DataFrame) -> list[str]:
     """Pairs of criteria that differ significantly by their mean, by score and by loss."""
-    means = found[found["column"] == MEAN]
+    means = pairs[pairs["column"] == MEAN]
     if means.empty or means["loss"].isna().all():
         return []
     row = means.sum(numeric_only=True)
@@ -40,9 +40,9 @@ def pair_finding(found: pd.DataFrame) -> list[str]:
 
 def removed(cells: pd.DataFrame) -> str:
     """What was removed in these cells: experts, channels, or both."""
-    found = set(cells["granularity"]) & {"expert", "channel"}
+    granularities = set(cells["granularity"]) & {"expert", "channel"}
     return {frozenset({"channel"}): "channels", frozenset({"expert", "channel"}): "experts or channels"}.get(
-        frozenset(found), "experts"
+        frozenset(granularities), "experts"
     )
 
 
@@ -79,16 +79,18 @@ def _by_data(pruned: pd.DataFrame) -> str:
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
         models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(key["model"])
-    told = (f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}" for sets, of in models.items())
-    return f", with {names.listing(told)}" if models else ""
+    sets_of_models = (
+        f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}" for sets, of in models.items()
+    )
+    return f", with {names.listing(sets_of_models)}" if models else ""
 
 
 def _stored(pruned: pd.DataFrame) -> str:
     """How weights were treated after pruning, where that differs."""
-    found = names.in_order(pruned["recovery"], names.RECOVERIES)
-    spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in found)
+    recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
+    spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in recoveries)
     words = [f"with {word}" if word else "as they are" for word in spelled]
-    return "" if found == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
+    return "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
 
 
 def best_plan(comparison: Comparison) -> list[str]:
@@ -209,11 +211,11 @@ def completeness(study: Study) -> str:
 def headline(results: Results) -> list[tuple[str, str]]:
     """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
     study, comparisons, found = results.study, results.comparisons, results.winners
-    said = [("Claim", sentence) for sentence in sentences(claims(comparisons, study.costs, study.family))]
+    lines = [("Claim", sentence) for sentence in sentences(claims(comparisons, study.costs, study.family))]
     pruned = found[found["ratio"] > 0] if len(found) else found
-    said += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
-    said += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
+    lines += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
+    lines += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
     for comparison in comparisons:
-        said += [("Best average", sentence) for sentence in best_plan(comparison)]
-        said += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]
-    return [*said, ("Completeness", completeness(study))]
+        lines += [("Best average", sentence) for sentence in best_plan(comparison)]
+        lines += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]
+    return [*lines, ("Completeness", completeness(study))]

@@ -190,8 +190,8 @@ def parts(method_key: str) -> tuple[str, str, str]:
 def method(method_key: str) -> str:
     """A method in the papers' words: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage, NF4."""
     criterion_name, allocation, recovery = parts(method_key)
-    known = METHODS.get((criterion_name, allocation))
-    chosen = (known,) if known else (criterion(criterion_name), allocated(allocation))
+    published = METHODS.get((criterion_name, allocation))
+    chosen = (published,) if published else (criterion(criterion_name), allocated(allocation))
     return ", ".join(word for word in (*chosen, RECOVERIES.get(recovery, recovery)) if word)
 
 

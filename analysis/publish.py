@@ -53,15 +53,15 @@ class Publisher:
 
     def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
         """Make the named outputs and write their files: name -> those that were written, and all files."""
-        made: dict[str, list[Item]] = {}
+        items_by_name: dict[str, list[Item]] = {}
         written: list[Path] = []
         for output in dict.fromkeys(map(find, wanted)):
-            made[output.name] = []
+            items_by_name[output.name] = []
             for item in self.attempt(output.name, partial(output.items, self.results)) or []:
                 files = self.attempt(item.name, partial(write, [item], self.out, self.figure_format)) or []
-                made[output.name] += [item] if files else []
+                items_by_name[output.name] += [item] if files else []
                 written += files
-        return made, written
+        return items_by_name, written
 
     def log_failures(self) -> None:
         """Write OUT/failed/NAME.log for what could not be made, and remove that of what could be made this time."""

@@ -76,8 +76,8 @@ class Results:
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:
         """The winner map of the papers' five baselines; empty when none of them was run."""
-        known = set(self.study.cells["method"]) & set(names.BASELINES)
-        return winner_map(self.comparisons, names.BASELINES) if known else pd.DataFrame()
+        baselines = set(self.study.cells["method"]) & set(names.BASELINES)
+        return winner_map(self.comparisons, names.BASELINES) if baselines else pd.DataFrame()
 
     @cached_property
     def overlaps(self) -> pd.DataFrame:
@@ -143,8 +143,8 @@ class Output:
 
     def items(self, results: Results) -> list[Item]:
         """Its tables and figures; a table without a row is left out."""
-        made = self.make(results, self.name)
-        return with_content([made] if made is None or isinstance(made, Table | Figure) else made)
+        items = self.make(results, self.name)
+        return with_content([items] if items is None or isinstance(items, Table | Figure) else items)
 
 
 def with_content(items: Iterable[Item | None]) -> list[Item]:

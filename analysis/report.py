@@ -40,17 +40,17 @@ def write_report(publisher: Publisher) -> Path:
 
     What cannot be made is a gap on the page; its traceback is in OUT/failed.
     """
-    made, _ = publisher.publish(name for name in outputs() if name != GAPS)
+    items_by_name, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
-    page.write_text(html(_page(publisher, made)), encoding="utf-8")
+    page.write_text(html(_page(publisher, items_by_name)), encoding="utf-8")
     publisher.log_failures()
     return page
 
 
-def _page(publisher: Publisher, made: Made) -> Page:
+def _page(publisher: Publisher, items_by_name: Made) -> Page:
     study = publisher.results.study
     headline = publisher.attempt("text.headline", lambda: findings.headline(publisher.results))
-    chapters = _sections(publisher, made)
+    chapters = _sections(publisher, items_by_name)
     return Page(
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
@@ -63,15 +63,15 @@ def _page(publisher: Publisher, made: Made) -> Page:
     )
 
 
-def _sections(publisher: Publisher, made: Made) -> list[Section]:
+def _sections(publisher: Publisher, items_by_name: Made) -> list[Section]:
     """All sections of the page; the comparison with the papers and what is missing stand before how it came about."""
     study = publisher.results.study
-    sections = [_section(chapter, publisher, made) for chapter in CHAPTERS]
+    sections = [_section(chapter, publisher, items_by_name) for chapter in CHAPTERS]
     published = publisher.attempt("text.published", lambda: [published_chapter(publisher.results)]) or []
     missing, _ = publisher.publish([GAPS])
     text = [findings.completeness(study), *study.notes]
     gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
-    return [*sections, *published, gaps, _provenance(study, made)]
+    return [*sections, *published, gaps, _provenance(study, items_by_name)]
 
 
 def _kicker(study: Study) -> str:
@@ -104,49 +104,49 @@ class Chapter:
     """Its interactive maps."""
 
 
-def _section(chapter: Chapter, publisher: Publisher, made: Made) -> Section:
+def _section(chapter: Chapter, publisher: Publisher, items_by_name: Made) -> Section:
     """The chapter with what it shows. Sentences that cannot be made are gaps, as outputs are."""
     results, name = publisher.results, f"text.{chapter.anchor}"
-    text = publisher.attempt(name, lambda: list(chapter.text(results, made))) or []
+    text = publisher.attempt(name, lambda: list(chapter.text(results, items_by_name))) or []
     views = publisher.attempt(f"{name}.views", lambda: chapter.views(results)) or ()
-    return _shown(chapter.anchor, results.study, made)(chapter.short, chapter.title, text, views=views)
+    return _shown(chapter.anchor, results.study, items_by_name)(chapter.short, chapter.title, text, views=views)
 
 
-def _shown(anchor: str, study: Study, made: Made) -> Callable[..., Section]:
+def _shown(anchor: str, study: Study, items_by_name: Made) -> Callable[..., Section]:
     """The section `anchor` with the tables and figures that it shows; lacks its titles and sentences."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
         if output.chapter == anchor:
-            shown = output.shown(study, made[name])
+            shown = output.shown(study, items_by_name[name])
             items += shown
             filters |= {item.name: output.filters for item in shown}
     return partial(Section, anchor, outputs=items, filters=filters)
 
 
-def _provenance(study: Study, made: Made) -> Section:
-    section = _shown("provenance", study, made)
+def _provenance(study: Study, items_by_name: Made) -> Section:
+    section = _shown("provenance", study, items_by_name)
     title = "Provenance and files"
     return section("Provenance", title, facts=_facts(study), details=_details(study))
 
 
-def _map_text(results: Results, made: Made) -> list[str]:
+def _map_text(results: Results, items_by_name: Made) -> list[str]:
     return [MAP] if len(results.winners) else []
 
 
-def _claim_text(results: Results, made: Made) -> list[str]:
-    return [CLAIMS] if made["claims"] else []
+def _claim_text(results: Results, items_by_name: Made) -> list[str]:
+    return [CLAIMS] if items_by_name["claims"] else []
 
 
-def _recovery_text(results: Results, made: Made) -> list[str]:
+def _recovery_text(results: Results, items_by_name: Made) -> list[str]:
     return [line for one in results.comparisons for line in recovery_findings(results.study, one)]
 
 
-def _task_text(results: Results, made: Made) -> list[str]:
+def _task_text(results: Results, items_by_name: Made) -> list[str]:
     return [line for one in results.comparisons for line in findings.calibration_effect(one)]
 
 
-def _coverage_text(results: Results, made: Made) -> list[str]:
+def _coverage_text(results: Results, items_by_name: Made) -> list[str]:
     return [*findings.coverage_finding(results.study), *convergence_finding(results.study)]
 
 

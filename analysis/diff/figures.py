@@ -122,7 +122,7 @@ def exchange_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
 
 def _changed(pairs: Sequence[Pair]) -> list[tuple[str, dict[int, float]]]:
     """Words -> layer -> share of what either side keeps that only one keeps, for pairs that keep something else."""
-    found = []
+    layers = []
     for called, first, second in pairs:
         frame = sides.changes(first, second)
         counted = frame["channels_both"].notna()
@@ -131,8 +131,8 @@ def _changed(pairs: Sequence[Pair]) -> list[tuple[str, dict[int, float]]]:
         either = alone + frame["channels_both"].where(counted, frame["both"]).to_numpy(float)
         if alone.sum() > 0:
             shares: np.ndarray = alone / np.where(either > 0, either, np.nan)
-            found.append((called, dict(zip(frame["layer"].tolist(), shares.tolist(), strict=True))))
-    return found
+            layers.append((called, dict(zip(frame["layer"].tolist(), shares.tolist(), strict=True))))
+    return layers
 
 
 def _numbers(axes: Axes, values: np.ndarray) -> None:
@@ -207,10 +207,10 @@ def _expert_map(axes: Axes, first: Layers, second: Layers) -> None:
 
 def _shares(plan: LayerPlan) -> np.ndarray:
     """Which share of its channels each expert keeps."""
-    found = np.zeros(plan.experts)
+    shares = np.zeros(plan.experts)
     for expert, bits in plan.kept.items():
-        found[expert] = 1.0 if bits is None or plan.width is None else bits.bit_count() / plan.width
-    return found
+        shares[expert] = 1.0 if bits is None or plan.width is None else bits.bit_count() / plan.width
+    return shares
 
 
 def _shades(one: np.ndarray, other: np.ndarray) -> np.ndarray:

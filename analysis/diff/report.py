@@ -115,11 +115,11 @@ def _of_plans(first: Path, second: Path) -> Changes:
 def _plan_sentences(table: Table) -> list[str]:
     frame = table.frame
     out, entered, both = (int(frame[column].sum()) for column in ("Only in A", "Only in B", "In both"))
-    said = [f"{out} experts are only in A, {entered} only in B, {both} in both."]
+    sentences = [f"{out} experts are only in A, {entered} only in B, {both} in both."]
     if "In both, channels" in frame:
         counts = [int(frame[f"{where}, channels"].sum()) for where in ("Only in A", "Only in B", "In both")]
-        said.append("{:,} channels are only in A, {:,} only in B, {:,} in both.".format(*counts))
-    return said
+        sentences.append("{:,} channels are only in A, {:,} only in B, {:,} in both.".format(*counts))
+    return sentences
 
 
 def _of_studies(sides: Sides) -> Changes:
@@ -178,9 +178,9 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
 
 def _named_pairs(sides: Sides) -> list[tuple[str, sides.Layers, sides.Layers]]:
     """Corresponding plans that are different steps, by what tells their cells from the others'."""
-    found = list(plan_pairs(sides))
-    called = words(pd.DataFrame([text for text, _ in found], columns=list(CELL)))
-    return [(name, *plans) for name, (_, plans) in zip(called, found, strict=True)]
+    pairs = list(plan_pairs(sides))
+    called = words(pd.DataFrame([text for text, _ in pairs], columns=list(CELL)))
+    return [(name, *plans) for name, (_, plans) in zip(called, pairs, strict=True)]
 
 
 def _tiles(sides: Sides, averages: Table, kept: Table, settings: Table) -> list[tuple[int, str]]:
@@ -212,25 +212,27 @@ def setting_table(sides: Sides, *, name: str = "diff.settings") -> Table:
 def _findings(sides: Sides, averages: Table, kept: Table) -> list[tuple[str, str]]:
     count = len(sides.pairs)
     stand = "One cell stands" if count == 1 else f"{count or 'No'} cells stand"
-    said = [("Cells", f"{stand} on both sides.")]
-    said += [
+    sentences = [("Cells", f"{stand} on both sides.")]
+    sentences += [
         ("Cells", f"They are compared across {axis}: {one} in A, {other} in B.")
-        for axis, (one, other) in sides.told.items()
+        for axis, (one, other) in sides.differing.items()
     ]
     plans = len(list(plan_pairs(sides, same=True)))
     if plans:
         changed = len(kept.frame.drop_duplicates(list(CELL)))
-        said.append(("Kept", f"{changed} of {plans} plans keep something else."))
+        sentences.append(("Kept", f"{changed} of {plans} plans keep something else."))
     for verdict in (BETTER, WORSE):
         where = averages.frame[averages.frame["Verdict"] == verdict]
         if len(where):
-            said.append(("Averages", f"In B, {len(where)} of {len(averages.frame)} averages are {verdict}."))
-    return [*said, *(("Missing", sentence) for sentence in unmatched(sides))]
+            sentences.append(("Averages", f"In B, {len(where)} of {len(averages.frame)} averages are {verdict}."))
+    return [*sentences, *(("Missing", sentence) for sentence in unmatched(sides))]
 
 
 def _settings(study: Study) -> dict[str, str]:
     flat = dict(_flat(study.document.get("config") or {}))
-    libraries = {f"version of {library}": "/".join(found) for library, found in versions(study.origins).items()}
+    libraries = {
+        f"version of {library}": "/".join(versions_of) for library, versions_of in versions(study.origins).items()
+    }
     commits = "/".join(dict.fromkeys(str(value) for value in study.origins["commit"].dropna()))
     return {**flat, "moe_lab": str(study.document.get("moe_lab", "")), "commit": commits, **libraries}
 

@@ -85,7 +85,7 @@ def _change(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, Any]:
         )
     one, other = set(first.kept), set(second.kept)
     expected = len(one) * len(other) / first.experts
-    found = {
+    change = {
         "experts": first.experts,
         "both": len(one & other),
         "out": tuple(sorted(one - other)),
@@ -93,7 +93,7 @@ def _change(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, Any]:
         "jaccard": len(one & other) / len(one | other) if one | other else np.nan,
         "chance": expected / (len(one) + len(other) - expected) if one | other else np.nan,
     }
-    return {**found, **_channels(first, second, layer)}
+    return {**change, **_channels(first, second, layer)}
 
 
 def _channels(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, float]:
@@ -128,7 +128,7 @@ class Sides:
     first: Study
     second: Study
     pairs: tuple[tuple[int, int], ...]
-    told: Mapping[str, tuple[str, str]]
+    differing: Mapping[str, tuple[str, str]]
     """Axis -> its values, where each side has one of its own: cells correspond in spite of it."""
     alone: tuple[tuple[str, ...], tuple[str, ...]]
     """Cells, in words, that have no counterpart: of the first side, of the second."""
@@ -142,7 +142,7 @@ class Sides:
             results=_stacked(self.first.results, self.second.results),
             samples=_stacked(self.first.samples, self.second.samples),
         )
-        return {found.model: found for found in compare(joined)}
+        return {comparison.model: comparison for comparison in compare(joined)}
 
 
 def side(word: str, store: Path) -> Study:
@@ -155,12 +155,12 @@ def side(word: str, store: Path) -> Study:
         return load(Path(folder), name)
     if (Path(word) / "studies").is_dir():
         return load(Path(word), studies(Path(word))[0])
-    known = studies(store) if store.is_dir() else []
-    if word in known or "," in word or word == "all":
+    names = studies(store) if store.is_dir() else []
+    if word in names or "," in word or word == "all":
         return load(store, word)
-    close = nearest(word, known)
+    close = nearest(word, names)
     hint = f": did you mean {close}?" if close else ""
-    listed = ", ".join(sorted(known)) or "none"
+    listed = ", ".join(sorted(names)) or "none"
     raise UserError(
         f"diff {word} is no study of store={store}, no store and no plan.json{hint} (studies: {listed}; another "
         "store's study is STORE:STUDY)"
@@ -169,29 +169,29 @@ def side(word: str, store: Path) -> Study:
 
 def beside(first: Study, second: Study) -> Sides:
     """The cells of two studies that agree in all axes but those of which each side has one value of its own."""
-    told = {axis: values for axis in AXES if axis != "model" and (values := _own(first, second, axis))}
-    keys = [axis for axis in AXES if axis not in told]
+    differing = {axis: values for axis in AXES if axis != "model" and (values := _own(first, second, axis))}
+    keys = [axis for axis in AXES if axis not in differing]
     one, other = _keyed(first.cells, keys), _keyed(second.cells, keys)
     common = [key for key in one if key in other]
     return Sides(
         first,
         second,
         tuple((one[key], other[key] + OFFSET) for key in common),
-        told,
+        differing,
         (_alone(first, one, set(common)), _alone(second, other, set(common))),
     )
 
 
 def _own(first: Study, second: Study, axis: str) -> tuple[str, str] | None:
     """The value of an axis on either side, if each has one of its own, models and criteria that read none aside."""
-    found = []
+    single_values = []
     for study in (first, second):
         pruned = study.cells[study.cells["criterion"] != "none"]
         values = set(pruned[axis]) - ({"none"} if axis == "calibration" else set())
         if len(values) != 1:
             return None
-        found.append(str(values.pop()))
-    return (found[0], found[1]) if found[0] != found[1] else None
+        single_values.append(str(values.pop()))
+    return (single_values[0], single_values[1]) if single_values[0] != single_values[1] else None
 
 
 def _keyed(cells: pd.DataFrame, keys: list[str]) -> dict[tuple[Any, ...], int]:

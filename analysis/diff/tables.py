@@ -31,24 +31,24 @@ _NUMBERS = ("A", "B", DIFFERENCE, "p", "p (Holm)")
 
 def plan_table(first: Layers, second: Layers, *, name: str = "diff.plans") -> Table:
     """Experts, and channels, in and out of each layer between two plans."""
-    found = sides.changes(first, second)
+    changes = sides.changes(first, second)
     frame = pd.DataFrame(
         {
-            "Layer": found["layer"].astype(str),
-            "Experts": found["experts"],
-            "In both": found["both"],
-            "Only in A": found["out"].map(len),
-            "Only in B": found["in"].map(len),
-            "Jaccard": found["jaccard"],
-            "Jaccard, by chance": found["chance"],
-            "Experts only in A": found["out"].map(_ids),
-            "Experts only in B": found["in"].map(_ids),
+            "Layer": changes["layer"].astype(str),
+            "Experts": changes["experts"],
+            "In both": changes["both"],
+            "Only in A": changes["out"].map(len),
+            "Only in B": changes["in"].map(len),
+            "Jaccard": changes["jaccard"],
+            "Jaccard, by chance": changes["chance"],
+            "Experts only in A": changes["out"].map(_ids),
+            "Experts only in B": changes["in"].map(_ids),
         }
     )
-    counted = found["channels_both"].notna().any()
+    counted = changes["channels_both"].notna().any()
     if counted:
         shown = ("In both, channels", "Only in A, channels", "Only in B, channels")
-        frame[list(shown)] = found[["channels_both", "channels_out", "channels_in"]]
+        frame[list(shown)] = changes[["channels_both", "channels_out", "channels_in"]]
     numbers = dict.fromkeys(("Experts", "In both", "Only in A", "Only in B"), "{:.0f}")
     formats = {**numbers, "Jaccard": SCORE, "Jaccard, by chance": SCORE}
     return Table(
@@ -180,9 +180,9 @@ def plan_pairs(sides: Sides, *, same: bool = False) -> Iterator[tuple[dict[str, 
         names_of = folders[0].get(one), folders[1].get(other - OFFSET)
         if names_of[0] is None or names_of[1] is None or (names_of[0] == names_of[1] and not same):
             continue
-        found = _plan(sides.first, names_of[0]), _plan(sides.second, names_of[1])
-        if found[0] is not None and found[1] is not None:
-            yield _text(sides, (one, other)), (found[0], found[1])
+        plans = _plan(sides.first, names_of[0]), _plan(sides.second, names_of[1])
+        if plans[0] is not None and plans[1] is not None:
+            yield _text(sides, (one, other)), (plans[0], plans[1])
 
 
 def _plan(study: Study, name: str) -> Layers | None:
@@ -218,10 +218,10 @@ def _readings(sides: Sides) -> str:
 
 def unmatched(sides: Sides) -> list[str]:
     """Sentences about cells that stand on one side only."""
-    found = []
+    sentences = []
     for letter, alone in zip("AB", sides.alone, strict=True):
         if alone:
             more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
             count = "One cell stands" if len(alone) == 1 else f"{len(alone)} cells stand"
-            found.append(f"{count} in {letter} only: {'; '.join(alone[:3])}{more}.")
-    return found
+            sentences.append(f"{count} in {letter} only: {'; '.join(alone[:3])}{more}.")
+    return sentences

@@ -109,7 +109,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, 
         weights = _behind(own, "weights", reader)
         gradients = _behind(own[own["calibration"] == calibration], "gradients", reader)
         roots = sums[ROOTS] if ROOTS in sums else pd.Series(np.nan, sums.index)
-        found = [
+        by_statistic = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(statistic="weight"),
             _moments(sums, roots, sums["channel_square"] / _seen(sums), sums["channels"]).assign(
                 statistic="activation"
@@ -121,7 +121,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, 
                 gradients["channels"],
             ).assign(statistic="gradient"),
         ]
-        both = pd.concat([one for one in found if len(one)], ignore_index=True)
+        both = pd.concat([one for one in by_statistic if len(one)], ignore_index=True)
         both = both.merge(ablations, on=["layer", "expert"]).assign(model=model, calibration=calibration)
         frames.append(both.dropna(subset=["mean"]))
     columns = [*KEYS, "ablation", "statistic", "mean", "std", "count"]
@@ -191,15 +191,15 @@ def _passes(
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
     """Model, calibration set, cells, table `file` and report of each pass that left one."""
     cells = cells[cells["statistics_folder"].notna()].assign(shown=passes(cells)["statistics_folder"])
-    for (model, calibration, *_), found in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
-        shown = found["shown"].dropna()
+    for (model, calibration, *_), own in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
+        shown = own["shown"].dropna()
         if shown.empty:
             continue
         folder: Path | None = reader.find(shown.iloc[0])
         sums = read(folder, file, reader)
         if sums is not None:
             report = calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), found.drop(columns="shown"), sums, report
+            yield str(model), str(calibration), own.drop(columns="shown"), sums, report
 
 
 _BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
@@ -210,7 +210,7 @@ def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
     """The table of the first step of this kind that some plan among `cells` rests on; empty when none does."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_behind(row["plan_folder"], reader).items():
-            found = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
-            if found is not None:
-                return found
+            table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
+            if table is not None:
+                return table
     return pd.DataFrame(columns=list(_BEHIND[kind]), dtype=float).astype({"layer": int, "expert": int})

@@ -26,8 +26,8 @@ _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_lon
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
     """Cells in words: their axes that matter."""
-    told = gate_and_seed(cells)
-    rows = zip(cells.index, records(cells), told, strict=True)
+    varying = gate_and_seed(cells)
+    rows = zip(cells.index, records(cells), varying, strict=True)
     return {int(str(cell)): " ".join(filter(None, (_label(row), words))) for cell, row, words in rows}
 
 
@@ -165,10 +165,10 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         found.odd.extend((int(str(cell)), name) for cell in scores.index[evaluated & ~explained])
         matrix = wide.to_numpy(float, copy=True)
         matrix[~explained.to_numpy()] = np.nan
-        asked = ~np.isnan(matrix[explained.to_numpy()])
-        if asked.all(axis=0).any():
-            found.shared[name] = matrix[:, asked.all(axis=0)]
-        if not asked.all():
+        answered = ~np.isnan(matrix[explained.to_numpy()])
+        if answered.all(axis=0).any():
+            found.shared[name] = matrix[:, answered.all(axis=0)]
+        if not answered.all():
             found.own[name] = matrix
     return found
 

@@ -190,8 +190,8 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 def _samples(folder: Path | None, reader: Reader) -> float:
     """Rows of the text a step read; NaN where its identity is not written down."""
-    known = folder is not None and (folder / "step.json").is_file()
-    settings = (reader.json(folder, "step.json") or {}).get("settings", {}) if folder and known else {}
+    recorded = folder is not None and (folder / "step.json").is_file()
+    settings = (reader.json(folder, "step.json") or {}).get("settings", {}) if folder and recorded else {}
     return float(settings.get("text", {}).get("rows", np.nan))
 
 
@@ -226,15 +226,15 @@ def _searched(cells: pd.DataFrame) -> dict[int, str]:
 def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> dict[int, dict[str, Any]]:
     """Cell -> the JSON document in one of its folders; cells that share a folder share the document."""
     by_folder: dict[str, dict[str, Any] | None] = {}
-    found = {}
+    documents = {}
     for cell, name in cells[column].dropna().items():
         if name not in by_folder:
             folder = reader.folder(name)
             by_folder[name] = reader.json(folder, file) if folder else None
         document = by_folder[name]
         if document is not None:
-            found[int(str(cell))] = document
-    return found
+            documents[int(str(cell))] = document
+    return documents
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:

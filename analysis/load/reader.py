@@ -54,10 +54,10 @@ class Reader:
 
     def folder(self, name: str) -> Path | None:
         """The folder of a step; None, with a gap, when it is gone."""
-        known = self.find(name)
-        if known is None:
+        folder = self.find(name)
+        if folder is None:
             self.gap("the folder is gone from the store", name)
-        return known
+        return folder
 
     def find(self, name: str) -> Path | None:
         """The folder of a step, by name or (the label may differ between runs) by the id at its end."""
@@ -66,8 +66,8 @@ class Reader:
             return path
         kind = path.parent
         if kind.name not in self._by_id:
-            found = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []
-            self._by_id[kind.name] = {child.name[-ID:]: child for child in found}
+            children = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []
+            self._by_id[kind.name] = {child.name[-ID:]: child for child in children}
         return self._by_id[kind.name].get(path.name[-ID:])
 
     def json(self, folder: Path, file: str) -> dict[str, Any] | None:
@@ -133,17 +133,17 @@ def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:
 
     Steps without a record of their inputs are taken to have none; what is gone from the store is left out.
     """
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     open_names = [name] if name else []
     while open_names:
         current = open_names.pop()
         folder = reader.find(current)
-        if folder is None or current in found:
+        if folder is None or current in folders:
             continue
-        found[current] = folder
+        folders[current] = folder
         if (folder / "step.json").is_file():
             open_names += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
-    return found
+    return folders
 
 
 def step_kind(name: str) -> str:

@@ -21,13 +21,13 @@ WORDS = {"gate": "gate {}", "seed": "seed {}"}
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     """For each cell its gate and seed in words, if its model's pruned cells have several of them: `seed 43`, or ""."""
-    told = pd.Series("", cells.index, dtype=object)
+    words_of = pd.Series("", cells.index, dtype=object)
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, words in WORDS.items():
             if own[axis].nunique() > 1:
-                said = map(joined, told[own.index], own[axis].map(words.format))
-                told.update(pd.Series(list(said), own.index, dtype=object))
-    return told
+                joined_words = map(joined, words_of[own.index], own[axis].map(words.format))
+                words_of.update(pd.Series(list(joined_words), own.index, dtype=object))
+    return words_of
 
 
 def pruned(cells: pd.DataFrame) -> pd.Series:
@@ -39,12 +39,12 @@ def pruned(cells: pd.DataFrame) -> pd.Series:
 
 def passes(cells: pd.DataFrame) -> pd.DataFrame:
     """Of the cells whose pass is known one for each model and calibration set, the shown gate and seed preferred."""
-    known = cells[cells["statistics_folder"].notna()]
+    with_pass = cells[cells["statistics_folder"].notna()]
     usual = shown(cells)
-    pairs = zip(known["model"], known["gate"], known["seed"], strict=True)
-    other = pd.Series([usual.get(model) != (gate, seed) for model, gate, seed in pairs], known.index, dtype=bool)
+    pairs = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
+    other = pd.Series([usual.get(model) != (gate, seed) for model, gate, seed in pairs], with_pass.index, dtype=bool)
     first = other.sort_values(kind="stable").index
-    return known.loc[first].drop_duplicates(["model", "calibration"]).sort_index()
+    return with_pass.loc[first].drop_duplicates(["model", "calibration"]).sort_index()
 
 
 def shown(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
@@ -61,14 +61,14 @@ def of_passes(
     Of several gates and seeds that of `usual` (of the model) is taken, or the first. Older records, by
     "calibration@model", kept one without saying which: it is taken where there is no other.
     """
-    found: dict[tuple[str, str], tuple[int, str | None]] = {}
+    ranked: dict[tuple[str, str], tuple[int, str | None]] = {}
     for key, step in (steps or {}).items():
         calibration, model, *setting = key.split("@")
         gate, seed = usual.get(model, ("", ""))
         rank = 2 if not setting else 0 if setting == [str(gate), str(seed)] else 1
-        if (calibration, model) not in found or rank < found[calibration, model][0]:
-            found[calibration, model] = rank, step
-    return {key: step for key, (_, step) in found.items()}
+        if (calibration, model) not in ranked or rank < ranked[calibration, model][0]:
+            ranked[calibration, model] = rank, step
+    return {key: step for key, (_, step) in ranked.items()}
 
 
 def joined(first: str, second: str) -> str:
@@ -131,17 +131,17 @@ def protocols(cells: pd.DataFrame) -> str:
     """How each model was asked, where models were asked differently: `qwen by heapr, deepseek by heapr_norm`; or ""."""
     if cells["protocol"].nunique() < 2:
         return ""
-    known = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
-    return names.listing(f"{row.model} by {row.protocol}" for row in known.itertuples())
+    by_protocol = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
+    return names.listing(f"{row.model} by {row.protocol}" for row in by_protocol.itertuples())
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
     """Library -> the versions results were made with."""
-    found: dict[str, set[str]] = {}
+    by_library: dict[str, set[str]] = {}
     for row in origins["versions"]:
         for library, version in row.items():
-            found.setdefault(library, set()).add(version)
-    return {library: sorted(values) for library, values in sorted(found.items())}
+            by_library.setdefault(library, set()).add(version)
+    return {library: sorted(values) for library, values in sorted(by_library.items())}
 
 
 METHOD = ["method", "calibration", "gate", "seed"]
@@ -156,12 +156,12 @@ def allocation(word: str) -> tuple[str, dict[str, str]]:
     `coverage, prior usage` and `coverage(prior=usage)` are both ("coverage", {"prior": "usage"}); a setting without a
     value, such as `coverage, aligned`, has "". A word of another form is a name without settings.
     """
-    found = _CALLED.fullmatch(word)
-    if found is None:
+    match = _CALLED.fullmatch(word)
+    if match is None:
         return word, {}
-    separator, text = ("=", found["inside"]) if found["inside"] else (" ", found["after"] or "")
+    separator, text = ("=", match["inside"]) if match["inside"] else (" ", match["after"] or "")
     parts = (part.strip().partition(separator) for part in text.split(",") if part.strip())
-    return found["name"], {key: value for key, _, value in parts}
+    return match["name"], {key: value for key, _, value in parts}
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:

@@ -23,12 +23,12 @@ def studies(store: Path) -> list[str]:
     """Names of the studies in a store, the newest first. UserError when there is no store or no study in it."""
     if not store.is_dir():
         raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
-    found = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if not found:
+    records = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not records:
         raise UserError(
             f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic"
         )
-    return [path.stem for path in found]
+    return [path.stem for path in records]
 
 
 def chosen(store: Path, name: str) -> list[str]:
@@ -36,11 +36,11 @@ def chosen(store: Path, name: str) -> list[str]:
 
     UserError for one that is not there.
     """
-    known = studies(store)
-    wanted = sorted(known) if name == EVERY and EVERY not in known else name.split(",")
+    names = studies(store)
+    wanted = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
     for study in wanted:
-        if study not in known:
-            raise unknown("study", study, [*known, EVERY])
+        if study not in names:
+            raise unknown("study", study, [*names, EVERY])
     return list(dict.fromkeys(wanted))
 
 
@@ -49,14 +49,14 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
 
     A cell that several have counts once, with the benchmarks of all of them.
     """
-    found = {name: _with_suites(record) for name, record in _told_apart({n: _read(store, n) for n in names}).items()}
-    records = list(found.values())
+    by_name = {name: _with_suites(record) for name, record in _told_apart({n: _read(store, n) for n in names}).items()}
+    records = list(by_name.values())
     if len(records) == 1:
         return records[0]
     return {
         **max(records, key=lambda record: float(record["created"])),
-        "study": "+".join(found),
-        "config": {name: record.get("config") for name, record in found.items()},
+        "study": "+".join(by_name),
+        "config": {name: record.get("config") for name, record in by_name.items()},
         "cells": _joined_cells(records),
         **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _PER_CALIBRATION},
     }
@@ -116,10 +116,10 @@ def _renamed(record: dict[str, Any], ids: Mapping[str, set[str]]) -> dict[str, A
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
     """The record with each cell's `suite`: the tasks that this study asked of any cell of its model."""
-    asked: dict[str, dict[str, None]] = {}
+    suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
-        asked.setdefault(entry["cell"].get("model"), {}).update(dict.fromkeys(entry.get("evaluate") or {}))
-    cells = [{**entry, "suite": list(asked[entry["cell"].get("model")])} for entry in record["cells"]]
+        suites.setdefault(entry["cell"].get("model"), {}).update(dict.fromkeys(entry.get("evaluate") or {}))
+    cells = [{**entry, "suite": list(suites[entry["cell"].get("model")])} for entry in record["cells"]]
     return {**record, "cells": cells}
 
 

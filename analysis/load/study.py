@@ -229,13 +229,13 @@ def _tells(row: Mapping[str, Any]) -> bool:
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
+    models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model")):
         folder = reader.folder(row["model_folder"]) if row["model_folder"] else None
         facts = reader.json(folder, "facts.json") if folder else None
         if facts is not None:
-            found[row["model"]] = facts
-    return found
+            models[row["model"]] = facts
+    return models
 
 
 def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:

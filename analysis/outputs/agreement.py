@@ -38,12 +38,12 @@ ALIKE = ["ratio", "criterion", "gate", "seed", "others"]
 SECONDS = "Time (s)"
 
 
-def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
+def agreement_table(study: Study, attributions: pd.DataFrame, *, name: str) -> Table:
     """Table 14: how the cheap measures of an expert agree with what silencing it truly changes, and what they take."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     rows, machines = [], []
-    for key, experts in groups(found, ["model", "calibration"]):
+    for key, experts in groups(attributions, ["model", "calibration"]):
         alike = (study.cells["model"] == key["model"]) & (study.cells["calibration"] == key["calibration"])
         cells = study.cells[alike]
         by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
@@ -81,15 +81,15 @@ def agreement_table(study: Study, found: pd.DataFrame, *, name: str) -> Table:
 def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, truth: str) -> float:
     """Pearson's correlation over experts of the share of channels that a plan by `measure` and one by `truth` keep, the
     mean over pairs that differ in nothing else; NaN without such a pair. `by_prior`: cell, prior and ALIKE."""
-    found = []
+    values = []
     for _, alike in groups(by_prior, ALIKE):
         pair = [alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"] for word in (measure, truth)]
         if all(map(len, pair)):
             shares = [kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"] for cells in pair]
             both = pd.concat(shares, axis=1, keys=["one", "other"])
-            found.append(correlations(both, "one", "other")["linear"])
-    known = [value for value in found if not np.isnan(value)]
-    return float(np.mean(known)) if known else np.nan
+            values.append(correlations(both, "one", "other")["linear"])
+    defined = [value for value in values if not np.isnan(value)]
+    return float(np.mean(defined)) if defined else np.nan
 
 
 def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
@@ -113,8 +113,8 @@ def prior_table(results: Results, name: str) -> Table:
     """Table 14's scores: plans of allocation=coverage that differ in the prior alone, measured against first order."""
     study, blocks = results.study, []
     for comparison in results.comparisons:
-        found = comparison.cells.reset_index().merge(plans.priors(comparison.cells, study.reader), on="cell")
-        for key, part in groups(found, [*ALIKE, "calibration", "recovery"]):
+        cells = comparison.cells.reset_index().merge(plans.priors(comparison.cells, study.reader), on="cell")
+        for key, part in groups(cells, [*ALIKE, "calibration", "recovery"]):
             if part["prior"].nunique() < 2:
                 continue
             rows = records(part)

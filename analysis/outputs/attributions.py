@@ -30,9 +30,9 @@ SPREAD = (0.1, 0.9)
 _SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
 
 
-def ablation_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
+def ablation_figure(measures: pd.DataFrame, *, model: str, name: str) -> Figure | None:
     """Each expert's router weight and attributions against what the model's loss gains without it."""
-    chosen = found[(found["model"] == model) & found["ablation"].notna()]
+    chosen = measures[(measures["model"] == model) & measures["ablation"].notna()]
     if chosen.empty:
         return None
     sets = names.calibrations_in_order(chosen["calibration"])
@@ -120,11 +120,11 @@ def smoothing_figure(losses: pd.DataFrame, *, model: str, name: str) -> Figure |
 
 
 def depth_figure(
-    found: pd.DataFrame, measures: Mapping[str, str], *, model: str, name: str, title: str, caption: str
+    expert_rows: pd.DataFrame, measures: Mapping[str, str], *, model: str, name: str, title: str, caption: str
 ) -> Figure | None:
     """A panel per measure over the decoder layers: the median expert of each layer, a line per calibration set, and
     the band in which four of five experts lie. None when no expert of `model` has any of them."""
-    chosen = found[found["model"] == model]
+    chosen = expert_rows[expert_rows["model"] == model]
     shown = [measure for measure in measures if chosen[measure].notna().any()]
     if not shown:
         return None

@@ -28,22 +28,22 @@ COMPETING = ["ratio", "method", "gate", "seed"]
 
 def tokens(study: Study, model: str) -> dict[str, int]:
     """Calibration set -> valid tokens that the model read of it."""
-    found = {}
+    counts = {}
     for key, report in study.calibrations.items():
         calibration, _, of = key.partition("@")
         if of == model:
-            found[calibration] = sum((report.get("valid_tokens") or {}).values())
-    return found
+            counts[calibration] = sum((report.get("valid_tokens") or {}).values())
+    return counts
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
     """Calibration set -> what tells its text from others', whatever the number of tokens."""
-    found = {}
+    by_set = {}
     for key, report in study.calibrations.items():
         calibration, _, of = key.partition("@")
         if of == model:
-            found[calibration] = str(report.get("sha256") or report.get("source") or calibration)
-    return found
+            by_set[calibration] = str(report.get("sha256") or report.get("source") or calibration)
+    return by_set
 
 
 @output(
@@ -59,9 +59,9 @@ def calibration_table(results: Results, name: str) -> Table:
     for comparison in comparisons:
         read = tokens(study, comparison.model)
         cells = _reading(comparison)
-        for key, found in groups(cells, COMPETING):
-            if found["calibration"].nunique() > 1:
-                ordered = found.assign(read=found["calibration"].map(read)).sort_values("read", kind="stable")
+        for key, rows in groups(cells, COMPETING):
+            if rows["calibration"].nunique() > 1:
+                ordered = rows.assign(read=rows["calibration"].map(read)).sort_values("read", kind="stable")
                 labels = {int(str(cell)): _label(str(word), read) for cell, word in ordered["calibration"].items()}
                 pruned = f"{names.ratio(key['ratio'])}, {names.method(str(key['method']))}"
                 blocks.append(Block(comparison, pruned, labels, list(labels)[-1]))
@@ -84,9 +84,9 @@ def _label(calibration: str, read: Mapping[str, int]) -> str:
 def _reading(comparison: Comparison) -> pd.DataFrame:
     """Pruned cells that read a text, by ratio and method."""
     cells = comparison.cells
-    found = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
-    order = names.methods_in_order(found["method"])
-    places = found.assign(place=found["method"].map(order.index))
+    reading = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
+    order = names.methods_in_order(reading["method"])
+    places = reading.assign(place=reading["method"].map(order.index))
     return places.sort_values(["ratio", "place"], kind="stable").drop(columns="place")
 
 
@@ -141,9 +141,9 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
     cells = _reading(comparison)
     cells = cells.assign(read=cells["calibration"].map(read), source=cells["calibration"].map(source))
     lines = {}
-    for key, found in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
-        if found["read"].nunique() > 1:
-            longest = found.sort_values("read", kind="stable")
+    for key, rows in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
+        if rows["read"].nunique() > 1:
+            longest = rows.sort_values("read", kind="stable")
             text = names.calibration(str(longest["calibration"].iloc[-1]))
             lines[f"{names.method(str(key['method']))}, {text}", float(key["ratio"])] = longest
     return lines
@@ -170,10 +170,10 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
         first, *more = (int(str(cell)) for cell in line.index)
         ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
         for benchmark in mean_target(comparison, [first, *more], ordered):
-            found = POINTS * differences(comparison, (benchmark,), dict.fromkeys(more, first))
+            points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(more, first))
             about = {"label": label, "ratio": ratio, "benchmark": benchmark}
             rows.append({**about, "read": line["read"][first], "difference": 0.0, "low": 0.0, "high": 0.0})
-            for cell, change in zip(more, records(found[["difference", "low", "high"]]), strict=True):
+            for cell, change in zip(more, records(points[["difference", "low", "high"]]), strict=True):
                 rows.append({**about, "read": line["read"][cell], **change})
     return pd.DataFrame(rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"])
 

@@ -25,6 +25,7 @@ GPU_PEAK = "Peak GPU memory (MiB)"
 MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
 BYTES = 2
 """Of one parameter in bfloat16."""
+MEBIBYTE = 2**20
 
 
 def setting(study: Study) -> str:
@@ -36,8 +37,8 @@ def setting(study: Study) -> str:
     metrics = names.listing(sorted(set(study.results["metric"].astype(str))))
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
     mixed = "".join(f" {remark}" for remark in mixed_metrics(study.results, study.cells))
-    if asked := protocols(study.cells):
-        metrics = f"{metrics}, as asked of {asked}"
+    if protocol_words := protocols(study.cells):
+        metrics = f"{metrics}, as asked of {protocol_words}"
     return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
 
 
@@ -68,8 +69,8 @@ def of_pass(study: Study) -> str:
 
 def _chosen(axis: str, shown: pd.Series, run: pd.Series) -> str:
     """`seed 42`, or `seed 42 (of 42, 43)`."""
-    found, every = _several(shown), _several(run)
-    return f"{axis} {found}" if found == every else f"{axis} {found} (of {every})"
+    values, every = _several(shown), _several(run)
+    return f"{axis} {values}" if values == every else f"{axis} {values} (of {every})"
 
 
 def _several(values: pd.Series) -> str:
@@ -85,8 +86,8 @@ def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]
 
 def measured_on(machines: Iterable[str]) -> str:
     """A sentence for captions; empty where no step says its machine."""
-    known = [machine for machine in dict.fromkeys(machines) if machine]
-    return f"Measured on {names.listing(known)}. " if known else ""
+    named = [machine for machine in dict.fromkeys(machines) if machine]
+    return f"Measured on {names.listing(named)}. " if named else ""
 
 
 def of_passes(study: Study, figures: Iterable[Figure | None]) -> list[Figure]:

@@ -97,9 +97,9 @@ def _depth(place: int, layers: int) -> tuple[float, float, float, float]:
 
 def _depths(layers: pd.Series) -> list[Line2D]:
     """The first and the last layer, for the legend."""
-    known = sorted(layers.unique())
-    ends = dict.fromkeys((0, len(known) - 1))
-    return [Line2D([], [], color=_depth(at, len(known)), label=f"layer {known[at]}") for at in ends]
+    distinct = sorted(layers.unique())
+    ends = dict.fromkeys((0, len(distinct) - 1))
+    return [Line2D([], [], color=_depth(at, len(distinct)), label=f"layer {distinct[at]}") for at in ends]
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -110,8 +110,8 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     shares = study.kept.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     measured = measured.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
-    for label, found in ratio_lines(cells[cells["granularity"] == "channel"]).items():
-        own = measured[measured["cell"].isin(found.index)]
+    for label, line in ratio_lines(cells[cells["granularity"] == "channel"]).items():
+        own = measured[measured["cell"].isin(line.index)]
         if own["cell"].nunique() > 1:
             frames.append(own.assign(label=label))
     return pd.concat(frames[1:] or frames, ignore_index=True)[list(frames[0])]
@@ -119,17 +119,17 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 def output_loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Fig. 4 (b): the loss of each layer's output against the share that is kept, a panel per method."""
-    found = output_losses(study, comparison)
-    if found.empty:
+    losses = output_losses(study, comparison)
+    if losses.empty:
         return None
-    labels = list(found["label"].unique())[:PANELS]
+    labels = list(losses["label"].unique())[:PANELS]
     across = min(3, len(labels))
     with style.look():
         drawing = style.drawing(style.PAGE * (1 if across > 1 else 0.6), 2.2 * -(-len(labels) // across) + 0.4)
-        layers = sorted(found["layer"].unique())
+        layers = sorted(losses["layer"].unique())
         for at, label in enumerate(labels):
             axes = drawing.add_subplot(-(-len(labels) // across), across, at + 1)
-            for about, line in groups(found[found["label"] == label], ["layer"]):
+            for about, line in groups(losses[losses["label"] == label], ["layer"]):
                 line = line.sort_values("kept")
                 kept, loss = [*line["kept"], 1.0], [*line["loss"], 0.0]
                 shade = _depth(layers.index(about["layer"]), len(layers))
@@ -139,7 +139,7 @@ def output_loss_figure(study: Study, comparison: Comparison, *, name: str) -> Fi
             axes.set(xlim=(0, 1.02), ylim=(0, None))
             axes.xaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
             axes.grid(axis="y")
-        drawing.legend(handles=_depths(found["layer"]), loc="outside lower center", ncols=2)
+        drawing.legend(handles=_depths(losses["layer"]), loc="outside lower center", ncols=2)
     caption = (
         "(b) Each line is a layer: how far its routed output is off when this layer alone is pruned, ‖m − m′‖² / "
         "(‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual stream after the layer. With "
@@ -273,8 +273,8 @@ def expert_bars_by_score(results: Results, name: str) -> list[Figure]:
         by_score = [(names.criterion(score), stacks_of(study, comparison, cell)) for score, cell in pair.items()]
         if not pair or not all(stacks for _, stacks in by_score):
             continue
-        known = sorted(by_score[0][1])
-        layer = known[(len(known) - 1) // 2]
+        layers = sorted(by_score[0][1])
+        layer = layers[(len(layers) - 1) // 2]
         parts = [(word, part) for word, stacks in by_score for part in _halves(stacks[layer])]
         panels = [(f"({'abcdefgh'[at]}) {word}", part) for at, (word, part) in enumerate(parts)]
         title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
@@ -285,8 +285,8 @@ def expert_bars_by_score(results: Results, name: str) -> list[Figure]:
 
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     """Score -> its cell, of the first allocation and calibration set that both scores have; empty without one."""
-    for _, found in groups(cells, ["allocation", "calibration", "gate", "seed"]):
-        by_score = {score: found.index[found["criterion"] == score] for score in (ACTIVATION, WEIGHT_GRADIENT)}
+    for _, alike in groups(cells, ["allocation", "calibration", "gate", "seed"]):
+        by_score = {score: alike.index[alike["criterion"] == score] for score in (ACTIVATION, WEIGHT_GRADIENT)}
         if all(len(index) for index in by_score.values()):
             return {score: int(index[0]) for score, index in by_score.items()}
     return {}

@@ -75,12 +75,12 @@ def channel_choice_table(results: Results, name: str) -> Table:
     for comparison in comparisons:
         cells = plain(comparison)
         pairs = zip(cells["criterion"], cells["allocation"], strict=True)
-        for key, found in groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
-            camera = found[found["criterion"] == "camera"]
+        for key, compared in groups(cells[[pair in names.METHODS for pair in pairs]], COMPETING):
+            camera = compared[compared["criterion"] == "camera"]
             sequential = camera[camera["allocation"] == "sequential"]
             base = only_cell(sequential if len(sequential) else camera)
-            if base is not None and len(found) > 1:
-                blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(found), base))
+            if base is not None and len(compared) > 1:
+                blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(compared), base))
     return block_table(
         study,
         blocks,
@@ -130,7 +130,9 @@ def smoothing_table(results: Results, name: str) -> Table:
     blocks = []
     for comparison, key, cells in _channel_groups(comparisons, [*COMPETING, "criterion"]):
         parsed = [settings.allocation(word) for word in cells["allocation"]]
-        chosen = cells[[allocation == "coverage" and set(found) <= set(SMOOTHING) for allocation, found in parsed]]
+        chosen = cells[
+            [allocation == "coverage" and set(parameters) <= set(SMOOTHING) for allocation, parameters in parsed]
+        ]
         if chosen["allocation"].nunique() > 1:
             words = chosen["allocation"].map(_smoothing)
             base = only_cell(chosen[words == DEFAULT_SMOOTHING])
@@ -177,8 +179,8 @@ def _channel_groups(
 ) -> Iterator[tuple[Comparison, dict[str, float], pd.DataFrame]]:
     for comparison in comparisons:
         cells = plain(comparison)
-        for key, found in groups(cells[cells["granularity"] == "channel"], columns):
-            yield comparison, key, found
+        for key, group in groups(cells[cells["granularity"] == "channel"], columns):
+            yield comparison, key, group
 
 
 def _smoothing(allocation: str) -> str:
@@ -207,8 +209,8 @@ def block_size_table(
     blocks = []
     for comparison in comparisons:
         cells = comparison.cells
-        found = cells[cells["allocation"].map(lambda word: bool(words.fullmatch(str(word))))]
-        for key, part in groups(found, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
+        aligned = cells[cells["allocation"].map(lambda word: bool(words.fullmatch(str(word))))]
+        for key, part in groups(aligned, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
             if len(part) > 1:
                 base = only_cell(part[part["allocation"] == USUAL])
                 labels = part["allocation"].map(names.capitalised)
@@ -230,7 +232,7 @@ def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure |
     None below three ratios, or without any of its benchmarks.
     """
     lines = ratio_lines(plain(comparison))
-    cells = [int(str(cell)) for found in lines.values() for cell in found.index]
+    cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
         return None
@@ -241,13 +243,13 @@ def ratio_figure(study: Study, comparison: Comparison, *, name: str) -> Figure |
         _unpruned(left, comparison, target)
         score, (low, high) = comparison.score(target), comparison.interval(target)
         handles = []
-        for at, (label, found) in enumerate(lines.items()):
-            look: Any = {"color": style.colour(found["criterion"].iloc[0]), "marker": style.MARKERS[at % 11]}
-            x = found["ratio"].to_numpy(float) * 100 + 0.6 * (at - (len(lines) - 1) / 2)
-            y, rows = score[found.index].to_numpy(float), found.index
+        for at, (label, line) in enumerate(lines.items()):
+            look: Any = {"color": style.colour(line["criterion"].iloc[0]), "marker": style.MARKERS[at % 11]}
+            x = line["ratio"].to_numpy(float) * 100 + 0.6 * (at - (len(lines) - 1) / 2)
+            y, rows = score[line.index].to_numpy(float), line.index
             left.vlines(x, low[rows], high[rows], color=look["color"], linewidth=1.4, alpha=0.6)
             left.plot(x, y, markersize=4, linewidth=1.2, **look)
-            right.plot(found["ratio"] * 100, saved.reindex(rows) * 100, markersize=4, linewidth=1.2, **look)
+            right.plot(line["ratio"] * 100, saved.reindex(rows) * 100, markersize=4, linewidth=1.2, **look)
             handles.append(Line2D([], [], label=label, markersize=4, **look))
         left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
         right.set(ylabel="FLOPs saved per token (%)", ylim=(0, None))

@@ -71,10 +71,10 @@ def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.Da
     verdict: holds, does not hold, undecided (the interval contains 0).
     """
     rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
-    found = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
-    found["p_holm"] = uncertainty.holm(found["p"].to_numpy(float)) if len(found) else np.nan
-    found["verdict"] = [verdict(row["low"], row["high"]) for row in records(found)]
-    return found
+    rows_of_claims = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
+    rows_of_claims["p_holm"] = uncertainty.holm(rows_of_claims["p"].to_numpy(float)) if len(rows_of_claims) else np.nan
+    rows_of_claims["verdict"] = [verdict(row["low"], row["high"]) for row in records(rows_of_claims)]
+    return rows_of_claims
 
 
 def verdict(low: float, high: float) -> str:
@@ -116,8 +116,8 @@ def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, obj
 def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
     """Every channel method against every method of whole experts that keeps as many routed parameters."""
     pairs = []
-    for key, found in groups(cells, ["ratio"]):
-        channels, experts = (found.loc[found["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
+    for key, at_ratio in groups(cells, ["ratio"]):
+        channels, experts = (at_ratio.loc[at_ratio["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
         equal = tuple(
             (int(str(one)), int(str(other)))
             for one, mine in channels.items()
@@ -133,16 +133,16 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
 def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[str, object]:
     cells = sorted({cell for pairs in ratios for pair in pairs.cells for cell in pair})
     targets = group_targets(comparison, cells)
-    found = {
+    by_part = {
         name: pooled_difference(comparison, target, [pairs.cells for pairs in ratios])
         for name, target in targets.items()
     }
-    whole = found.pop("Avg", None) or pooled_difference(comparison, (), [])
+    whole = by_part.pop("Avg", None) or pooled_difference(comparison, (), [])
     return {
         "claim": claim,
         "model": comparison.model,
         **whole,
-        "parts": {name: part["difference"] for name, part in found.items()},
+        "parts": {name: part["difference"] for name, part in by_part.items()},
     }
 
 
@@ -154,8 +154,8 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
             continue
         by_ratio = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}
         mean = np.mean(list(by_ratio.values()), axis=0)
-        for ratio, found in (*by_ratio.items(), (ALL, mean)):
-            low, high = layer_interval(found)
+        for ratio, shares in (*by_ratio.items(), (ALL, mean)):
+            low, high = layer_interval(shares)
             rows.append(
                 {
                     "claim": INVARIANT,
@@ -163,10 +163,10 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
                     "ratio": ratio,
                     "pairs": len(_PARTNERS),
                     "headline": ratio == ALL,
-                    "difference": float(found.mean()),
+                    "difference": float(shares.mean()),
                     "low": low,
                     "high": high,
-                    "p": _t_test(found),
+                    "p": _t_test(shares),
                     "parts": {},
                 }
             )
@@ -179,7 +179,7 @@ _PARTNERS = [(alpha, beta) for alpha in (0, 1, 2) for beta in (0, 1, 2) if (1, a
 def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
     """(layers,): share of the lowest experts that all calibration sets have in common, b = 1 minus b = 0, the mean over
     (alpha, beta)."""
-    found = []
+    differences = []
     for _, layer in groups(family.sort_values(["layer", "expert"], kind="stable"), ["layer"]):
         shares = {}
         for variant, scores in groups(layer, overlap.VARIANT):
@@ -188,8 +188,8 @@ def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
         pairs = [
             shares[(1, *rest)] - shares[(0, *rest)] for rest in _PARTNERS if {(1, *rest), (0, *rest)} <= set(shares)
         ]
-        found.append(np.mean(pairs) if pairs else np.nan)
-    return np.asarray(found, float)
+        differences.append(np.mean(pairs) if pairs else np.nan)
+    return np.asarray(differences, float)
 
 
 def layer_interval(differences: np.ndarray) -> tuple[float, float]:
@@ -229,9 +229,9 @@ PAPERS = {SEARCHED: "claimed by EvoESAP", CHANNELS: "claimed by HEAPr", INVARIAN
 PAPERS[BY_CHANCE] = "a control"
 
 
-def sentences(found: pd.DataFrame) -> list[str]:
+def sentences(rows: pd.DataFrame) -> list[str]:
     """A sentence per claim and model: what is claimed, whether it holds here, and the interval that says so."""
-    return [_sentence(row) for row in records(found[found["headline"].astype(bool)])] if len(found) else []
+    return [_sentence(row) for row in records(rows[rows["headline"].astype(bool)])] if len(rows) else []
 
 
 def _sentence(row: Mapping[str, Any]) -> str:
@@ -241,15 +241,15 @@ def _sentence(row: Mapping[str, Any]) -> str:
         "undecided": "is undecided here: the interval contains 0",
         "not tested": "could not be tested: results are missing",
     }[row["verdict"]]
-    said = f"“{STATEMENTS[row['claim']]}” ({PAPERS[row['claim']]}) {verdict}."
+    sentence = f"“{STATEMENTS[row['claim']]}” ({PAPERS[row['claim']]}) {verdict}."
     if row["verdict"] == "not tested":
-        return said
+        return sentence
     interval = (
         f"{names.signed(row['difference'])} (95 % interval {names.signed(row['low'])} to {names.signed(row['high'])})"
     )
     parts = sorted(row["parts"].items(), key=lambda part: -part[1])
     by_part = f"; by part: {names.listing(f'{name} {names.signed(value)}' for name, value in parts)}" if parts else ""
-    return f"{said} {_measured(row)} is {interval}{by_part}."
+    return f"{sentence} {_measured(row)} is {interval}{by_part}."
 
 
 def _measured(row: Mapping[str, Any]) -> str:
@@ -268,20 +268,20 @@ def _measured(row: Mapping[str, Any]) -> str:
 @output("claims", chapter="claims")
 def claim_table(results: Results, name: str) -> Table | None:
     """The papers' claims, asked of a study: paired differences, per ratio and over all."""
-    found = claims(results.comparisons, results.study.costs, results.study.family)
-    if found.empty:
+    rows = claims(results.comparisons, results.study.costs, results.study.family)
+    if rows.empty:
         return None
-    parts = pd.DataFrame(list(found["parts"]), index=found.index, dtype=float)
+    parts = pd.DataFrame(list(rows["parts"]), index=rows.index, dtype=float)
     text = pd.DataFrame(
         {
-            "Model": found["model"],
-            "Claim": found["claim"].map(STATEMENTS),
-            "Pruned": [ratio if ratio == ALL else names.ratio(ratio) for ratio in found["ratio"]],
-            "Pairs": found["pairs"],
-            "Difference": found["difference"],
-            "p": found["p"],
-            "p (Holm)": found["p_holm"],
-            "Verdict": found["verdict"],
+            "Model": rows["model"],
+            "Claim": rows["claim"].map(STATEMENTS),
+            "Pruned": [ratio if ratio == ALL else names.ratio(ratio) for ratio in rows["ratio"]],
+            "Pairs": rows["pairs"],
+            "Difference": rows["difference"],
+            "p": rows["p"],
+            "p (Holm)": rows["p_holm"],
+            "Verdict": rows["verdict"],
         }
     )
     frame = pd.concat([text, parts], axis=1)
@@ -304,6 +304,6 @@ def claim_table(results: Results, name: str) -> Table | None:
             **dict.fromkeys(map(str, parts), SCORE),
         },
         optional=tuple(map(str, parts)),
-        low=found[["low"]].set_axis(["Difference"], axis=1),
-        high=found[["high"]].set_axis(["Difference"], axis=1),
+        low=rows[["low"]].set_axis(["Difference"], axis=1),
+        high=rows[["high"]].set_axis(["Difference"], axis=1),
     )

@@ -51,8 +51,8 @@ def of_channels(study: Study) -> pd.DataFrame:
 def ratios_of(study: Study, granularity: str) -> list[float]:
     """The ratios at which the study removes whole experts, or channels; those of the papers where it removes none."""
     cells = study.cells
-    found = cells.loc[(cells["granularity"] == granularity) & (cells["ratio"] > 0), "ratio"]
-    return sorted(set(found)) or list(overlap.RATIOS)
+    ratios = cells.loc[(cells["granularity"] == granularity) & (cells["ratio"] > 0), "ratio"]
+    return sorted(set(ratios)) or list(overlap.RATIOS)
 
 
 def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
@@ -64,11 +64,11 @@ def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
     left out. Ratios that remove nothing are left out too.
     """
     rows = []
-    for key, found in groups(scores.sort_values(["tokens", "layer", "expert"], kind="stable"), KEY):
-        steps = sorted(found["tokens"].unique())
+    for key, snapshots in groups(scores.sort_values(["tokens", "layer", "expert"], kind="stable"), KEY):
+        steps = sorted(snapshots["tokens"].unique())
         wide = [
             part.pivot(index="tokens", columns="expert", values="score").loc[steps].to_numpy(float)
-            for _, part in found.groupby("layer", sort=True)
+            for _, part in snapshots.groupby("layer", sort=True)
         ]
         for ratio in ratios:
             kept = [~overlap.bottom(layer, ratio) for layer in wide]
@@ -102,11 +102,11 @@ def channel_settling(shares: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFr
     intersection over union is s / (2 - s).
     """
     rows = []
-    for key, found in groups(shares, KEY):
-        grid = np.sort(found["kept"].unique())
+    for key, snapshots in groups(shares, KEY):
+        grid = np.sort(snapshots["kept"].unique())
         for ratio in ratios:
             kept = grid[np.abs(grid - (1 - ratio)).argmin()]
-            chosen = found[found["kept"] == kept].sort_values("tokens", kind="stable")
+            chosen = snapshots[snapshots["kept"] == kept].sort_values("tokens", kind="stable")
             rows += [{**key, "ratio": ratio, **_after(layers)} for _, layers in groups(chosen, ["tokens"])]
     return pd.DataFrame(rows, columns=COLUMNS)
 
@@ -148,7 +148,7 @@ def convergence(results: Results, name: str) -> list[Item]:
     return items
 
 
-def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -> Table:
+def settling_table(study: Study, settlings: pd.DataFrame, *, what: str, name: str) -> Table:
     """`settling`, or `channel_settling`, as a table."""
     columns = [
         "Model",
@@ -163,15 +163,15 @@ def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -
     ]
     frame = pd.DataFrame(
         {
-            "Model": found["model"],
-            "Pruned": found["ratio"].map(names.ratio),
-            "Calibration": found["calibration"].map(names.calibration),
-            "Criterion": found["criterion"].map(names.criterion),
-            "Tokens": found["tokens"],
-            "Jaccard": found["jaccard"],
-            "Lowest layer": found["lowest"],
-            "By chance": found["chance"],
-            "Change": found["changed"],
+            "Model": settlings["model"],
+            "Pruned": settlings["ratio"].map(names.ratio),
+            "Calibration": settlings["calibration"].map(names.calibration),
+            "Criterion": settlings["criterion"].map(names.criterion),
+            "Tokens": settlings["tokens"],
+            "Jaccard": settlings["jaccard"],
+            "Lowest layer": settlings["lowest"],
+            "By chance": settlings["chance"],
+            "Change": settlings["changed"],
         },
         columns=columns,
     )
@@ -191,18 +191,18 @@ def settling_table(study: Study, found: pd.DataFrame, *, what: str, name: str) -
     )
 
 
-def settling_figure(found: pd.DataFrame, *, what: str, model: str, name: str) -> Figure:
+def settling_figure(settlings: pd.DataFrame, *, what: str, model: str, name: str) -> Figure:
     """Jaccard against tokens, a panel per ratio and calibration set, a line per criterion; dotted: random sets."""
-    found = found[found["model"] == model]
-    sets = names.calibrations_in_order(found["calibration"])
-    ratios = sorted(found["ratio"].unique())
-    criteria = names.in_order(found["criterion"], names.CRITERIA)
+    settlings = settlings[settlings["model"] == model]
+    sets = names.calibrations_in_order(settlings["calibration"])
+    ratios = sorted(settlings["ratio"].unique())
+    criteria = names.in_order(settlings["criterion"], names.CRITERIA)
     with style.look():
         drawing = style.drawing(style.PAGE, 1.9 * len(ratios) + 0.8)
         grid = drawing.subplots(len(ratios), len(sets), squeeze=False, sharey="row")
         for row, ratio in zip(grid, ratios, strict=True):
             for axes, calibration in zip(row, sets, strict=True):
-                panel = found[(found["ratio"] == ratio) & (found["calibration"] == calibration)]
+                panel = settlings[(settlings["ratio"] == ratio) & (settlings["calibration"] == calibration)]
                 _panel(axes, panel, criteria)
                 words = (names.calibration(calibration), f"{names.ratio(ratio)} pruned")
                 axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
@@ -221,16 +221,16 @@ def settling_figure(found: pd.DataFrame, *, what: str, model: str, name: str) ->
     return Figure(name, f"{title}: {model}", caption, drawing)
 
 
-def _panel(axes: Axes, found: pd.DataFrame, criteria: Sequence[str]) -> None:
+def _panel(axes: Axes, settlings: pd.DataFrame, criteria: Sequence[str]) -> None:
     handles = dict(zip(criteria, _handles(criteria), strict=True))
-    for about, line in groups(found, ["criterion"]):
+    for about, line in groups(settlings, ["criterion"]):
         look = handles[about["criterion"]]
         x = [*line["tokens"], line["whole"].iloc[0]]
         axes.plot(
             x, [*line["jaccard"], 1.0], color=look.get_color(), marker=look.get_marker(), markersize=3, linewidth=1.1
         )
-    if len(found):
-        axes.axhline(found["chance"].iloc[0], color=style.MUTED, linestyle=":", linewidth=1)
+    if len(settlings):
+        axes.axhline(settlings["chance"].iloc[0], color=style.MUTED, linestyle=":", linewidth=1)
     axes.set_ylim(top=1.02)
     axes.ticklabel_format(axis="x", style="plain")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
@@ -258,18 +258,18 @@ def finding(study: Study) -> list[str]:
     return [*settled(of_experts(study), EXPERTS), *settled(of_channels(study), CHANNELS)]
 
 
-def settled(found: pd.DataFrame, what: str) -> list[str]:
+def settled(settlings: pd.DataFrame, what: str) -> list[str]:
     """A sentence per model and calibration set: how much the choice still moved at the end of the pass."""
-    said = []
-    for key, part in groups(found, ["model", "calibration"]):
+    sentences = []
+    for key, part in groups(settlings, ["model", "calibration"]):
         last = part[part["tokens"] == part["tokens"].max()]
         moved = last.loc[last["changed"].idxmax()]
         read = int(moved["tokens"]) / int(moved["whole"])
         change = f"{moved['changed'] * 100:.1f} %"
         state = "has settled" if moved["changed"] <= SETTLED else "has not settled"
-        said.append(
+        sentences.append(
             f"Calibration on {names.calibration(key['calibration'])} {state} for {key['model']}: after "
             f"{names.share(read)} of the text at most {change} of the {what}s to keep still changed "
             f"({names.criterion(str(moved['criterion']))}, {names.ratio(float(moved['ratio']))} pruned)."
         )
-    return said
+    return sentences

@@ -22,12 +22,14 @@ from analysis.render.table import Table
 
 def coverage_table(study: Study, *, name: str = "coverage") -> Table:
     """How many tokens the calibration sets sent to the experts."""
-    found = coverage_summary(study.coverage)
+    summary = coverage_summary(study.coverage)
     columns = ["Model", "Calibration", "Experts", "Unseen", "Rare", "Least tokens", "Median tokens", "Most tokens"]
     frame = pd.DataFrame(columns=columns)
-    if len(found):
+    if len(summary):
         keys = ["model", "calibration", "experts", "unseen", "rare", "least", "median", "most"]
-        frame = found[keys].set_axis(columns, axis=1).assign(Calibration=found["calibration"].map(names.calibration))
+        frame = (
+            summary[keys].set_axis(columns, axis=1).assign(Calibration=summary["calibration"].map(names.calibration))
+        )
     return Table(
         name=name,
         title="Tokens per expert",
@@ -79,14 +81,14 @@ def unseen(coverage: pd.DataFrame) -> pd.DataFrame:
 
 def coverage_figure(coverage: pd.DataFrame, *, name: str) -> Figure:
     """Tokens of every expert relative to an even load, sorted within its layer; experts without a token are crossed."""
-    found = list(groups(coverage, ["model", "calibration"]))
+    panels = list(groups(coverage, ["model", "calibration"]))
     order = names.calibrations_in_order(coverage["calibration"])
-    found.sort(key=lambda group: (group[0]["model"], order.index(group[0]["calibration"])))
+    panels.sort(key=lambda group: (group[0]["model"], order.index(group[0]["calibration"])))
     with style.look():
-        layers = max(frame["layer"].nunique() for _, frame in found)
-        drawing = style.drawing(style.PAGE, len(found) * (0.2 * min(layers, 24) + 0.5) + 0.5)
-        for at, (key, frame) in enumerate(found):
-            axes = drawing.add_subplot(len(found), 1, at + 1)
+        layers = max(frame["layer"].nunique() for _, frame in panels)
+        drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layers, 24) + 0.5) + 0.5)
+        for at, (key, frame) in enumerate(panels):
+            axes = drawing.add_subplot(len(panels), 1, at + 1)
             _coverage_axes(axes, frame)
             axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
         axes.set_xlabel("experts of a layer, from the least to the most used")

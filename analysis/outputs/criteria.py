@@ -14,7 +14,7 @@ import pandas as pd
 from analysis import names
 from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import BYTES, GPU_PEAK, MEASURED, measured_on, reading
+from analysis.outputs.captions import BYTES, GPU_PEAK, MEASURED, MEBIBYTE, measured_on, reading
 from analysis.registry import Results, output
 from analysis.render.table import Table
 
@@ -73,12 +73,12 @@ def signals(word: str) -> dict[str, bool]:
 
     name, parameters = _parsed(word)
     usual = _score(name, parameters, _inputs())
-    found = {
+    depends = {
         signal: bool((_score(name, parameters, _inputs(signal)) != usual).any())
         for signal in SIGNALS
         if signal != "Text"
     }
-    return {"Text": reads_text(name), **found}
+    return {"Text": reads_text(name), **depends}
 
 
 def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
@@ -140,11 +140,11 @@ def _criteria(study: Study) -> list[str]:
 
 def _parsed(word: str) -> tuple[str, dict[str, Any]]:
     """`s_family(alpha=0,b=1)` as its name and its parameters."""
-    found = _PARAMETERS.fullmatch(word)
-    if found is None:
+    match = _PARAMETERS.fullmatch(word)
+    if match is None:
         return word, {}
-    pairs = (part.partition("=") for part in (found["inside"] or "").split(",") if part)
-    return found["name"], {key: _value(text) for key, _, text in pairs}
+    pairs = (part.partition("=") for part in (match["inside"] or "").split(",") if part)
+    return match["name"], {key: _value(text) for key, _, text in pairs}
 
 
 def _value(text: str) -> Any:
@@ -154,7 +154,6 @@ def _value(text: str) -> Any:
         return text
 
 
-MIB = 2**20
 PASSES = {
     "statistics": "Forward pass (s)",
     "gradients": "Backward pass (s)",
@@ -187,22 +186,22 @@ def scoring_table(results: Results, name: str) -> Table:
     rows, machines = [], []
     for cell in _in_order(cells):
         names_of = [each for each in steps_behind(cell["scores_folder"], study.reader) if _counts(each)]
-        found = time_and_memory(names_of, study.reader)
-        if set(found["folder"]) != set(names_of) or not names_of:
+        steps = time_and_memory(names_of, study.reader)
+        if set(steps["folder"]) != set(names_of) or not names_of:
             continue
-        machines += list(found["machine"])
+        machines += list(steps["machine"])
         facts = study.models.get(cell["model"], {})
         rows.append(
             {
                 "Model": cell["model"],
                 "Calibration": names.calibration(cell["calibration"]),
                 "Criterion": names.criterion(cell["criterion"]),
-                "Reads": names.listing(sorted(each.replace("_", " ") for each in set(found["kind"]) - {"scores"})),
-                "Scoring time (s)": found["seconds"].sum(),
-                "Of these, the scores (s)": found.loc[found["kind"] == "scores", "seconds"].sum(),
-                "Peak memory (MiB)": found["peak"].max() / MIB,
-                GPU_PEAK: found["gpu_peak"].max() / MIB,
-                "Loading memory (MiB)": facts.get("parameters", float("nan")) * BYTES / MIB,
+                "Reads": names.listing(sorted(each.replace("_", " ") for each in set(steps["kind"]) - {"scores"})),
+                "Scoring time (s)": steps["seconds"].sum(),
+                "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
+                "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
+                GPU_PEAK: steps["gpu_peak"].max() / MEBIBYTE,
+                "Loading memory (MiB)": facts.get("parameters", float("nan")) * BYTES / MEBIBYTE,
             }
         )
     numbers = {"Scoring time (s)": TIME, "Of these, the scores (s)": TIME, "Peak memory (MiB)": "{:,.0f}"}
@@ -242,11 +241,11 @@ def allocation_table(results: Results, name: str) -> Table:
     rows, machines = [], []
     for cell in _in_order(cells.drop_duplicates(same)):
         names_of = [each for each in steps_behind(cell["plan_folder"], study.reader) if _counts(each)]
-        found = time_and_memory(names_of, study.reader)
-        if set(found["folder"]) != set(names_of) or not names_of:
+        steps = time_and_memory(names_of, study.reader)
+        if set(steps["folder"]) != set(names_of) or not names_of:
             continue
-        machines += list(found["machine"])
-        rows.append({**_cell_words(cell), **_by_pass(found), "Total (s)": found["seconds"].sum()})
+        machines += list(steps["machine"])
+        rows.append({**_cell_words(cell), **_by_pass(steps), "Total (s)": steps["seconds"].sum()})
     columns = [column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)]
     formats = dict.fromkeys([*columns, "Total (s)"], TIME)
     return Table(
@@ -281,7 +280,7 @@ def _cell_words(cell: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _by_pass(found: pd.DataFrame) -> dict[str, float]:
+def _by_pass(steps: pd.DataFrame) -> dict[str, float]:
     """Column -> seconds; steps of a kind that has no column are in the total only."""
-    sums = found.groupby(found["kind"].map(PASSES))["seconds"].sum()
+    sums = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
     return {str(column): float(seconds) for column, seconds in sums.items()}

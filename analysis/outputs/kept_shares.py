@@ -32,8 +32,8 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     Allocations with the same shares, to a thousandth, are one row whose label names them all. `kept`: cell, layer,
     expert, share; of `cells`, those with a plan are counted.
     """
-    found = kept[kept["cell"].isin(cells.index)]
-    shares = found.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
+    counted = kept[kept["cell"].isin(cells.index)]
+    shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
     same: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
@@ -118,8 +118,8 @@ def _budget_blocks(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
 
 def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
     """Allocations under which experts of a layer keep different shares, layerwise and coverage first, with names."""
-    found = kept[kept["cell"].isin(cells.index)]
-    spread = found.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
+    counted = kept[kept["cell"].isin(cells.index)]
+    spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
     words = {int(str(cell)): settings.allocation(word) for cell, word in cells["allocation"].items()}
     uneven = [cell for cell in words if spread.get(cell, 0) > 1e-9]
     first = sorted(

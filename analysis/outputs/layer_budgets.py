@@ -43,14 +43,14 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     """
     chosen = coverage_cells(comparison)
     labels = settings.method_labels(chosen)
-    found = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
+    frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PANELS].map(int), records(chosen), strict=False):
         plan, scores = (study.reader.find(str(about[f"{kind}_folder"])) for kind in ("plan", "scores"))
         kept = attributions.read(plan, "budgets.parquet", study.reader, arrays_in=scores)
         if kept is not None:
-            said = {"label": labels[cell], "smoothing": _smoothing(study, about)}
-            found.append(kept.assign(cell=cell, calibration=about["calibration"], **said))
-    return pd.concat(found[1:] or found, ignore_index=True)
+            labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
+            frames.append(kept.assign(cell=cell, calibration=about["calibration"], **labelled))
+    return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
 def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
@@ -58,8 +58,8 @@ def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
     plan = study.reader.find(str(about["plan_folder"]))
     provenance = ((study.reader.json(plan, "plan.json") if plan else None) or {}).get("provenance") or {}
     parameters = (provenance.get("allocation") or {}).get("parameters") or {}
-    known = {**settings.allocation(str(about["allocation"]))[1], **parameters}
-    return str(next((known[word] for word in SMOOTHING if word in known), DEFAULT_SMOOTHING))
+    parameters_of = {**settings.allocation(str(about["allocation"]))[1], **parameters}
+    return str(next((parameters_of[word] for word in SMOOTHING if word in parameters_of), DEFAULT_SMOOTHING))
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
@@ -169,8 +169,8 @@ def _strips(results: Results, name: str, strips: Iterable[str], title: str, capt
     losses, figures = study.layer_losses, []
     for comparison, own in results.per_pruned_model(name):
         budgets = budget_strips(layer_budgets(study, comparison), losses[losses["model"] == comparison.model])
-        said = {"title": f"{title}: {comparison.model}", "caption": caption}
-        figures.append(strip_figure(budgets, strips, name=own, **said))
+        words = {"title": f"{title}: {comparison.model}", "caption": caption}
+        figures.append(strip_figure(budgets, strips, name=own, **words))
     return of_passes(study, figures)
 
 

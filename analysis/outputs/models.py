@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.study import Study
-from analysis.outputs.captions import BYTES
+from analysis.outputs.captions import BYTES, MEBIBYTE
 from analysis.registry import Results, output
 from analysis.render.table import Table
 
@@ -52,18 +52,18 @@ def loading_memory(study: Study) -> pd.DataFrame:
 def memory_table(results: Results, name: str) -> Table:
     """Bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
     study = results.study
-    found = loading_memory(study)
+    memory = loading_memory(study)
     columns = ["Model", "Pruned", "Before (MiB)", "After (MiB)", "Saved", "Before (bytes)", "After (bytes)"]
     frame = pd.DataFrame(columns=columns)
-    if len(found):
+    if len(memory):
         values = [
-            found["model"],
-            found["ratio"].map(names.ratio),
-            found["bytes"] / 2**20,
-            found["bytes_after"] / 2**20,
-            found["saved"],
-            found["bytes"],
-            found["bytes_after"],
+            memory["model"],
+            memory["ratio"].map(names.ratio),
+            memory["bytes"] / MEBIBYTE,
+            memory["bytes_after"] / MEBIBYTE,
+            memory["saved"],
+            memory["bytes"],
+            memory["bytes_after"],
         ]
         frame = pd.DataFrame(dict(zip(columns, values, strict=True)))
     return Table(

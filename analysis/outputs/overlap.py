@@ -58,14 +58,14 @@ def overlap_table(study: Study, overlaps: pd.DataFrame, *, name: str = "overlap"
     )
 
 
-def proxy_table(study: Study, found: pd.DataFrame, *, name: str = "proxy") -> Table:
+def proxy_table(study: Study, overlaps: pd.DataFrame, *, name: str = "proxy") -> Table:
     """Fig. 3 as numbers: how many of the experts with the lowest exact damage the proxy S(0,1,1) finds too."""
     columns = ["Model", "Calibration", "Pruned", "Overlap", "Lowest layer", "By chance"]
     frame = pd.DataFrame(columns=columns)
-    if len(found):
-        frame = found[["model", "calibration", "ratio", "overlap", "lowest", "chance"]].set_axis(columns, axis=1)
+    if len(overlaps):
+        frame = overlaps[["model", "calibration", "ratio", "overlap", "lowest", "chance"]].set_axis(columns, axis=1)
         frame = frame.assign(
-            Calibration=found["calibration"].map(names.calibration), Pruned=found["ratio"].map(names.ratio)
+            Calibration=overlaps["calibration"].map(names.calibration), Pruned=overlaps["ratio"].map(names.ratio)
         )
     return Table(
         name=name,
@@ -83,13 +83,13 @@ _SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
 _GREEK = {"b": "b", "alpha": "α", "beta": "β"}
 
 
-def proxy_figure(found: pd.DataFrame, *, name: str) -> Figure:
+def proxy_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
     """Fig. 3 from `proxy_overlap`: a point per model, calibration set and ratio, and the chance level."""
     with style.look():
-        rows = list(dict.fromkeys(zip(found["model"], found["calibration"], strict=True)))
+        rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
         drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
         axes = drawing.add_subplot()
-        for at, (key, group) in enumerate(groups(found.sort_values("ratio", kind="stable"), ["ratio"])):
+        for at, (key, group) in enumerate(groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])):
             y = np.array([rows.index(key) for key in zip(group["model"], group["calibration"], strict=True)])
             shade, marker = ("#2277bb", "#ee7733", "#117733", "#aa4499")[at % 4], style.MARKERS[at]
             y = y + 0.22 * (at - 0.5)
@@ -98,7 +98,7 @@ def proxy_figure(found: pd.DataFrame, *, name: str) -> Figure:
                 group["overlap"], y, marker, color=shade, markersize=5, label=f"{names.ratio(key['ratio'])} pruned"
             )
             axes.plot(group["chance"], y, "|", color=shade, markersize=7)
-        single = found["model"].nunique() == 1
+        single = overlaps["model"].nunique() == 1
         labels = [names.calibration(s) if single else f"{m}, {names.calibration(s)}" for m, s in rows]
         axes.set_yticks(range(len(rows)), labels)
         axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")

@@ -16,8 +16,8 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import SLIMMING, setting
-from analysis.outputs.score_rows import MEBIBYTE, STORED, block_table, ratio_block
+from analysis.outputs.captions import BYTES, MEBIBYTE, SLIMMING, setting
+from analysis.outputs.score_rows import STORED, block_table, ratio_block
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -50,18 +50,14 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     axes = comparison.cells[["criterion", "method", "granularity", "calibration", "ratio"]]
     axes = axes.assign(pruned=settings.pruned(comparison.cells))
     costs = study.costs.set_index("cell")[["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]]
-    found = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
-    full = study.costs.set_index("cell")["parameters_unpruned"].reindex(found["cell"]).to_numpy(float) * _BYTES
-    found["storage_share"] = found["storage_bytes"] / full
-    pruned = found["criterion"] != "none"
+    rows = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
+    full = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"]).to_numpy(float) * BYTES
+    rows["storage_share"] = rows["storage_bytes"] / full
+    pruned = rows["criterion"] != "none"
     for axis in AXES:
-        found[f"front_{axis}"] = False
-        found.loc[pruned, f"front_{axis}"] = front(found.loc[pruned, axis], found.loc[pruned, "avg"])
-    return found.drop(columns="criterion")
-
-
-_BYTES = 2
-"""Of a parameter in bf16."""
+        rows[f"front_{axis}"] = False
+        rows.loc[pruned, f"front_{axis}"] = front(rows.loc[pruned, axis], rows.loc[pruned, "avg"])
+    return rows.drop(columns="criterion")
 
 
 def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Series) -> np.ndarray:
@@ -88,19 +84,19 @@ def pareto_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
     frame = pd.DataFrame(columns=shown)
     ends = pd.DataFrame(columns=["low", "high"], dtype=float)
     if frames:
-        found = pd.concat(frames, ignore_index=True)
+        rows = pd.concat(frames, ignore_index=True)
         order = ["model", "parameters_kept", "avg"]
-        found = found.sort_values(order, ascending=[True, False, False], kind="stable", ignore_index=True)
-        ends = found[["low", "high"]]
-        found["storage_bytes"] /= 2**20
-        frame = found[[column for column, _ in numbers.values()]].set_axis(list(numbers), axis=1)
+        rows = rows.sort_values(order, ascending=[True, False, False], kind="stable", ignore_index=True)
+        ends = rows[["low", "high"]]
+        rows["storage_bytes"] /= MEBIBYTE
+        frame = rows[[column for column, _ in numbers.values()]].set_axis(list(numbers), axis=1)
         frame = frame.assign(
-            Model=found["model"],
-            Criterion=found["method"].map(names.method),
-            Calibration=found["calibration"].map(names.calibration),
-            Pruned=found["pruned"],
-            Removes=found["granularity"].map(lambda kind: FAMILIES.get(kind, kind)),
-            Front=_fronts(found),
+            Model=rows["model"],
+            Criterion=rows["method"].map(names.method),
+            Calibration=rows["calibration"].map(names.calibration),
+            Pruned=rows["pruned"],
+            Removes=rows["granularity"].map(lambda kind: FAMILIES.get(kind, kind)),
+            Front=_fronts(rows),
         )[shown]
     return Table(
         name=name,
@@ -117,9 +113,9 @@ def pareto_table(study: Study, comparisons: Sequence[Comparison], *, name: str =
     )
 
 
-def _fronts(found: pd.DataFrame) -> list[str]:
+def _fronts(rows: pd.DataFrame) -> list[str]:
     """For each row the costs at which nothing beats it, in words."""
-    marks = found[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
+    marks = rows[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
     words = [word.split(" ")[0] for word in AXES.values()]
     return ["all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on) for row in marks]
 
@@ -136,15 +132,15 @@ _UNPRUNED: Any = {"color": style.INK, "linestyle": (0, (4, 2)), "linewidth": 0.9
 FAMILY_MARKS = {"expert": ("o", "#b35806"), "channel": ("^", "#2277bb"), "none": ("s", style.INK)}
 
 
-def pareto_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure:
+def pareto_figure(cells: pd.DataFrame, *, model: str, name: str) -> Figure:
     """Three panels from `against_cost` of one model, which share the axis of Avg."""
-    pruned = found[(found["method"] != "none") & found["avg"].notna()]
+    pruned = cells[(cells["method"] != "none") & cells["avg"].notna()]
     marks = _marks(pruned)
     with style.look():
         drawing = style.drawing(style.PAGE, 3.0 + 0.16 * -(-len(marks) // 3))
         grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
         for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
-            _unpruned(axes, found)
+            _unpruned(axes, cells)
             _cells(axes, pruned, axis, marks)
             _front(axes, pruned, axis)
             axes.set_title(title, fontsize=8)
@@ -224,8 +220,8 @@ def _front(axes: Axes, pruned: pd.DataFrame, axis: str) -> None:
     axes.step(on[axis], on["avg"], where="post", zorder=1, **_FRONT)
 
 
-def _unpruned(axes: Axes, found: pd.DataFrame) -> None:
-    for row in records(found[found["method"] == "none"]):
+def _unpruned(axes: Axes, cells: pd.DataFrame) -> None:
+    for row in records(cells[cells["method"] == "none"]):
         axes.axhspan(row["low"], row["high"], color=style.RULE, alpha=0.5, linewidth=0)
         axes.axhline(row["avg"], **_UNPRUNED)
 
@@ -278,8 +274,8 @@ def channels_and_experts(results: Results, name: str) -> Table:
     blocks = []
     for comparison in results.comparisons:
         cells = both_granularities(comparison)
-        for key, found in groups(cells, ["ratio"]):
-            blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(found)))
+        for key, at_ratio in groups(cells, ["ratio"]):
+            blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(at_ratio)))
     return block_table(
         results.study,
         blocks,
@@ -300,7 +296,7 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
     if not target:
         return pd.DataFrame(columns=columns)
     low, high = comparison.interval(target)
-    found = pd.DataFrame(
+    points = pd.DataFrame(
         {
             "label": settings.method_labels(cells),
             "granularity": cells["granularity"],
@@ -311,18 +307,18 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
             "high": high[cells.index],
         }
     )
-    return found.assign(front=front(found["storage"], found["score"]))[columns]
+    return points.assign(front=front(points["storage"], points["score"]))[columns]
 
 
 def frontier_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Fig. 9 from `storage_frontier`: a line per method over its ratios, hollow marks for whole experts."""
-    found = storage_frontier(study, comparison).dropna(subset=["storage", "score"])
-    if found["ratio"].nunique() < FEWEST_RATIOS or found["granularity"].nunique() < 2:
+    points = storage_frontier(study, comparison).dropna(subset=["storage", "score"])
+    if points["ratio"].nunique() < FEWEST_RATIOS or points["granularity"].nunique() < 2:
         return None
     with style.look():
         drawing = style.drawing(style.PAGE * 0.75, 3.0)
         axes = drawing.add_subplot()
-        for at, (key, line) in enumerate(groups(found, ["label", "granularity"])):
+        for at, (key, line) in enumerate(groups(points, ["label", "granularity"])):
             line = line.sort_values("storage", kind="stable")
             shade, marker = _LINES[at % len(_LINES)], style.MARKERS[at % len(style.MARKERS)]
             face = style.SURFACE if key["granularity"] == "expert" else shade
@@ -338,12 +334,12 @@ def frontier_figure(study: Study, comparison: Comparison, *, name: str) -> Figur
                 markerfacecolor=face,
                 label=key["label"],
             )
-        best = found[found["front"]].sort_values("storage", kind="stable")
+        best = points[points["front"]].sort_values("storage", kind="stable")
         axes.step(best["storage"], best["score"], where="post", zorder=1, **_FRONT)
         axes.set(xlabel="storage (MiB)", ylabel="mean of six benchmarks")
         axes.grid()
         drawing.legend(loc="outside lower center", ncols=3, fontsize=7)
-    target = mean_target(comparison, list(found.index), names.COMMON_SENSE)
+    target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
         f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against what the weights take on disk: a line "
         "per method over its ratios, hollow marks where whole experts were removed. The steps join the models that no "

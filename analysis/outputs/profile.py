@@ -66,8 +66,8 @@ def profile_figure(study: Study, comparison: Comparison, measure: str, *, name: 
 
 def _by_layer(study: Study, measure: str) -> dict[int, pd.Series]:
     """Cell -> layer -> the measure, where the layer has it."""
-    found = study.profiles.dropna(subset=[measure])
-    return {int(str(cell)): part.set_index("layer")[measure].sort_index() for cell, part in found.groupby("cell")}
+    profiles = study.profiles.dropna(subset=[measure])
+    return {int(str(cell)): part.set_index("layer")[measure].sort_index() for cell, part in profiles.groupby("cell")}
 
 
 def _draw(
@@ -122,25 +122,25 @@ def profile_table(study: Study, comparisons: Sequence[Comparison], *, name: str)
 
 
 def _rows(study: Study, comparison: Comparison) -> pd.DataFrame:
-    found = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-    if found.empty:
+    profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
+    if profiles.empty:
         return pd.DataFrame()
-    cells = comparison.cells.loc[found["cell"]].reset_index(drop=True)
-    found = found.reset_index(drop=True)
-    whole = found[found["cell"] == comparison.unpruned].set_index("layer")["variance"]
+    cells = comparison.cells.loc[profiles["cell"]].reset_index(drop=True)
+    profiles = profiles.reset_index(drop=True)
+    whole = profiles[profiles["cell"] == comparison.unpruned].set_index("layer")["variance"]
     return pd.DataFrame(
         {
             "Model": comparison.model,
-            "Pruned": pruned(comparison.cells)[found["cell"]].to_numpy(),
+            "Pruned": pruned(comparison.cells)[profiles["cell"]].to_numpy(),
             "Calibration": cells["calibration"].map(names.calibration),
             "Criterion": cells["method"].map(names.method),
-            "Layer": found["layer"].astype(str),
-            "Token variance": found["variance"],
-            "Of the unpruned": found["variance"] / found["layer"].map(whole),
-            "Router entropy": found["router_entropy"],
-            "Gate entropy": found["gate_entropy"],
-            "Load entropy": found["load_entropy"],
-            "Experts": found["experts"].where(found["experts"] > 0),
+            "Layer": profiles["layer"].astype(str),
+            "Token variance": profiles["variance"],
+            "Of the unpruned": profiles["variance"] / profiles["layer"].map(whole),
+            "Router entropy": profiles["router_entropy"],
+            "Gate entropy": profiles["gate_entropy"],
+            "Load entropy": profiles["load_entropy"],
+            "Experts": profiles["experts"].where(profiles["experts"] > 0),
         }
     )
 
@@ -174,8 +174,8 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     """model, calibration, layer and QUANTILES of router entropies over tokens, from their histograms: within a bin,
     tokens are taken to lie evenly."""
     rows = []
-    for about, found in groups(entropies, ["model", "calibration", "layer"]):
-        bins = found.sort_values("entropy")
+    for about, histogram in groups(entropies, ["model", "calibration", "layer"]):
+        bins = histogram.sort_values("entropy")
         reached = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if reached[-1] > 0:
             ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
@@ -186,17 +186,17 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
 @output("coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store")
 def entropy_figure(results: Results, name: str) -> Figure | None:
     """Router entropy over tokens, by calibration set, layer and model."""
-    found = quantiles(results.study.router_entropies)
-    if found.empty:
+    entropies = quantiles(results.study.router_entropies)
+    if entropies.empty:
         return None
-    models = list(found["model"].unique())
-    sets = names.calibrations_in_order(found["calibration"])
+    models = list(entropies["model"].unique())
+    sets = names.calibrations_in_order(entropies["calibration"])
     with style.look():
         drawing = style.drawing(style.PAGE, 1.7 * len(models) + 0.4)
         grid = drawing.subplots(len(models), len(sets), squeeze=False, sharey=True)
         for row, model in zip(grid, models, strict=True):
             for axes, calibration in zip(row, sets, strict=True):
-                own = found[(found["model"] == model) & (found["calibration"] == calibration)]
+                own = entropies[(entropies["model"] == model) & (entropies["calibration"] == calibration)]
                 axes.set_visible(len(own) > 0)
                 _boxes(axes, own)
                 axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)

@@ -105,17 +105,17 @@ def first_places(draws: np.ndarray | None, scores: pd.Series, rows: np.ndarray) 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     """A sentence for every column that lacks benchmarks, for each model where models differ."""
-    told: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    models_by_run: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
         for column in comparison.parts:
             run = comparison.parts[column] if column in ranks.partial(comparison.parts) else ()
-            told.setdefault(column, {}).setdefault(run, []).append(comparison.model)
+            models_by_run.setdefault(column, {}).setdefault(run, []).append(comparison.model)
     return [
         f"{column} is the mean of {len(run)} of its {len(names.COLUMNS[column])} benchmarks"
-        f"{f' for {names.listing(models)} ({names.listing(map(names.benchmark, run))})' if len(found) > 1 else ''}, "
+        f"{f' for {names.listing(models)} ({names.listing(map(names.benchmark, run))})' if len(by_run) > 1 else ''}, "
         "the others were not run."
-        for column, found in told.items()
-        for run, models in found.items()
+        for column, by_run in models_by_run.items()
+        for run, models in by_run.items()
         if run
     ]
 
@@ -227,7 +227,7 @@ def _row(model: str, test: RankTest, key: str, rank: float, p: float) -> dict[st
         "Calibration": names.calibration(test.panel.calibration),
         "Over": f"{test.blocks} {test.over}",
         "Criterion": names.method(key),
-        "Told from the best": "best" if best else "yes" if test.told and p < LEVEL else "no",
+        "Told from the best": "best" if best else "yes" if test.significant and p < LEVEL else "no",
         "Avg Rank": rank,
         "p to the best": p,
         "CD": test.difference,
@@ -237,13 +237,13 @@ def _row(model: str, test: RankTest, key: str, rank: float, p: float) -> dict[st
 
 
 def _left_out(comparisons: Sequence[Comparison]) -> list[str]:
-    found = [
+    incomplete = [
         f"{names.method(key)} ({names.calibration(test.panel.calibration)}, {test.panel.pruned})"
         for comparison in comparisons
         for test in rank_tests(comparison, BENCHMARKS)
         for key in test.incomplete
     ]
-    return [f"Left out for a gap: {names.listing(dict.fromkeys(found))}."] if found else []
+    return [f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."] if incomplete else []
 
 
 @output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)

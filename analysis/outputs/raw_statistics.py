@@ -39,15 +39,15 @@ SOURCES = {
 
 def first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
     """The experts of `model` with an ablation, in the first calibration set that has one."""
-    found = experts[(experts["model"] == model) & experts["ablation"].notna()]
-    sets = names.calibrations_in_order(found["calibration"])
-    return found[found["calibration"] == sets[0]] if sets else found
+    ablated = experts[(experts["model"] == model) & experts["ablation"].notna()]
+    sets = names.calibrations_in_order(ablated["calibration"])
+    return ablated[ablated["calibration"] == sets[0]] if sets else ablated
 
 
 def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
     """The TOP experts by `measure`, highest first."""
-    known = experts.dropna(subset=[measure])
-    return known.sort_values(measure, ascending=False, kind="stable").head(TOP)
+    measured = experts.dropna(subset=[measure])
+    return measured.sort_values(measure, ascending=False, kind="stable").head(TOP)
 
 
 def router_figure(experts: pd.DataFrame, *, model: str, name: str) -> Figure | None:
@@ -58,18 +58,18 @@ def router_figure(experts: pd.DataFrame, *, model: str, name: str) -> Figure | N
     with style.look():
         drawing = style.drawing(style.PAGE, 4.6)
         for at, (axes, (measure, words)) in enumerate(zip(drawing.subplots(2, 1), RANKED.items(), strict=True)):
-            found = top_experts(chosen, measure)
-            where = np.arange(len(found))
-            _loss_bars(axes, found["ablation"])
-            axes.set_xticks(where, [f"{one.layer}.{one.expert}" for one in found.itertuples()], rotation=90, fontsize=5)
+            top = top_experts(chosen, measure)
+            where = np.arange(len(top))
+            _loss_bars(axes, top["ablation"])
+            axes.set_xticks(where, [f"{one.layer}.{one.expert}" for one in top.itertuples()], rotation=90, fontsize=5)
             other = _second_axis(axes, words)
-            other.plot(where, found[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
+            other.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
             rank = correlations(chosen, measure, "ablation")["rank"]
             axes.set_title(f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5)
         axes.set_xlabel("layer.expert")
         drawing.legend(handles=_handles("router weight, tokens"), loc="outside lower center", ncols=3)
     caption = (
-        f"The {len(found)} experts with the highest mean router weight (a) and with the most tokens (b), highest "
+        f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens (b), highest "
         "first. Bars: what the model's loss gains when that expert alone is silent; orange: the loss falls. Router "
         "weight: the gate, the mean over the tokens that the expert was given."
     )
@@ -112,12 +112,12 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     """layer, mean and std of one statistic over all weights or channels of the layer's experts, and ablation, the mean
     over its experts."""
     rows = []
-    for about, found in groups(statistics.sort_values("layer"), ["layer"]):
-        share = found["count"] / found["count"].sum()
-        mean = float((share * found["mean"]).sum())
-        square = float((share * (found["std"] ** 2 + found["mean"] ** 2)).sum())
+    for about, own in groups(statistics.sort_values("layer"), ["layer"]):
+        share = own["count"] / own["count"].sum()
+        mean = float((share * own["mean"]).sum())
+        square = float((share * (own["std"] ** 2 + own["mean"] ** 2)).sum())
         std = max(square - mean**2, 0.0) ** 0.5
-        rows.append((about["layer"], mean, std, found["ablation"].mean()))
+        rows.append((about["layer"], mean, std, own["ablation"].mean()))
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
 
@@ -172,14 +172,14 @@ def _over_depth(axes: Axes, layers: pd.DataFrame, words: str) -> None:
 
 
 def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
-    found = experts.sort_values("ablation", ascending=False, kind="stable")
-    _loss_bars(axes, found["ablation"])
+    ordered = experts.sort_values("ablation", ascending=False, kind="stable")
+    _loss_bars(axes, ordered["ablation"])
     axes.set_xticks([])
     axes.set_xlabel("experts")
     other = _second_axis(axes, "")
     other.errorbar(
-        np.arange(len(found)), found["mean"], found["std"], color=style.INK, marker=".", markersize=3, linewidth=0,
-        elinewidth=0.6, label=words,
+        np.arange(len(ordered)), ordered["mean"], ordered["std"], color=style.INK, marker=".", markersize=3,
+        linewidth=0, elinewidth=0.6, label=words,
     )  # fmt: skip
 
 
@@ -236,8 +236,8 @@ def router_ranks(results: Results, name: str) -> list[Figure]:
 )
 def statistics_and_losses(results: Results, name: str) -> list[Figure]:
     """Weights, activations and gradients of experts beside their ablated losses, by depth and in one layer."""
-    found = results.study.raw_statistics
-    return per_model(results.study, name, lambda model, own: statistics_figure(found, model=model, name=own))
+    statistics = results.study.raw_statistics
+    return per_model(results.study, name, lambda model, own: statistics_figure(statistics, model=model, name=own))
 
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)

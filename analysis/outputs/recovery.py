@@ -12,8 +12,8 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import SLIMMING
-from analysis.outputs.score_rows import MEBIBYTE, STORED, block_table, only_cell, ratio_block
+from analysis.outputs.captions import MEBIBYTE, SLIMMING
+from analysis.outputs.score_rows import STORED, block_table, only_cell, ratio_block
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -38,8 +38,8 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
     order = list(names.RECOVERIES)
     place = cells["recovery"].map(lambda name: order.index(name) if name in order else len(order))
     cells = cells.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
-    found = [cells for _, cells in groups(cells, SWEPT)] if len(cells) else []
-    return [cells for cells in found if cells["recovery"].nunique() > 1]
+    by_setting = [cells for _, cells in groups(cells, SWEPT)] if len(cells) else []
+    return [cells for cells in by_setting if cells["recovery"].nunique() > 1]
 
 
 @output("coverage.table11", chapter="recovery", needs=f"cells with a recovery, and {SLIMMING}")
@@ -48,9 +48,9 @@ def recovery_table(results: Results, name: str) -> Table:
     study, comparisons = results.study, results.comparisons
     blocks = []
     for comparison in comparisons:
-        found = sweeps(comparison)
-        for cells in found:
-            prefix = f"{names.criterion(cells['criterion'].iloc[0])}, " if len(found) > 1 else ""
+        own_sweeps = sweeps(comparison)
+        for cells in own_sweeps:
+            prefix = f"{names.criterion(cells['criterion'].iloc[0])}, " if len(own_sweeps) > 1 else ""
             for key, rows in groups(cells, ["ratio"]):
                 base = only_cell(rows[rows["recovery"] == "none"])
                 labels = prefix + rows["recovery"].map(recovery)
@@ -70,17 +70,17 @@ def recovery_table(results: Results, name: str) -> Table:
 def storage_points(study: Study, comparison: Comparison) -> pd.DataFrame:
     """One row per cell of the sweeps: label (of its line), recovery, ratio, storage (MiB), score (mean of
     `names.ABLATION`), low, high."""
-    found = sweeps(comparison)
-    cells = [int(str(cell)) for sweep in found for cell in sweep.index]
+    own_sweeps = sweeps(comparison)
+    cells = [int(str(cell)) for sweep in own_sweeps for cell in sweep.index]
     target = mean_target(comparison, cells, names.ABLATION)
     if not target:
         return pd.DataFrame(columns=["label", "recovery", "ratio", "storage", "score", "low", "high"])
-    both = pd.concat(found)
+    both = pd.concat(own_sweeps)
     words = both["recovery"].map(recovery)
     low, high = comparison.interval(target)
     return pd.DataFrame(
         {
-            "label": both["criterion"].map(names.criterion) + ", " + words if len(found) > 1 else words,
+            "label": both["criterion"].map(names.criterion) + ", " + words if len(own_sweeps) > 1 else words,
             "recovery": both["recovery"],
             "ratio": both["ratio"],
             "storage": cost(study, cells, "storage_bytes") / MEBIBYTE,
@@ -152,18 +152,18 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
     shared = [ratio for ratio in by_ratio["none"].index if ratio in by_ratio[name].index]
     changed, plain = (by_ratio[word][shared].astype(int).tolist() for word in (name, "none"))
     target = group_targets(comparison, [*changed, *plain]).get("Avg", ())
-    found = pooled_difference(comparison, target, [[pair] for pair in zip(changed, plain, strict=True)])
-    if np.isnan(found["low"]):
+    difference = pooled_difference(comparison, target, [[pair] for pair in zip(changed, plain, strict=True)])
+    if np.isnan(difference["low"]):
         return None
     sizes = [cost(study, chosen, "storage_bytes").to_numpy() for chosen in (changed, plain)]
     share = float(np.mean(sizes[0] / sizes[1]))
-    where = "at one ratio" if found["pairs"] == 1 else f"mean over {found['pairs']} ratios"
-    noise = "within" if found["low"] <= 0 <= found["high"] else "beyond"
+    where = "at one ratio" if difference["pairs"] == 1 else f"mean over {difference['pairs']} ratios"
+    noise = "within" if difference["low"] <= 0 <= difference["high"] else "beyond"
     size = "" if np.isnan(share) else f", and takes {names.share(share)} of the bytes" if share < 0.995 else ""
+    mean, low, high = (names.signed(difference[column]) for column in ("difference", "low", "high"))
     return (
-        f"{recovery(name)} changes the average of {comparison.model} by {names.signed(found['difference'])} against "
-        f"{PLAIN} without fine-tuning (95 % interval {names.signed(found['low'])} to {names.signed(found['high'])}, "
-        f"{where}), which is {noise} noise{size}."
+        f"{recovery(name)} changes the average of {comparison.model} by {mean} against {PLAIN} without fine-tuning "
+        f"(95 % interval {low} to {high}, {where}), which is {noise} noise{size}."
     )
 
 
@@ -182,11 +182,11 @@ def recovered_table(
     blocks = []
     for comparison in results.comparisons:
         cells = comparison.cells[comparison.cells["criterion"] != "none"]
-        for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
-            if set(found["recovery"]) == {"none"}:
+        for key, at_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
+            if set(at_ratio["recovery"]) == {"none"}:
                 continue
-            place = found["method"].map(names.methods_in_order(found["method"]).index).sort_values(kind="stable")
-            labels = settings.method_labels(found)[place.index]
+            place = at_ratio["method"].map(names.methods_in_order(at_ratio["method"]).index).sort_values(kind="stable")
+            labels = settings.method_labels(at_ratio)[place.index]
             blocks.append(ratio_block(comparison, key["ratio"], labels))
     return block_table(
         results.study,
@@ -211,8 +211,8 @@ def top_k_table(results: Results, name: str) -> Table:
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
-            for key, found in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
-                labels = settings.method_labels(found) + f", top-{top_k}"
+            for key, at_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
+                labels = settings.method_labels(at_ratio) + f", top-{top_k}"
                 blocks.append(ratio_block(comparison, key["ratio"], labels))
     return block_table(
         study,
@@ -227,13 +227,13 @@ def top_k_table(results: Results, name: str) -> Table:
 
 def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tuple[Comparison, int]]]:
     """Models that differ in the number of experts a token alone, each family with that number, the largest first."""
-    found: dict[str, list[tuple[Comparison, int]]] = {}
+    families: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
         trained, top_k = names.routed(comparison.model)
         layers = study.models.get(comparison.model, {}).get("layers", {}).values()
         own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
-        found.setdefault(trained, []).append((comparison, own))
-    return [sorted(family, key=lambda pair: -pair[1]) for family in found.values() if len(family) > 1]
+        families.setdefault(trained, []).append((comparison, own))
+    return [sorted(family, key=lambda pair: -pair[1]) for family in families.values() if len(family) > 1]
 
 
 @output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")

@@ -15,7 +15,7 @@ from analysis.load import settings
 from analysis.load.reader import groups
 from analysis.load.settings import gate_and_seed, joined
 from analysis.load.study import Study
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import MEBIBYTE, setting
 from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
@@ -35,7 +35,6 @@ class Cost:
 
 KEPT = {"Kept": Cost("routed_kept", "{:.1%}")}
 COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1)}
-MEBIBYTE = 2**20
 STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
@@ -126,15 +125,15 @@ def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
     ]
 
 
-def _told(block: Block) -> tuple[str, dict[int, str]]:
+def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     """What is pruned, and the labels of the rows: gate and seed stand with the first where all rows share them, with
     those labels that do not say them already where they do not."""
-    told = gate_and_seed(block.comparison.cells)[list(block.labels)]
-    if told.nunique() == 1:
-        return joined(block.pruned, str(told.iloc[0])), dict(block.labels)
+    varying = gate_and_seed(block.comparison.cells)[list(block.labels)]
+    if varying.nunique() == 1:
+        return joined(block.pruned, str(varying.iloc[0])), dict(block.labels)
     twice = [word for word, times in Counter(block.labels.values()).items() if times > 1]
     return block.pruned, {
-        cell: joined(word, str(told[cell])) if word in twice else word for cell, word in block.labels.items()
+        cell: joined(word, str(varying[cell])) if word in twice else word for cell, word in block.labels.items()
     }
 
 
@@ -142,7 +141,7 @@ def _rows(
     study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     comparison, full = block.comparison, block.comparison.unpruned
-    removed, words = _told(block)
+    removed, words = _pruned_and_labels(block)
     labels = {**({full: UNPRUNED} if full is not None else {}), **words}
     pruned = list(block.labels)
     targets = column_targets(comparison, pruned, columns)
@@ -153,9 +152,9 @@ def _rows(
     frame, low, high = pd.concat([text, numbers.frame], axis=1), numbers.low, numbers.high
     if block.base is not None and targets:
         against = {cell: block.base for cell in pruned if cell != block.base}
-        found = differences(comparison, list(targets.values())[-1], against).reindex(list(labels))
-        frame = frame.assign(**{DIFFERENCE: found["difference"], P: found["p"]})
-        low, high = low.assign(**{DIFFERENCE: found["low"]}), high.assign(**{DIFFERENCE: found["high"]})
+        paired = differences(comparison, list(targets.values())[-1], against).reindex(list(labels))
+        frame = frame.assign(**{DIFFERENCE: paired["difference"], P: paired["p"]})
+        low, high = low.assign(**{DIFFERENCE: paired["low"]}), high.assign(**{DIFFERENCE: paired["high"]})
     if len(study.costs):
         values = {
             name: about.offset + about.scale * cost(study, list(labels), about.source) for name, about in costs.items()
@@ -193,16 +192,16 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
     """The first, the middle and the last of `layers`; fewer where there are fewer."""
-    known = sorted(set(layers))
-    return sorted({known[0], known[(len(known) - 1) // 2], known[-1]}) if known else []
+    distinct = sorted(set(layers))
+    return sorted({distinct[0], distinct[(len(distinct) - 1) // 2], distinct[-1]}) if distinct else []
 
 
 def plain(comparison: Comparison) -> pd.DataFrame:
     """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables."""
     cells = comparison.cells
-    found = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
-    place = found["criterion"].map(names.in_order(found["criterion"], names.CRITERIA).index).astype(int)
-    return found.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+    pruned = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
+    place = pruned["criterion"].map(names.in_order(pruned["criterion"], names.CRITERIA).index).astype(int)
+    return pruned.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
 
 
 def only_cell(cells: pd.DataFrame) -> int | None:

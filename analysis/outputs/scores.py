@@ -58,12 +58,12 @@ def task_specific_table(results: Results, name: str, criteria: Sequence[str] | N
 
 def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
     """What panels share -> domain -> the panel calibrated on it."""
-    found: dict[tuple[float, str, int], dict[str, Panel]] = {}
+    panels: dict[tuple[float, str, int], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
         if domain:
-            found.setdefault(panel.settings, {}).setdefault(domain, panel)
-    return found
+            panels.setdefault(panel.settings, {}).setdefault(domain, panel)
+    return panels
 
 
 def task_block(

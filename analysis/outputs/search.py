@@ -40,13 +40,13 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
         return {}
     order = names.in_order(cells["criterion"], names.CRITERIA)
     cells = cells.assign(place=cells["criterion"].map(order.index)).sort_values(["ratio", "place"], kind="stable")
-    found: dict[int, int] = {}
+    pairs: dict[int, int] = {}
     for _, group in groups(cells, _PAIRED):
         uniform = group.index[group["allocation"] == "uniform"]
         searched = group.index[group["allocation"].map(is_searched)]
         if len(uniform) == 1:
-            found |= {int(cell): int(uniform[0]) for cell in searched}
-    return found
+            pairs |= {int(cell): int(uniform[0]) for cell in searched}
+    return pairs
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
@@ -131,32 +131,32 @@ def _gains(gains: dict[str, pd.DataFrame], end: str, cells: Sequence[int]) -> pd
     return pd.DataFrame({GAIN.format(column): found[end].reindex(list(cells)) for column, found in gains.items()})
 
 
-def _beyond_noise(found: Sequence[pd.DataFrame]) -> np.ndarray:
+def _beyond_noise(gains: Sequence[pd.DataFrame]) -> np.ndarray:
     """Booleans (targets, pairs): significant after Holm's correction over all of them."""
-    p_values = np.array([frame["p"].to_numpy(float) for frame in found])
+    p_values = np.array([frame["p"].to_numpy(float) for frame in gains])
     return np.asarray(uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL)
 
 
 def search_table(study: Study, *, name: str) -> Table:
     """What each search found and cost."""
-    found = study.searches
-    cells = study.cells.loc[found["cell"]].reset_index(drop=True)
+    rows = study.searches
+    cells = study.cells.loc[rows["cell"]].reset_index(drop=True)
     numbers = {
-        "Uniform": (found["uniform_fitness"], "{:.4f}"),
-        "Best": (found["best_fitness"], "{:.4f}"),
-        "Gain": (found["best_fitness"] - found["uniform_fitness"], "{:+.4f}"),
-        "Evaluated": (found["candidates"], "{:,.0f}"),
-        "Full forwards": (found["forwards"] + found["screening"], "{:,.1f}"),
-        "Layers run": (found["per_candidate"], "{:.0%}"),
-        "Seconds": (found["seconds"], "{:,.1f}"),
+        "Uniform": (rows["uniform_fitness"], "{:.4f}"),
+        "Best": (rows["best_fitness"], "{:.4f}"),
+        "Gain": (rows["best_fitness"] - rows["uniform_fitness"], "{:+.4f}"),
+        "Evaluated": (rows["candidates"], "{:,.0f}"),
+        "Full forwards": (rows["forwards"] + rows["screening"], "{:,.1f}"),
+        "Layers run": (rows["per_candidate"], "{:.0%}"),
+        "Seconds": (rows["seconds"], "{:,.1f}"),
     }
     text = {
         "Model": cells["model"],
-        "Pruned": pruned(study.cells)[found["cell"]].to_numpy(),
+        "Pruned": pruned(study.cells)[rows["cell"]].to_numpy(),
         "Calibration": cells["calibration"].map(names.calibration),
         "Criterion": cells["criterion"].map(names.criterion),
-        "Fitness": found["fitness"].astype(object).map(lambda fitness: str(fitness).upper()),
-        "Removed per layer": found["best"].map(lambda schedule: " ".join(map(str, schedule))),
+        "Fitness": rows["fitness"].astype(object).map(lambda fitness: str(fitness).upper()),
+        "Removed per layer": rows["best"].map(lambda schedule: " ".join(map(str, schedule))),
     }
     return Table(
         name=name,
@@ -178,24 +178,24 @@ def densities(study: Study, model: str) -> pd.DataFrame:
     """Share of the experts each layer keeps: one row per cell of whole experts and layer, with the cell's axes."""
     cells = study.cells[(study.cells["model"] == model) & (study.cells["granularity"] == "expert")]
     kept = study.kept[study.kept["cell"].isin(cells.index)]
-    found = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
+    shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
     axes = ["criterion", "allocation", "ratio", "calibration", "recovery", "seed"]
-    return pd.DataFrame(found.join(cells[axes], on="cell"))
+    return pd.DataFrame(shares.join(cells[axes], on="cell"))
 
 
-def allocations_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
+def allocations_figure(densities_of: pd.DataFrame, *, model: str, name: str) -> Figure | None:
     """EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio.
 
     The criterion is the one that was used with most allocations. None where none was used with two.
     """
-    compared = found.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1
-    found = found[compared]
-    if found.empty:
+    compared = densities_of.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1
+    densities_of = densities_of[compared]
+    if densities_of.empty:
         return None
-    per_criterion = found.groupby("criterion")["allocation"].nunique()
+    per_criterion = densities_of.groupby("criterion")["allocation"].nunique()
     most = names.in_order(per_criterion.index[per_criterion == per_criterion.max()], names.CRITERIA)
     criterion = "reap" if "reap" in most else most[0]
-    shown = found[found["criterion"] == criterion]
+    shown = densities_of[densities_of["criterion"] == criterion]
     lines = names.in_order(shown["allocation"], ["uniform", "global by frequency", "global"])
     styles = {word: _allocation_line(word, place) for place, word in enumerate(lines)}
     drawing = _panels(shown, "allocation", styles)
@@ -206,9 +206,9 @@ def allocations_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure 
 _SAME = "All schedules of a panel remove the same number of experts."
 
 
-def criteria_figure(found: pd.DataFrame, *, model: str, name: str) -> Figure | None:
+def criteria_figure(densities_of: pd.DataFrame, *, model: str, name: str) -> Figure | None:
     """EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a search."""
-    shown = found[found["allocation"].map(is_searched)]
+    shown = densities_of[densities_of["allocation"].map(is_searched)]
     if shown.empty:
         return None
     lines = names.in_order(shown["criterion"], names.CRITERIA)
@@ -290,9 +290,9 @@ def history_figure(study: Study, model: str, *, name: str) -> Figure | None:
         width = style.PAGE if len(columns) > 2 else style.PAGE * 0.7
         drawing = style.drawing(width, 1.6 * len(rows) + 0.6)
         grid = drawing.subplots(len(rows), len(columns), sharex=True, sharey="row", squeeze=False)
-        for row, (key, found) in zip(grid, rows, strict=True):
+        for row, (key, at_ratio) in zip(grid, rows, strict=True):
             for axes, criterion in zip(row, columns, strict=True):
-                chosen = found.index[found["criterion"] == criterion]
+                chosen = at_ratio.index[at_ratio["criterion"] == criterion]
                 _history_axes(axes, study, [int(cell) for cell in chosen])
                 axes.set_title(f"{names.criterion(criterion)}, {names.ratio(key['ratio'])}", fontsize=7.5)
             row[0].set_ylabel("fitness")

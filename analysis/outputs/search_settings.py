@@ -11,14 +11,14 @@ from analysis import names
 from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import is_searched
 from analysis.load.study import Study
-from analysis.outputs.captions import GPU_PEAK, SEARCHES, reading, setting
+from analysis.outputs.captions import BYTES, GPU_PEAK, MEBIBYTE, SEARCHES, reading, setting
 from analysis.published.numbers import Printed, numbers
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table
 from analysis.stats.cell_scores import GROUPS, column_targets, scores
 from analysis.stats.comparison import Comparison
 
-MEBIBYTE, HOUR = 2**20, 3600
+HOUR = 3600
 SAME = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
 """Cells that agree in these differ in the settings of their search only."""
 COMPARED = ("Code", "WildBench", "MC Avg")
@@ -36,23 +36,23 @@ _SETTINGS = {"Samples": "samples", "Generations": "generations", "Population": "
 def cost_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 3: the time of each search, and what its plan leaves of the loading memory."""
     study = results.study
-    found = study.searches
-    cells = study.cells.loc[found["cell"]]
+    searches = study.searches
+    cells = study.cells.loc[searches["cell"]]
     peaks = time_and_memory(cells["plan_folder"].drop_duplicates(), study.reader).set_index("folder")
-    costs = study.costs.set_index("cell").reindex(found["cell"])
+    costs = study.costs.set_index("cell").reindex(searches["cell"])
     whole = cells["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
     values = {
-        **{shown: (found[column], "{:,.0f}") for shown, column in _SETTINGS.items() if shown != SECONDS},
-        "Evaluated": (found["candidates"], "{:,.0f}"),
-        SECONDS: (found["seconds"], "{:,.1f}"),
+        **{shown: (searches[column], "{:,.0f}") for shown, column in _SETTINGS.items() if shown != SECONDS},
+        "Evaluated": (searches["candidates"], "{:,.0f}"),
+        SECONDS: (searches["seconds"], "{:,.1f}"),
         "Peak memory (MiB)": (cells["plan_folder"].map(peaks["peak"]).astype(float) / MEBIBYTE, "{:,.0f}"),
         GPU_PEAK: (cells["plan_folder"].map(peaks["gpu_peak"]).astype(float) / MEBIBYTE, "{:,.0f}"),
-        "Loading memory before (MiB)": (2 * whole / MEBIBYTE, "{:,.2f}"),
+        "Loading memory before (MiB)": (BYTES * whole / MEBIBYTE, "{:,.2f}"),
         "After (MiB)": (costs["loading_bytes"] / MEBIBYTE, "{:,.2f}"),
     }
     if values[GPU_PEAK][0].isna().all():
         del values[GPU_PEAK]
-    text = {**_words(cells), "Fitness": found["fitness"].map(_spelled)}
+    text = {**_words(cells), "Fitness": searches["fitness"].map(_spelled)}
     every = {**text, **{shown: column for shown, (column, _) in values.items()}}
     return Table(
         name=name,
@@ -94,8 +94,8 @@ def fitness_table(results: Results, name: str) -> Table:
     fitness = study.searches.set_index("cell")["fitness"]
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
-        known = fitness.reindex(cells.index)
-        return cells[known.isin(FITNESSES)] if set(FITNESSES) <= set(known) else cells[:0]
+        fitnesses = fitness.reindex(cells.index)
+        return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
     return _table(study, comparisons, chosen, COMPARED, name, "Searched by ESAP and by speculative decoding")
 
@@ -129,8 +129,8 @@ def competitor_table(results: Results, name: str) -> Table:
 
 def _printed() -> dict[str, object]:
     """The printed row of what is not built."""
-    found = {number.benchmark: number for number in numbers() if _is_competitor(number)}
-    model, ratio, criterion, _, _, calibration = next(iter(found.values())).key
+    by_benchmark = {number.benchmark: number for number in numbers() if _is_competitor(number)}
+    model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
     return {
         "Model": model,
         "Pruned": names.ratio(ratio),
@@ -138,10 +138,10 @@ def _printed() -> dict[str, object]:
         "Criterion": criterion,
         "Allocation": COMPETITOR,
         "Source": NOT_BUILT,
-        "Code": found["Code"].value,
-        "WildBench": found["wildbench"].value,
-        "MC Avg": found["MC Avg"].value,
-        SECONDS: found["time_h"].value * HOUR,
+        "Code": by_benchmark["Code"].value,
+        "WildBench": by_benchmark["wildbench"].value,
+        "MC Avg": by_benchmark["MC Avg"].value,
+        SECONDS: by_benchmark["time_h"].value * HOUR,
     }
 
 
@@ -192,14 +192,14 @@ def _rows(
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
         return pd.DataFrame(), pd.DataFrame(), pd.DataFrame()
-    found = study.searches.set_index("cell").reindex(cells.index)
+    searches = study.searches.set_index("cell").reindex(cells.index)
     text = {
         **_words(cells),
         "Allocation": cells["allocation"].map(names.allocated),
-        "Fitness": found["fitness"].map(_spelled),
+        "Fitness": searches["fitness"].map(_spelled),
     }
     measured = scores(comparison, list(cells.index), targets)
-    settings = {shown: found[column].astype(float) for shown, column in _SETTINGS.items()}
+    settings = {shown: searches[column].astype(float) for shown, column in _SETTINGS.items()}
     frame = pd.concat([pd.DataFrame({**text, **settings}), measured.frame], axis=1)
     last = [column for column in frame if column != SECONDS]
     return frame[[*last, SECONDS]], measured.low, measured.high

@@ -14,14 +14,13 @@ from analysis import names
 from analysis.load import plans, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import TIMED, reading
+from analysis.outputs.captions import MEBIBYTE, TIMED, reading
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats.comparison import Comparison
 
-MEBIBYTE = 2**20
 PREFILL, DECODE, FIRST, EACH = "Prefill (tokens/s)", "Decode (tokens/s)", "First token (ms)", "Per token (ms)"
 WEIGHTS, PEAK = "Weights (MiB)", "Peak memory (MiB)"
 SPEEDS: Mapping[str, str] = {PREFILL: "{:,.1f}", DECODE: "{:,.1f}", FIRST: "{:,.2f}", EACH: "{:,.2f}"}
@@ -44,15 +43,15 @@ def requests(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _speeds(found: pd.DataFrame) -> pd.DataFrame:
+def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
     """SPEEDS of each request."""
-    read, written = found["batch_size"] * found["prompt_length"], found["batch_size"] * found["new_tokens"]
+    read, written = timings["batch_size"] * timings["prompt_length"], timings["batch_size"] * timings["new_tokens"]
     return pd.DataFrame(
         {
-            PREFILL: read / found["prefill_seconds"],
-            DECODE: written / found["decode_seconds"],
-            FIRST: 1000 * found["prefill_seconds"],
-            EACH: 1000 * found["decode_seconds"] / found["new_tokens"],
+            PREFILL: read / timings["prefill_seconds"],
+            DECODE: written / timings["decode_seconds"],
+            FIRST: 1000 * timings["prefill_seconds"],
+            EACH: 1000 * timings["decode_seconds"] / timings["new_tokens"],
         }
     )
 
@@ -66,11 +65,11 @@ def labels(comparison: Comparison) -> dict[int, str]:
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every model that was timed."""
     study, comparisons = results.study, results.pruned
-    found = requests(study)
+    timings = requests(study)
     rows, low, high = [], [], []
     for comparison in comparisons:
         words = labels(comparison)
-        for row in records(found[found["cell"].isin(words)]) if len(found) else []:
+        for row in records(timings[timings["cell"].isin(words)]) if len(timings) else []:
             ratio = float(comparison.cells.loc[row["cell"], "ratio"])
             places = [comparison.model, names.ratio(ratio), words[row["cell"]], row["device"]]
             texts = [*places, str(row["batch_size"]), str(row["prompt_length"])]
@@ -96,15 +95,17 @@ def speed_table(results: Results, name: str) -> Table:
 
 def conditions(study: Study) -> str:
     """What a caption says of how requests were timed."""
-    found = study.timings
-    if found.empty:
+    timings = study.timings
+    if timings.empty:
         return ""
-    several = {name: " / ".join(str(value) for value in found[name].dropna().unique()) for name in ("device", "dtype")}
-    threads = " / ".join(f"{count:g}" for count in found["threads"].dropna().unique())
-    repeats, written = found["repeat"].max() + 1, " / ".join(map(str, found["new_tokens"].unique()))
+    several = {
+        name: " / ".join(str(value) for value in timings[name].dropna().unique()) for name in ("device", "dtype")
+    }
+    threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
+    repeats, written = timings["repeat"].max() + 1, " / ".join(map(str, timings["new_tokens"].unique()))
     return (
         f"{repeats} requests each, {written} tokens written after the first one, {several['dtype']} on "
-        f"{several['device']}, {threads} threads, load of the machine up to {found['load'].max():.1f}; by "
+        f"{several['device']}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; by "
         "transformers, the pruned model alone, prompts from a text. Peak memory: the weights, and what a request takes "
         "beyond them."
     )
@@ -116,22 +117,22 @@ DARK = 0.55
 
 def memory_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
     """Weights and working memory of every model that was timed, at its largest request."""
-    found = _largest(study, comparison)
-    if found.empty:
+    largest = _largest(study, comparison)
+    if largest.empty:
         return None
     with style.look():
-        drawing = style.drawing(style.PAGE, 0.24 * len(found) + 1.1)
+        drawing = style.drawing(style.PAGE, 0.24 * len(largest) + 1.1)
         axes = drawing.add_subplot()
-        places = range(len(found))
-        axes.barh(places, found[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
-        working = (found[PEAK] - found[WEIGHTS]).fillna(0)
-        axes.barh(places, working, left=found[WEIGHTS], color=style.CRITERIA["man"], label="a request beyond them")
-        axes.set_yticks(list(places), found["label"], fontsize=7)
+        places = range(len(largest))
+        axes.barh(places, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
+        working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
+        axes.barh(places, working, left=largest[WEIGHTS], color=style.CRITERIA["man"], label="a request beyond them")
+        axes.set_yticks(list(places), largest["label"], fontsize=7)
         axes.invert_yaxis()
         axes.set_xlabel("MiB")
         axes.grid(axis="x")
         drawing.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7)
-    size, length = int(found["batch_size"].iloc[0]), int(found["prompt_length"].iloc[0])
+    size, length = int(largest["batch_size"].iloc[0]), int(largest["prompt_length"].iloc[0])
     caption = f"Memory at {size} prompts of {length} tokens. {conditions(study)}"
     return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
 
@@ -146,12 +147,12 @@ def blocks_figure(study: Study, comparison: Comparison, *, name: str) -> Figure 
     timed, rounded = _largest(study, comparison), plans.blocks(comparison.cells, study.reader)
     if timed.empty or rounded.empty:
         return None
-    found = timed.merge(rounded, on="cell")
-    if len(found) < 2:
+    by_block = timed.merge(rounded, on="cell")
+    if len(by_block) < 2:
         return None
     full = timed[timed["cell"] == comparison.unpruned]
-    cells = comparison.cells.loc[found["cell"], ["ratio", "recovery"]].reset_index(drop=True)
-    panels = list(groups(pd.concat([found, cells], axis=1), ["ratio", "recovery", "device"]))
+    cells = comparison.cells.loc[by_block["cell"], ["ratio", "recovery"]].reset_index(drop=True)
+    panels = list(groups(pd.concat([by_block, cells], axis=1), ["ratio", "recovery", "device"]))
     with style.look():
         heights = [0.22 * part["smallest"].nunique() + 0.85 for _, part in panels]
         drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
@@ -172,28 +173,28 @@ def blocks_figure(study: Study, comparison: Comparison, *, name: str) -> Figure 
 
 def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Of each cell the request of most tokens, with the cell's label; on one device, the first."""
-    found = requests(study)
-    if found.empty:
-        return found
+    timings = requests(study)
+    if timings.empty:
+        return timings
     words = labels(comparison)
-    found = found[found["cell"].isin(words)]
-    found = found[found["device"] == found["device"].iloc[0]] if len(found) else found
-    tokens = found["batch_size"] * found["prompt_length"]
-    found = found.loc[tokens.groupby(found["cell"]).idxmax()]
-    ratios = comparison.cells["ratio"][found["cell"]]
+    timings = timings[timings["cell"].isin(words)]
+    timings = timings[timings["device"] == timings["device"].iloc[0]] if len(timings) else timings
+    tokens = timings["batch_size"] * timings["prompt_length"]
+    timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()]
+    ratios = comparison.cells["ratio"][timings["cell"]]
     spelled = [
         words[cell] if ratio == 0 else f"{words[cell]}, {names.ratio(ratio)}"
-        for cell, ratio in zip(found["cell"], ratios, strict=True)
+        for cell, ratio in zip(timings["cell"], ratios, strict=True)
     ]
-    return found.assign(label=spelled).reset_index(drop=True)
+    return timings.assign(label=spelled).reset_index(drop=True)
 
 
-def _heat(axes: Axes, found: pd.DataFrame, column: str) -> None:
+def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
     """Squares shaded from the least to the most of `column`; – where it was not measured, nothing where nothing ran."""
-    blocks, smallest = (sorted(found[axis].unique()) for axis in ("block", "smallest"))
+    blocks, smallest = (sorted(timings[axis].unique()) for axis in ("block", "smallest"))
     shades = colormaps[style.SEQUENTIAL]
-    least, most = float(found[column].min()), float(found[column].max())
-    for row in records(found):
+    least, most = float(timings[column].min()), float(timings[column].max())
+    for row in records(timings):
         x, y, value = blocks.index(row["block"]), smallest.index(row["smallest"]), row[column]
         share = 0.1 if np.isnan(value) or most == least else 0.1 + 0.8 * (value - least) / (most - least)
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shades(share), linewidth=0))

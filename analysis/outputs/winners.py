@@ -32,18 +32,18 @@ from analysis.stats.winners import CAPTION, LEVEL, MEAN, SETTINGS, label, wins
 @output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
 def pair_table(results: Results, name: str) -> Table:
     """Pairs of criteria that differ significantly in each column, by scores and by answer losses."""
-    study, found = results.study, results.decided_pairs
+    study, pairs = results.study, results.decided_pairs
     frame = pd.DataFrame(
         {
-            "Model": found["model"],
-            "Pruned": found["pruned"],
-            "Calibration": found["calibration"].map(names.calibration),
-            "Column": found["column"].map(names.benchmark),
-            "Pairs": found["pairs"],
-            "By score": found["score"],
-            "By answer loss": found["loss"],
-            "By both": found["both"],
-            "Opposite": found["opposite"],
+            "Model": pairs["model"],
+            "Pruned": pairs["pruned"],
+            "Calibration": pairs["calibration"].map(names.calibration),
+            "Column": pairs["column"].map(names.benchmark),
+            "Pairs": pairs["pairs"],
+            "By score": pairs["score"],
+            "By answer loss": pairs["loss"],
+            "By both": pairs["both"],
+            "Opposite": pairs["opposite"],
         }
     )
     numbers = ["Pairs", "By score", "By answer loss", "By both", "Opposite"]
@@ -61,19 +61,19 @@ def pair_table(results: Results, name: str) -> Table:
     )
 
 
-def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") -> Table:
+def winner_table(study: Study, win_rows: pd.DataFrame, *, name: str = "winners") -> Table:
     """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
     text = {
-        "Model": found["model"],
-        "Pruned": found["pruned"],
-        "Calibration": found["calibration"].map(names.calibration),
-        "Column": found["column"].map(names.benchmark),
-        "Winner": [_winner(w, s) for w, s in zip(found["winners"], found["score"], strict=True)],
-        "Runner-up": found["runner_up"].map(names.method),
-        "Verdict": [verdict(row) for row in records(found)],
+        "Model": win_rows["model"],
+        "Pruned": win_rows["pruned"],
+        "Calibration": win_rows["calibration"].map(names.calibration),
+        "Column": win_rows["column"].map(names.benchmark),
+        "Winner": [_winner(w, s) for w, s in zip(win_rows["winners"], win_rows["score"], strict=True)],
+        "Runner-up": win_rows["runner_up"].map(names.method),
+        "Verdict": [verdict(row) for row in records(win_rows)],
     }
     numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
-    frame = pd.DataFrame({**text, **{shown: found[column] for shown, column in numbers.items()}})
+    frame = pd.DataFrame({**text, **{shown: win_rows[column] for shown, column in numbers.items()}})
     return Table(
         name=name,
         title="Winners",
@@ -84,8 +84,8 @@ def winner_table(study: Study, found: pd.DataFrame, *, name: str = "winners") ->
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
-        low=found[["lead_low"]].set_axis(["Lead"], axis=1),
-        high=found[["lead_high"]].set_axis(["Lead"], axis=1),
+        low=win_rows[["lead_low"]].set_axis(["Lead"], axis=1),
+        high=win_rows[["lead_high"]].set_axis(["Lead"], axis=1),
     )
 
 
@@ -108,10 +108,10 @@ def verdict(win: Mapping[str, Any]) -> str:
     return "beyond noise" if win["beyond_noise"] else "within noise"
 
 
-def winner_figure(found: pd.DataFrame, *, name: str, title: str) -> Figure:
+def winner_figure(win_rows: pd.DataFrame, *, name: str, title: str) -> Figure:
     """A map per model and ratio from `winner_map`: columns x calibration sets, hatched where a win is within noise."""
     with style.look():
-        maps = list(groups(found, SETTINGS))
+        maps = list(groups(win_rows, SETTINGS))
         across = min(2, len(maps))
         down = -(-len(maps) // across)
         rows = max(len(group["column"].unique()) for _, group in maps)
@@ -138,10 +138,10 @@ _LABELS = 0.8
 """Inches that the names of the rows take."""
 
 
-def _winner_axes(axes: Axes, found: pd.DataFrame, inches: float) -> None:
-    columns = list(dict.fromkeys(found["column"]))
-    sets = names.calibrations_in_order(found["calibration"])
-    for win in records(found):
+def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
+    columns = list(dict.fromkeys(win_rows["column"]))
+    sets = names.calibrations_in_order(win_rows["calibration"])
+    for win in records(win_rows):
         x, y = sets.index(win["calibration"]), columns.index(win["column"])
         winners: tuple[str, ...] = win["winners"]
         if len(winners) == 1:
@@ -192,18 +192,18 @@ def winner_views(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def _map(found: pd.DataFrame) -> dict[str, Any]:
-    sets = names.calibrations_in_order(found["calibration"])
-    wins = {(win["column"], win["calibration"]): _win(win) for win in records(found)}
+def _map(win_rows: pd.DataFrame) -> dict[str, Any]:
+    sets = names.calibrations_in_order(win_rows["calibration"])
+    wins = {(win["column"], win["calibration"]): _win(win) for win in records(win_rows)}
     blank = {"kind": "gap", "colour": "none", "label": "not run", "score": "", "lead": "", "detail": ""}
-    first = records(found)[0]
+    first = records(win_rows)[0]
     return {
         "title": f"{first['model']}, {first['pruned']} pruned",
-        "sentence": who_won(found)[0].split(", ", 1)[1],
+        "sentence": who_won(win_rows)[0].split(", ", 1)[1],
         "calibrations": [names.calibration(name) for name in sets],
         "rows": [
             {"column": names.benchmark(column), "cells": [wins.get((column, name), blank) for name in sets]}
-            for column in dict.fromkeys(found["column"])
+            for column in dict.fromkeys(win_rows["column"])
         ],
     }
 
@@ -234,17 +234,17 @@ def _certainty(win: Mapping[str, Any]) -> str:
     return f" (95 % interval {low} to {high}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
 
 
-def who_won(found: pd.DataFrame, what: str = "experts") -> list[str]:
+def who_won(win_rows: pd.DataFrame, what: str = "experts") -> list[str]:
     """A sentence per model and ratio: wins of the leading methods, and how many of them are beyond noise.
 
     what: what was removed, as `removed` says.
     """
-    return [_who_won(key, group, what) for key, group in groups(found, SETTINGS)]
+    return [_who_won(key, group, what) for key, group in groups(win_rows, SETTINGS)]
 
 
 def where_pruned(pruned: str, what: str, model: str) -> str:
-    share, _, told = pruned.partition(", ")
-    settings = f" ({told.replace(', ', ' and ')})" if told else ""
+    share, _, words = pruned.partition(", ")
+    settings = f" ({words.replace(', ', ' and ')})" if words else ""
     return f"With {share} of the {what} of {model} removed{settings}"
 
 
@@ -253,12 +253,12 @@ def competitor(keys: Iterable[str]) -> str:
     return "method" if any(names.parts(key)[1:] != ("", "") for key in keys) else "criterion"
 
 
-def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
-    counts = wins(found)
-    where = where_pruned(str(found["pruned"].iloc[0]), what, key["model"])
-    total = int((found["winners"].map(len) > 0).sum())
+def _who_won(key: Mapping[str, Any], win_rows: pd.DataFrame, what: str) -> str:
+    counts = wins(win_rows)
+    where = where_pruned(str(win_rows["pruned"].iloc[0]), what, key["model"])
+    total = int((win_rows["winners"].map(len) > 0).sum())
     if counts.empty or not counts["wins"].iloc[0]:
-        return f"{where}, no {competitor(found['winners'].explode().dropna())} won a column alone."
+        return f"{where}, no {competitor(win_rows['winners'].explode().dropna())} won a column alone."
     most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
     leader = names.method(str(counts.index[0]))
     if sure == most:
@@ -268,20 +268,20 @@ def _who_won(key: Mapping[str, Any], found: pd.DataFrame, what: str) -> str:
     else:
         certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
     others = [f"{names.method(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
-    ties = int((found["winners"].map(len) > 1).sum())
+    ties = int((win_rows["winners"].map(len) > 1).sum())
     rest = [f"others: {', '.join(others)}"] if others else []
     rest += [count(ties, "column is tied", "columns are tied")] if ties else []
-    squares = found.loc[[winners == (counts.index[0],) for winners in found["winners"]], ["cell", "column"]]
+    squares = win_rows.loc[[winners == (counts.index[0],) for winners in win_rows["winners"]], ["cell", "column"]]
     if squares.duplicated().any():
         rest.append(f"{leader} reads no text: its one plan stands in every calibration set")
     tail = f" ({'; '.join(rest)})" if rest else ""
     return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."
 
 
-def _map_and_table(results: Results, found: pd.DataFrame, name: str, title: str) -> list[Item]:
-    if found.empty:
+def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
+    if win_rows.empty:
         return []
-    return [winner_figure(found, name=name, title=title), winner_table(results.study, found, name=name)]
+    return [winner_figure(win_rows, name=name, title=title), winner_table(results.study, win_rows, name=name)]
 
 
 @output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")

@@ -46,13 +46,17 @@ class Facts:
         if row is None:
             return None
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
-        known = {**protocol, **(protocol.get("parameters") or {}), "judge": (protocol.get("judge") or {}).get("model")}
+        settings = {
+            **protocol,
+            **(protocol.get("parameters") or {}),
+            "judge": (protocol.get("judge") or {}).get("model"),
+        }
         return Evaluation(
             benchmark=benchmark,
             n=int(row["n"]),
             expected=_whole(row["expected"]),
             metric=str(row["metric"]),
-            asked={word: _word(known[word]) for word in ASKED if known.get(word) is not None},
+            asked={word: _word(settings[word]) for word in ASKED if settings.get(word) is not None},
         )
 
     @cached_property

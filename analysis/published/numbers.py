@@ -122,11 +122,11 @@ def _printed(row: Mapping[str, str]) -> Printed:
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
     """Row -> its printed numbers, of the papers' tables that print counterparts of the table `name` here."""
-    found: dict[Key, list[Printed]] = {}
+    by_key: dict[Key, list[Printed]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
-            found.setdefault(number.key, []).append(number)
-    return {key: tuple(row) for key, row in found.items()}
+            by_key.setdefault(number.key, []).append(number)
+    return {key: tuple(row) for key, row in by_key.items()}
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
@@ -144,9 +144,9 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 def protocol(number: Printed) -> Protocol:
     """How the models of this number were calibrated and searched."""
-    found = _most_specific("protocols", number) or {}
-    tokens, seed, generations = (_whole(found.get(word)) for word in ("tokens", "seed", "generations"))
-    return Protocol(tokens, found.get("gate") or None, seed, found.get("search") or None, generations)
+    row = _most_specific("protocols", number) or {}
+    tokens, seed, generations = (_whole(row.get(word)) for word in ("tokens", "seed", "generations"))
+    return Protocol(tokens, row.get("gate") or None, seed, row.get("search") or None, generations)
 
 
 def _whole(text: str | None) -> int | None:
@@ -155,15 +155,15 @@ def _whole(text: str | None) -> int | None:
 
 def split(number: Printed, benchmark: str) -> Split:
     """How the paper of this number measured a benchmark."""
-    found = _most_specific("splits", number, benchmark=benchmark) or {}
-    asked = {word: found[word] for word in ASKED if found.get(word)}
-    return Split(_whole(found.get("items")), found.get("metric") or None, asked)
+    row = _most_specific("splits", number, benchmark=benchmark) or {}
+    asked = {word: row[word] for word in ASKED if row.get(word)}
+    return Split(_whole(row.get("items")), row.get("metric") or None, asked)
 
 
 def stands_for(axis: str, name: str) -> str:
     """What a model or calibration set that ships here stands for in the papers' tables; others stand for themselves."""
-    found = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
-    return found.get((axis, name), name)
+    stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
+    return stand_ins.get((axis, name), name)
 
 
 def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str] | None:

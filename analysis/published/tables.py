@@ -38,8 +38,8 @@ def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str)
     Rows are exact in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Models and
     calibration sets that ship here find the rows of what they stand for, and the verdict says that they are not it.
     """
-    found = cells.found(study, comparisons, of)
-    rows = [_row(number, measured) for number, measured in found]
+    pairs = cells.found(study, comparisons, of)
+    rows = [_row(number, measured) for number, measured in pairs]
     return Table(
         name=f"{of}.published",
         title=f"Measured beside published: {of}",
@@ -50,8 +50,8 @@ def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str)
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),
-        low=pd.DataFrame({"Measured": [measured.low for _, measured in found]}, dtype=float),
-        high=pd.DataFrame({"Measured": [measured.high for _, measured in found]}, dtype=float),
+        low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
+        high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
         footnotes=(_summary([row["Verdict"] for row in rows]), *_without_counterpart(study, of)),
     )
 
@@ -88,10 +88,10 @@ def _summary(verdicts: Sequence[str]) -> str:
 
 def _without_counterpart(study: Study, of: str) -> Iterator[str]:
     """A note on the pruned cells that no printed row matches; none for tables that are not about methods."""
-    known = counterparts(of)
+    printed = counterparts(of)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
-    lacking = [cell for cell in pruned if cells.key_of(cell) not in known]
-    if lacking and any(criterion in names.CRITERIA for _, _, criterion, *_ in known):
+    lacking = [cell for cell in pruned if cells.key_of(cell) not in printed]
+    if lacking and any(criterion in names.CRITERIA for _, _, criterion, *_ in printed):
         methods = names.methods_in_order(str(cell["method"]) for cell in lacking)
         yield (
             f"{len(lacking)} of {len(pruned)} pruned cells have no printed row here "
@@ -105,8 +105,8 @@ NAMED = 6
 
 def published_chapter(results: Results) -> Section:
     """The papers' tables beside the study's, as far as it has counterparts; empty where it has none."""
-    made = published_tables(results.study, results.comparisons, list(TABLES)).values()
-    tables = [table for table in made if len(table.frame)]
+    all_tables = published_tables(results.study, results.comparisons, list(TABLES)).values()
+    tables = [table for table in all_tables if len(table.frame)]
     return Section(
         "published",
         "Published",
@@ -130,7 +130,7 @@ def beside_the_papers(tables: Sequence[Table]) -> list[str]:
         "are missing here": sum(word.startswith(MISSING) for word in verdicts),
     }
     counted = names.listing(f"{count:,} {kind}" for kind, count in kinds.items() if count)
-    said = [f"{len(verdicts):,} printed numbers have a counterpart in this study: {counted}."]
+    sentences = [f"{len(verdicts):,} printed numbers have a counterpart in this study: {counted}."]
     reasons = Counter(
         reason for word in verdicts if word.startswith(BECAUSE) for reason in word.removeprefix(BECAUSE).split("; ")
     )
@@ -138,5 +138,5 @@ def beside_the_papers(tables: Sequence[Table]) -> list[str]:
         most = "; ".join(f"{reason} ({count:,} times)" for reason, count in reasons.most_common(NAMED))
         rest = len(reasons) - NAMED
         more = f"; and {rest} more, which the tables spell out" if rest > 0 else ""
-        said.append(f"What keeps numbers from being compared: {most}{more}.")
-    return said
+        sentences.append(f"What keeps numbers from being compared: {most}{more}.")
+    return sentences

@@ -66,9 +66,9 @@ def verdict(number: Printed, measured: Measured) -> str:
     """
     if math.isnan(measured.value):
         return MISSING
-    found = list(reasons(number, measured))
-    if found:
-        return BECAUSE + "; ".join(found)
+    differences = list(reasons(number, measured))
+    if differences:
+        return BECAUSE + "; ".join(differences)
     low, high = number.ends
     word = AGREES if measured.low <= high and low <= measured.high else DIFFERS
     return f"{word} ({number.note})" if number.note else word
@@ -99,8 +99,8 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
     if cell["criterion"] == "none":
         return
     if cell["calibration"] != "none" and paper.tokens is not None and measured.tokens != paper.tokens:
-        found = "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
-        yield f"calibrated on {found} tokens, published on {paper.tokens:,}"
+        measured_tokens = "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
+        yield f"calibrated on {measured_tokens} tokens, published on {paper.tokens:,}"
     if cell["criterion"] in READS_GATES and paper.gate not in (None, cell["gate"]):
         yield f"gate {cell['gate']}, published with {paper.gate}"
     if paper.seed not in (None, cell["seed"]):
@@ -112,19 +112,19 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
 
 
 def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    known = [(found, split(number, found.benchmark)) for found in evaluations]
+    with_split = [(found, split(number, found.benchmark)) for found in evaluations]
     kinds = {
-        "other items": [_items(found, paper) for found, paper in known],
-        "other metric": [_other(found.metric, paper.metric) for found, paper in known],
+        "other items": [_items(found, paper) for found, paper in with_split],
+        "other metric": [_other(found.metric, paper.metric) for found, paper in with_split],
         **{
-            f"other {kind}": [_other(found.asked.get(word), paper.asked.get(word)) for found, paper in known]
+            f"other {kind}": [_other(found.asked.get(word), paper.asked.get(word)) for found, paper in with_split]
             for word, kind in _ASKED.items()
         },
     }
     for kind, details in kinds.items():
         differing = [
             f"{names.benchmark(found.benchmark)} ({detail})"
-            for (found, _), detail in zip(known, details, strict=True)
+            for (found, _), detail in zip(with_split, details, strict=True)
             if detail
         ]
         if differing:
@@ -132,17 +132,17 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
             yield f"{kind}: {f'{len(differing)} benchmarks' if many else ', '.join(differing)}"
 
 
-def _items(found: Evaluation, paper: Split) -> str:
-    whole = found.n if found.expected is None else found.expected
-    graded = found.n >= UNGRADED * whole
+def _items(evaluation: Evaluation, paper: Split) -> str:
+    whole = evaluation.n if evaluation.expected is None else evaluation.expected
+    graded = evaluation.n >= UNGRADED * whole
     if graded and paper.items in (None, whole):
         return ""
     of = "" if graded else f" of {whole:,}"
     published = "" if paper.items is None else f", published on {paper.items:,}"
-    return f"{found.n:,}{of}{published}"
+    return f"{evaluation.n:,}{of}{published}"
 
 
-def _other(found: object, paper: object) -> str:
-    if paper is None or found == paper:
+def _other(value: object, paper: object) -> str:
+    if paper is None or value == paper:
         return ""
-    return f"{'unknown' if found is None else found}, published {paper}"
+    return f"{'unknown' if value is None else value}, published {paper}"

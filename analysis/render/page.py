@@ -68,7 +68,7 @@ def html(page: Page) -> str:
         title=page.title,
         kicker=page.kicker,
         lead=_bound(page.lead),
-        findings=[(about, _bound(said)) for about, said in page.findings],
+        findings=[(about, _bound(sentence)) for about, sentence in page.findings],
         tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
         sections=[_context(section) for section in page.chapters if not section.empty],
         css=_raw("page.css"),

@@ -94,12 +94,12 @@ def best(table: Table) -> pd.DataFrame:
     for column, direction in table.best.items():
         decimals = 2 if table.formats[column] == "{:.2f}" else 3
         values = np.where(competing, table.frame[column].astype(float).round(decimals), np.nan)
-        found = np.zeros(len(values), bool)
+        marked = np.zeros(len(values), bool)
         for rows in blocks:
             if np.count_nonzero(~np.isnan(values[rows])) > 1:
                 top = np.nanmin(values[rows]) if direction == "min" else np.nanmax(values[rows])
-                found[rows] = values[rows] == top
-        marks[column] = found
+                marked[rows] = values[rows] == top
+        marks[column] = marked
     return marks
 
 
@@ -143,7 +143,7 @@ def latex(table: Table) -> str:
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
     head = " & ".join(_tex(column) for column in table.frame)
     lines = [f"{' & '.join(line)} \\\\" for line in _lines(table, r"\textbf{{{}}}", _tex)]
-    made = [
+    parts = [
         "% needs \\usepackage{booktabs}",
         r"\begin{table}[t]",
         f"\\caption{{{caption}}}",
@@ -157,7 +157,7 @@ def latex(table: Table) -> str:
         r"\end{tabular}",
         r"\end{table}",
     ]
-    return "\n".join(made) + "\n"
+    return "\n".join(parts) + "\n"
 
 
 def _lines(table: Table, strong: str, spelled: Callable[[object], str]) -> list[list[str]]:

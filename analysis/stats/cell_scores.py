@@ -26,10 +26,14 @@ def average_rank_interval(comparison: Comparison, sources: Mapping[str, list[int
     rows = len(next(iter(sources.values()), []))
     missing = np.full(rows, np.nan)
     draws = {column: comparison.draws((column,)) for column in sources}
-    known = [found[:, comparison.rows(sources[column])] for column, found in draws.items() if found is not None]
-    if len(known) < len(sources) or not rows:
+    drawn = [
+        replicates[:, comparison.rows(sources[column])]
+        for column, replicates in draws.items()
+        if replicates is not None
+    ]
+    if len(drawn) < len(sources) or not rows:
         return missing, missing
-    stacked = np.stack(known, axis=2)
+    stacked = np.stack(drawn, axis=2)
     scored = np.stack([comparison.score((column,))[cells].notna() for column, cells in sources.items()], axis=1)
     if (scored & np.isnan(stacked).any(axis=0)).any():
         return missing, missing
@@ -117,8 +121,8 @@ def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequen
 
 def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
     """The displayed columns that these cells were evaluated on."""
-    found = comparison.columns.loc[list(cells)].notna().any()
-    return {str(name): (str(name),) for name in found.index[found]}
+    run = comparison.columns.loc[list(cells)].notna().any()
+    return {str(name): (str(name),) for name in run.index[run]}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
@@ -169,13 +173,13 @@ def pooled_difference(
             weights[comparison.rows([cell, other])] += np.array([1, -1]) / len(pairs) / len(complete)
     used = np.flatnonzero(weights)
     means = [np.mean([comparison.difference(target, *pair) for pair in pairs]) for pairs in complete]
-    found = {**empty, "pairs": sum(map(len, complete)), "difference": float(np.mean(means))}
+    pooled = {**empty, "pairs": sum(map(len, complete)), "difference": float(np.mean(means))}
     draws = comparison.paired_draws(target)
     if draws is None or np.isnan(draws[:, used]).any():
-        return found
+        return pooled
     spread = draws[:, used] @ weights[used]
     low, high = uncertainty.percentiles(spread)
-    return {**found, "low": float(low), "high": float(high), "p": share_beyond(spread)}
+    return {**pooled, "low": float(low), "high": float(high), "p": share_beyond(spread)}
 
 
 def share_beyond(draws: np.ndarray) -> float:

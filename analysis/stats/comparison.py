@@ -34,13 +34,13 @@ class Panel:
     seed: int
     calibration: str
     cells: dict[str, int]
-    told: str = ""
+    setting: str = ""
     """Gate and seed in words, where the model's cells have several."""
 
     @property
     def pruned(self) -> str:
         """What panels of one calibration set are told apart by: `50 %`, or `50 %, seed 43`."""
-        return settings.joined(names.ratio(self.ratio), self.told)
+        return settings.joined(names.ratio(self.ratio), self.setting)
 
     @property
     def settings(self) -> tuple[float, str, int]:
@@ -49,8 +49,8 @@ class Panel:
 
     def columns(self, comparison: Comparison) -> Target:
         """Displayed columns that at least one of these cells was evaluated on; all of them where every cell failed."""
-        found = comparison.columns.loc[list(self.cells.values())].notna().any()
-        return tuple(str(name) for name in (found.index[found] if found.any() else found.index))
+        run = comparison.columns.loc[list(self.cells.values())].notna().any()
+        return tuple(str(name) for name in (run.index[run] if run.any() else run.index))
 
     def averaged(self, comparison: Comparison) -> Target:
         """Those of `columns` that Avg is the mean of."""
@@ -84,8 +84,8 @@ class Comparison:
     @cached_property
     def unpruned(self) -> int | None:
         """The cell of the unpruned model."""
-        found = self.cells.index[self.cells["criterion"] == "none"]
-        return int(found[0]) if len(found) else None
+        cells = self.cells.index[self.cells["criterion"] == "none"]
+        return int(cells[0]) if len(cells) else None
 
     def averaged(self, columns: Iterable[str]) -> Target:
         """Those of `columns` that an average may have: where less is better, a mean with the others says nothing."""
@@ -140,14 +140,14 @@ class Comparison:
     def difference(self, target: Target, cell: int, other: int) -> float:
         """Score of `cell` minus that of `other`, on the items that all cells share."""
         for score in (self._shared_score(target), self.score(target)):
-            if not np.isnan(found := float(score[cell] - score[other])):
-                return found
+            if not np.isnan(difference := float(score[cell] - score[other])):
+                return difference
         return np.nan
 
     def _shared_score(self, target: Target) -> pd.Series:
         """Scores on the items that all cells share; NaN where there are no outcomes, or all were asked the same."""
         shared = self._contributions(target) if set(self.weights(target)) & set(self.own) else {}
-        total = sum((found.sum(axis=1) for found in shared.values()), np.zeros(len(self.cells)))
+        total = sum((items.sum(axis=1) for items in shared.values()), np.zeros(len(self.cells)))
         return pd.Series(total if shared else np.nan, self.cells.index)
 
     def shared_items(self, target: Target) -> int | None:
@@ -177,7 +177,7 @@ class Comparison:
         which resolve p-values as small as Holm's correction over many pairs needs. NaN where outcomes are missing.
         """
         rows = self.rows(cells)
-        strata = [found[rows] for found in self._contributions(target).values()]
+        strata = [items[rows] for items in self._contributions(target).values()]
         if not strata:
             return np.full((len(cells), len(cells)), np.nan), np.full((len(cells), len(cells)), np.nan)
         differences, p_values = uncertainty.paired_t(strata)
@@ -242,8 +242,8 @@ class Comparison:
     def _right_or_wrong(self, target: Target, outcomes_of: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Of `outcomes_of` those of the target, if it is one benchmark whose items are right or wrong."""
         benchmarks = list(self.weights(target))
-        found = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
-        return found if found is not None and evaluations.binary(found) else None
+        answers = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
+        return answers if answers is not None and evaluations.binary(answers) else None
 
     def _contributions(self, target: Target) -> dict[str, np.ndarray]:
         return uncertainty.contributions(self.weights(target), self.outcomes)
@@ -278,10 +278,10 @@ def _comparison(study: Study, model: str) -> Comparison:
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
-    found = evaluations.outcome_matrices(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    answers = evaluations.outcome_matrices(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
     parts = ranks.displayed(order)
     words = labels(cells)
-    for cell, benchmark in found.odd:
+    for cell, benchmark in answers.odd:
         study.reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
     return Comparison(
         model=model,
@@ -289,9 +289,9 @@ def _comparison(study: Study, model: str) -> Comparison:
         benchmarks=scores.astype(float),
         parts=parts,
         lower_is_better=_lower_is_better(results, parts),
-        outcomes=found.shared,
+        outcomes=answers.shared,
         standard_errors=errors.astype(float),
-        own=found.own,
+        own=answers.own,
     )
 
 
@@ -299,13 +299,13 @@ def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) 
     """Benchmarks by their metric, and the displayed columns that consist of such benchmarks alone."""
     first = results.drop_duplicates("benchmark")
     pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
-    found = [name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER)]
-    return tuple(dict.fromkeys([*found, *(column for column, of in parts.items() if set(of) <= set(found))]))
+    benchmarks = [name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER)]
+    return tuple(dict.fromkeys([*benchmarks, *(column for column, of in parts.items() if set(of) <= set(benchmarks))]))
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
     axes = ["ratio", "gate", "seed"]
-    told = settings.gate_and_seed(pruned)
+    setting_words = settings.gate_and_seed(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
         ratio, gate, seed = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
@@ -314,4 +314,4 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
             by_key = dict(zip(competing["method"].astype(str), competing.index.astype(int), strict=True))
             order = names.methods_in_order(by_key)
             competitors = {key: by_key[key] for key in order}
-            yield Panel(model, ratio, gate, seed, calibration, competitors, told[cells.index[0]])
+            yield Panel(model, ratio, gate, seed, calibration, competitors, setting_words[cells.index[0]])

@@ -70,10 +70,10 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
             continue
         for variant, frame in groups(scores.sort_values(VARIANT, kind="stable"), VARIANT):
             for ratio in ratios:
-                found = _by_layer(frame, ratio)
+                by_layer = _by_layer(frame, ratio)
                 if tuple(variant.values()) == DEGENERATE:
-                    found |= {name: float("nan") for name in MEASURES}
-                rows.append({**model, "ratio": ratio, **variant, **found})
+                    by_layer |= {name: float("nan") for name in MEASURES}
+                rows.append({**model, "ratio": ratio, **variant, **by_layer})
     return pd.DataFrame(rows)
 
 

@@ -47,19 +47,19 @@ class RankTest:
         return critical_difference(len(self.ranks), self.blocks)
 
     @property
-    def told(self) -> bool:
+    def significant(self) -> bool:
         """Whether Friedman's test finds any difference at the 5 % level."""
         return bool(self.p < LEVEL)
 
     def p_to_best(self) -> pd.Series:
         """Nemenyi's p-value of each method against the first; NaN for the first itself."""
-        found = pd.Series(nemenyi(self.ranks.to_numpy() - self.ranks.iloc[0], len(self.ranks), self.blocks))
-        return found.set_axis(self.ranks.index).where(np.arange(len(self.ranks)) > 0)
+        p_values = pd.Series(nemenyi(self.ranks.to_numpy() - self.ranks.iloc[0], len(self.ranks), self.blocks))
+        return p_values.set_axis(self.ranks.index).where(np.arange(len(self.ranks)) > 0)
 
     def cliques(self) -> list[tuple[int, int]]:
         """First and last place of the largest runs of methods that are not told from each other."""
         values = self.ranks.to_numpy()
-        reach = self.difference if self.told else np.inf
+        reach = self.difference if self.significant else np.inf
         ends = [int(np.flatnonzero(values < value + reach).max()) for value in values]
         return [
             (first, last) for first, last in enumerate(ends) if last > first and (first == 0 or ends[first - 1] < last)
@@ -116,13 +116,13 @@ def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
         return comparison.columns[list(panel.columns(comparison))]
     benchmarks = comparison.benchmarks
     run = benchmarks.reindex(list(panel.cells.values())).notna().any()
-    asked = [str(name) for name in run.index[run]]
-    stems = {name: names.SAME_ITEMS.get(name, name) for name in asked}
-    groups = {stem: [name for name in asked if stems[name] == stem] for stem in dict.fromkeys(stems.values())}
-    return pd.DataFrame({stem: benchmarks[found].mean(axis=1, skipna=False) for stem, found in groups.items()})
+    evaluated = [str(name) for name in run.index[run]]
+    stems = {name: names.SAME_ITEMS.get(name, name) for name in evaluated}
+    groups = {stem: [name for name in evaluated if stems[name] == stem] for stem in dict.fromkeys(stems.values())}
+    return pd.DataFrame({stem: benchmarks[members].mean(axis=1, skipna=False) for stem, members in groups.items()})
 
 
 def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:
     """The tests of all panels that have enough methods and blocks."""
-    found = (rank_test(comparison, panel, over) for panel in comparison.panels)
-    return [test for test in found if test is not None]
+    tests = (rank_test(comparison, panel, over) for panel in comparison.panels)
+    return [test for test in tests if test is not None]

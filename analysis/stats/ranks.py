@@ -29,9 +29,9 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
     """Spearman's correlation inside a layer, the mean over layers that have one; NaN when none has."""
-    found = [correlations(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
-    known = [value for value in found if not np.isnan(value)]
-    return float(np.mean(known)) if known else np.nan
+    by_layer = [correlations(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
+    defined = [value for value in by_layer if not np.isnan(value)]
+    return float(np.mean(defined)) if defined else np.nan
 
 
 PRINTED_DECIMALS = 3
@@ -43,8 +43,8 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
     A column whose benchmarks were partly not run is the mean of those that were: `partial` says which.
     """
-    known = {column: tuple(name for name in parts if name in available) for column, parts in COLUMNS.items()}
-    columns = {column: parts for column, parts in known.items() if parts}
+    parts_by_column = {column: tuple(name for name in parts if name in available) for column, parts in COLUMNS.items()}
+    columns = {column: parts for column, parts in parts_by_column.items() if parts}
     placed = {name for parts in COLUMNS.values() for name in parts}
     return columns | {name: (name,) for name in available if name not in placed}
 

@@ -124,12 +124,12 @@ def bootstrap_means(
         items = next(iter(benchmarks.values())).shape[1]
         for place, counts in _resamples(stratum, items, replicates, seed):
             for benchmark, outcomes in benchmarks.items():
-                asked = np.isfinite(outcomes).T.astype(np.float32)
-                total, among = counts @ np.nan_to_num(outcomes).T.astype(np.float32), counts @ asked
-                score = np.nansum(outcomes, axis=1) / np.maximum(asked.sum(axis=0), 1)
+                answered = np.isfinite(outcomes).T.astype(np.float32)
+                total, among = counts @ np.nan_to_num(outcomes).T.astype(np.float32), counts @ answered
+                score = np.nansum(outcomes, axis=1) / np.maximum(answered.sum(axis=0), 1)
                 mean = np.where(among > 0, total / np.maximum(among, 1), score)
                 target = drawn.setdefault(benchmark, np.full((replicates, len(outcomes)), np.nan, np.float32))
-                target[place] = np.where(asked.any(axis=0), mean, np.nan)
+                target[place] = np.where(answered.any(axis=0), mean, np.nan)
     return drawn
 
 
@@ -181,33 +181,33 @@ def contributions(weights: Weights, outcomes: Mapping[str, np.ndarray]) -> dict[
     Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum: their items are drawn
     and flipped together.
     """
-    found: dict[str, np.ndarray] = {}
+    strata: dict[str, np.ndarray] = {}
     for benchmark, weight in weights.items():
         if benchmark not in outcomes:
             return {}
         shared = outcomes[benchmark]
         stratum = names.SAME_ITEMS.get(benchmark, benchmark)
-        if stratum in found and found[stratum].shape != shared.shape:
+        if stratum in strata and strata[stratum].shape != shared.shape:
             stratum = benchmark
-        found[stratum] = found.get(stratum, 0) + shared * (weight / shared.shape[1])
-    return found
+        strata[stratum] = strata.get(stratum, 0) + shared * (weight / shared.shape[1])
+    return strata
 
 
 def paired_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Column -> replicates (replicates, cells) of its score from `outcomes` (cells, items) on items all cells share."""
     strata: dict[str, dict[str, np.ndarray]] = {}
     for column, weights in columns.items():
-        for stratum, found in contributions(weights, outcomes).items():
-            strata.setdefault(f"{stratum}/{found.shape[1]}", {})[column] = found
+        for stratum, items in contributions(weights, outcomes).items():
+            strata.setdefault(f"{stratum}/{items.shape[1]}", {})[column] = items
     return bootstrap(strata)
 
 
 def own_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same from the items each cell was asked; `outcomes` are NaN elsewhere."""
     strata: dict[str, dict[str, np.ndarray]] = {}
-    for benchmark, found in outcomes.items():
+    for benchmark, items in outcomes.items():
         stratum = names.SAME_ITEMS.get(benchmark, benchmark)
-        strata.setdefault(f"{stratum}/{found.shape[1]}", {})[benchmark] = found
+        strata.setdefault(f"{stratum}/{items.shape[1]}", {})[benchmark] = items
     means = bootstrap_means(strata)
     return {
         column: np.sum([weight * means[name] for name, weight in weights.items()], axis=0)
@@ -218,5 +218,5 @@ def own_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]
 
 def mean_draws(target: Sequence[str], draws: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """Replicates of the mean of a target's columns; None when one has none."""
-    known = [draws[name] for name in target if name in draws]
-    return np.mean(known, axis=0) if known and len(known) == len(target) else None
+    drawn = [draws[name] for name in target if name in draws]
+    return np.mean(drawn, axis=0) if drawn and len(drawn) == len(target) else None

@@ -48,21 +48,21 @@ def winner_map(
         for panel in comparison.panels
         for column in (columns or panel.columns(comparison))
     ]
-    found = pd.DataFrame(rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_BEST])
-    if found.empty:
-        return found
-    found["p_holm"] = np.nan
-    for _, group in groups(found, SETTINGS):
-        found.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
-    found["beyond_noise"] = found["p_holm"] < LEVEL
-    return found
+    winners = pd.DataFrame(rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_BEST])
+    if winners.empty:
+        return winners
+    winners["p_holm"] = np.nan
+    for _, group in groups(winners, SETTINGS):
+        winners.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
+    winners["beyond_noise"] = winners["p_holm"] < LEVEL
+    return winners
 
 
-def wins(found: pd.DataFrame) -> pd.DataFrame:
+def wins(win_rows: pd.DataFrame) -> pd.DataFrame:
     """Per method: wins, wins beyond noise and shared first places, most wins first."""
-    alone = found[found["winners"].map(len) == 1]
+    alone = win_rows[win_rows["winners"].map(len) == 1]
     single = alone["winners"].map(lambda winners: winners[0])
-    shared = found.loc[found["winners"].map(len) > 1, "winners"].explode()
+    shared = win_rows.loc[win_rows["winners"].map(len) > 1, "winners"].explode()
     counts = pd.DataFrame(
         {
             "wins": single.value_counts(),
@@ -121,11 +121,11 @@ PAIR_COLUMNS = ("model", "pruned", "calibration", "column", "pairs", "score", "l
 
 def study_of_losses(study: Study) -> Study:
     """The study whose results and outcomes are the losses on right answers, of benchmarks that have them."""
-    known = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
-    samples = known.assign(outcome=known[METRIC])
-    found = samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
+    with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
+    samples = with_loss.assign(outcome=with_loss[METRIC])
+    summary = samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
     described = study.results.drop(columns=["metric", "score", "stderr", "n"])
-    results = described.merge(found, on=["cell", "benchmark"]).assign(metric=METRIC)
+    results = described.merge(summary, on=["cell", "benchmark"]).assign(metric=METRIC)
     results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[list(study.results.columns)]
     return replace(study, results=results, samples=samples)
 

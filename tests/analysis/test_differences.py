@@ -69,7 +69,7 @@ def test_chance_is_what_random_plans_come_to() -> None:
 
 def test_scores_are_paired_and_corrected(store: Path) -> None:
     sides = beside(side("man", store), side("seer", store))
-    assert sides.told == {"criterion": ("man", "seer")} and len(sides.pairs) == 2 and sides.alone == ((), ())
+    assert sides.differing == {"criterion": ("man", "seer")} and len(sides.pairs) == 2 and sides.alone == ((), ())
     table = score_table(sides, benchmarks=True, name="t").frame
     assert set(table["Criterion"]) == {"Unpruned", "MAN → SEER"}
     assert set(table.loc[table["Criterion"] == "Unpruned", "Verdict"]) == {"same"}

@@ -43,7 +43,11 @@ def test_ranks_are_those_of_the_table_and_friedman_is_scipys() -> None:
     assert list(found.ranks.index) == ["man", "reap", "ean", "random"] and list(found.ranks) == [1, 2, 3, 4]
     scores = comparison.columns.loc[list(panel.cells.values())].to_numpy()
     assert (found.statistic, found.p) == pytest.approx(tuple(friedmanchisquare(*scores)))
-    assert found.told and found.blocks == 6 and found.difference == pytest.approx(2.569 * np.sqrt(20 / 36), abs=1e-3)
+    assert (
+        found.significant
+        and found.blocks == 6
+        and found.difference == pytest.approx(2.569 * np.sqrt(20 / 36), abs=1e-3)
+    )
     # CD = 1.91: 1-2, 2-3 and 3-4 are not told apart, 1-3 are
     assert found.cliques() == [(0, 1), (1, 2), (2, 3)]
     assert list(found.p_to_best()[1:] < 0.05) == [False, True, True]
@@ -53,7 +57,7 @@ def test_nothing_is_told_where_friedman_finds_nothing() -> None:
     rows = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     tied = comparison_of([UNPRUNED, cell("man"), cell("reap"), cell("ean")], dict.fromkeys(SIX, rows))
     [found] = rank_tests.rank_tests(tied)
-    assert np.isnan(found.p) and not found.told and found.cliques() == [(0, 2)]
+    assert np.isnan(found.p) and not found.significant and found.cliques() == [(0, 2)]
     assert rank_test_table(study_of(tied), [tied], name="t").frame["Told from the best"].tolist() == [
         "best", "no", "no",
     ] * 2  # fmt: skip
