@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument("--kills", type=int, default=200, help="how many kills")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims of kills")
-    parser.add_argument("--scenes", nargs="+", choices=kills.SHARES, default=[*kills.SHARES], help="what is killed")
+    parser.add_argument("--scenarios", nargs="+", choices=kills.SHARES, default=[*kills.SHARES], help="what is killed")
     parser.add_argument("--processes", type=int, default=2, help="commands, or programs, at the same time")
     parser.add_argument("--out", type=Path, help="a JSON file for the table and everything that was not as expected")
     asked = parser.parse_args()
@@ -58,7 +58,7 @@ def table(parts: Mapping[str, Any]) -> str:
 
 
 def _kills(asked: argparse.Namespace) -> tuple[dict[str, int], list[str]]:
-    found = kills.killed(asked.kills, asked.seed, {name: kills.SHARES[name] for name in asked.scenes})
+    found = kills.killed(asked.kills, asked.seed, {name: kills.SHARES[name] for name in asked.scenarios})
     for name, count in sorted(found.kills.items()):
         print(f"  {count:4} {name}")
     kinds = Counter(kind for kind, _ in found.problems)

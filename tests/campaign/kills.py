@@ -57,7 +57,7 @@ SCENES: Mapping[str, list[str]] = {
 """Name -> the command that is killed. The steps of quick and slurm take no time; those of the others are real ones on
 the shipped model."""
 SHARES = {"quick": 0.6, "model": 0.15, "inline": 0.1, "slurm": 0.15}
-"""Scene -> its share of the kills."""
+"""Scenario -> its share of the kills."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Killed:
     """What came of the kills."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    """Scene, victim and signal -> how many processes, or groups, were sent it while they ran."""
+    """Scenario, victim and signal -> how many processes, or groups, were sent it while they ran."""
     problems: list[tuple[str, str]] = field(default_factory=list)
     """What is not as it must be: one of KINDS, and a sentence."""
     studies: int = 0
@@ -75,21 +75,21 @@ class Killed:
 KINDS = ("lost", "other result", "computed twice", "left behind", "orphan", "hang", "trace", "exit code")
 
 
-def killed(kills: int, seed: int, scenes: Mapping[str, float] = SHARES) -> Killed:
-    """Kill so often, split over `scenes` by their shares; where no Slurm is, its share goes to `quick`."""
+def killed(kills: int, seed: int, scenarios: Mapping[str, float] = SHARES) -> Killed:
+    """Kill so often, split over `scenarios` by their shares; where no Slurm is, its share goes to `quick`."""
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands, and theirs, ignore it
     draw, found = random.Random(seed), Killed()
-    shares = dict(scenes)
+    shares = dict(scenarios)
     if why_not() is not None:
         shares["quick"] = shares.get("quick", 0) + shares.pop("slurm", 0)
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # munge refuses a socket in a folder that others cannot enter
-        for scene, share in shares.items():
+        for scenario, share in shares.items():
             count = max(1, round(share / sum(shares.values()) * kills))
-            with _cluster(folder) if scene == "slurm" else nullcontext() as cluster:
-                _kill_often(Scene(scene, folder / scene, cluster), count, draw, found)
+            with _cluster(folder) if scenario == "slurm" else nullcontext() as cluster:
+                _kill_often(Scenario(scenario, folder / scenario, cluster), count, draw, found)
     return found
 
 
@@ -104,7 +104,7 @@ def _cluster(folder: Path) -> Iterator[Cluster]:
 
 
 @dataclass
-class Scene:
+class Scenario:
     """One command, as it is run in folders of its own."""
 
     name: str
@@ -116,15 +116,15 @@ class Scene:
         base = dict(self.cluster.environment if self.cluster else os.environ)
         base |= {"TMPDIR": str(place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if self.name in ("quick", "slurm"):
-            work = str(Path(__file__).parents[1] / "slurm" / "little_work")
+            work = str(Path(__file__).parents[1] / "slurm" / "instant_work")
             base["PYTHONPATH"] = os.pathsep.join(filter(None, [work, os.environ.get("PYTHONPATH", "")]))
-            base |= {"LITTLE_WORK": str(place / "little"), "LITTLE_PAUSE": "0.05"}
+            base |= {"INSTANT_WORK": str(place / "instant"), "INSTANT_PAUSE": "0.05"}
         return base
 
     def place(self, name: str) -> Path:
         """A new folder for one study."""
         place = self.folder / name
-        for folder in ("temporary", "little"):
+        for folder in ("temporary", "instant"):
             (place / folder).mkdir(parents=True)
         return place
 
@@ -151,7 +151,7 @@ class Scene:
 
     def begun(self, place: Path) -> Counter[str]:
         """Steps that were given to a process, and how often."""
-        notes = place / "little" / "begun"
+        notes = place / "instant" / "begun"
         if notes.exists():
             return Counter(line.split()[0] for line in notes.read_text().splitlines())
         return ran(place / "store")
@@ -166,19 +166,19 @@ class Scene:
         return found
 
 
-def _kill_often(scene: Scene, count: int, draw: random.Random, found: Killed) -> None:
+def _kill_often(scenario: Scenario, count: int, draw: random.Random, found: Killed) -> None:
     """Studies that are killed up to SERIES times each, until there were so many kills."""
-    reference = scene.place("undisturbed")
+    reference = scenario.place("undisturbed")
     start = time.monotonic()
-    run = scene.start(reference)
+    run = scenario.start(reference)
     if run.wait(2 * PATIENCE) != 0:
-        raise RuntimeError(f"{scene.name}: undisturbed it ends with {run.returncode}: {_printed(reference)}")
-    scene.settle(reference)
+        raise RuntimeError(f"{scenario.name}: undisturbed it ends with {run.returncode}: {_printed(reference)}")
+    scenario.settle(reference)
     usual = time.monotonic() - start
     expected, record = results(reference / "store"), _record(reference / "store")
-    while sum(number for name, number in found.kills.items() if name.startswith(f"{scene.name} ")) < count:
-        series = Series(scene, scene.place(f"study{found.studies}"), draw, found)
-        done = sum(number for name, number in found.kills.items() if name.startswith(f"{scene.name} "))
+    while sum(number for name, number in found.kills.items() if name.startswith(f"{scenario.name} ")) < count:
+        series = Series(scenario, scenario.place(f"study{found.studies}"), draw, found)
+        done = sum(number for name, number in found.kills.items() if name.startswith(f"{scenario.name} "))
         for _ in range(min(SERIES, count - done)):
             if series.kill(usual):
                 break
@@ -190,7 +190,7 @@ def _kill_often(scene: Scene, count: int, draw: random.Random, found: Killed) ->
 class Series:
     """One study that is killed again and again."""
 
-    scene: Scene
+    scenario: Scenario
     place: Path
     draw: random.Random
     found: Killed
@@ -199,14 +199,14 @@ class Series:
     """Steps that were finished at some time: folder -> its inode."""
 
     def problem(self, kind: str, sentence: str) -> None:
-        told = f"{self.scene.name} [{'; '.join(self.history)}]: {sentence}"
+        told = f"{self.scenario.name} [{'; '.join(self.history)}]: {sentence}"
         self.found.problems.append((kind, told))
         print(f"{kind}: {told}", flush=True)
 
     def kill(self, usual: float) -> bool:
         """Start the command and kill something of it within its usual time; whether it ended before that."""
-        begun, before = self.scene.begun(self.place), set(self.published)
-        run = self.scene.start(self.place)
+        begun, before = self.scenario.begun(self.place), set(self.published)
+        run = self.scenario.start(self.place)
         victim, number = self.draw.choice(VICTIMS), self.draw.choice(SIGNALS)
         moment = self.draw.uniform(0, usual)
         try:
@@ -219,23 +219,23 @@ class Series:
         return code == 0
 
     def _send(self, run: subprocess.Popen[str], victim: str, number: signal.Signals, moment: float) -> None:
-        workers = [process for process in self.scene.running(self.place) if process.pid != run.pid]
+        workers = [process for process in self.scenario.running(self.place) if process.pid != run.pid]
         if victim == "worker" and not workers:
             victim = "parent"
         with suppress(ProcessLookupError, psutil.Error):
             if victim == "worker":
                 self.draw.choice(workers).send_signal(number)
-            elif victim == "group" and self.scene.cluster is not None and workers:
+            elif victim == "group" and self.scenario.cluster is not None and workers:
                 os.killpg(os.getpgid(self.draw.choice(workers).pid), number)
             else:
                 (os.killpg if victim == "group" else os.kill)(run.pid, number)
-            self.found.kills[f"{self.scene.name} {victim} {number.name}"] += 1
+            self.found.kills[f"{self.scenario.name} {victim} {number.name}"] += 1
             self.history.append(f"{victim} {number.name} after {moment:.2f} s")
 
     def _wait(self, run: subprocess.Popen[str], *, stopped: bool) -> int:
         """Its exit code. One that was stopped must end soon; one whose worker was, goes on with the others."""
         try:
-            return run.wait(GRACE + PATIENCE * (not stopped or self.scene.cluster is not None))
+            return run.wait(GRACE + PATIENCE * (not stopped or self.scenario.cluster is not None))
         except subprocess.TimeoutExpired:
             self.problem("hang", f"it goes on: {_printed(self.place)}")
             os.killpg(run.pid, signal.SIGKILL)
@@ -244,7 +244,7 @@ class Series:
     def _check_orphans(self, run: subprocess.Popen[str], victim: str) -> None:
         """Nothing that the command started is left; jobs of a cluster may go on, which is what they are for."""
         deadline = time.monotonic() + GRACE
-        while self.scene.cluster is None and (left := self.scene.running(self.place)):
+        while self.scenario.cluster is None and (left := self.scenario.running(self.place)):
             if time.monotonic() > deadline:
                 self.problem("orphan", f"{victim}: {[' '.join(process.cmdline()) for process in left]}")
                 for process in left:
@@ -256,7 +256,7 @@ class Series:
     def _check_finished(self, begun: Counter[str], before: set[str]) -> None:
         """What was finished before the run was neither given to a process again nor replaced, and is still there."""
         store = self.place / "store"
-        again = {step for step in before if self.scene.begun(self.place)[step] > begun[step]}
+        again = {step for step in before if self.scenario.begun(self.place)[step] > begun[step]}
         folders = [file.parent for file in store.glob("[!.]*/[!.]*/manifest.json")]
         now = {str(folder.relative_to(store)): folder.stat().st_ino for folder in folders}
         again |= {step for step, inode in self.published.items() if now.get(step, inode) != inode}
@@ -268,12 +268,12 @@ class Series:
 
     def end(self, expected: dict[str, bytes], record: Any) -> None:
         """Run the command to its end and compare."""
-        self.scene.settle(self.place)
-        begun, before = self.scene.begun(self.place), set(self.published)
-        run = self.scene.start(self.place)
+        self.scenario.settle(self.place)
+        begun, before = self.scenario.begun(self.place), set(self.published)
+        run = self.scenario.start(self.place)
         if code := self._wait(run, stopped=False):
             self.problem("exit code", f"in the end it is {code}: {_printed(self.place)}")
-        self.scene.settle(self.place)
+        self.scenario.settle(self.place)
         self._check_orphans(run, "end")
         self._check_finished(begun, before)
         store = self.place / "store"
@@ -294,7 +294,7 @@ class Series:
 
     def _check_folders(self, store: Path) -> None:
         """No temporary file or folder is left, nor what only unfinished or failed steps leave."""
-        usual = {path.name for path in (self.scene.folder / "undisturbed" / "temporary").iterdir()}  # torch's cache
+        usual = {path.name for path in (self.scenario.folder / "undisturbed" / "temporary").iterdir()}  # torch's cache
         left = [path for path in store.rglob(".*") if not path.name.startswith((".made_from", ".submission_file_"))]
         left += [path for name in ("partial", "failed", "damaged") for path in (store / name).glob("*")]
         left += [path for path in (self.place / "temporary").iterdir() if path.name not in usual]

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
-from miniature import problem, write_lines
+from harness_files import problem, write_lines
 
 from moe_lab.evaluation.harnesses.evalplus import run_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from miniature import write_lines
+from harness_files import write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation.mirror.make import benchmarks, make

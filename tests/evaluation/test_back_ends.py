@@ -20,7 +20,7 @@ from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 
 COMMANDS = {
-    "stand-in": f"{sys.executable} {Path(__file__).with_name('stand_in.py')} {{checkpoint}} {{port}}",
+    "stand-in": f"{sys.executable} {Path(__file__).with_name('fake_server.py')} {{checkpoint}} {{port}}",
     "transformers": "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32",
 }
 TEMPLATE = "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -12,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from evalplus.provider.utility import EOS
-from miniature import problem, write_lines
+from harness_files import problem, write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError

@@ -18,9 +18,9 @@ from types import ModuleType
 import psutil
 import pyarrow.parquet as parquet
 import pytest
+from harness_files import problem, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miniature import problem, write_lines
 from processes import is_running, until
 
 from benchmarks.grading import canonical, count, raising, wrong_at_last
@@ -74,7 +74,7 @@ def test_published_problems_are_passed_by_their_own_solutions_alone(
         assert (found.base, found.plus) == wanted, program
 
 
-def miniature_mirror(folder: Path) -> BenchmarkConfig:
+def small_mirror(folder: Path) -> BenchmarkConfig:
     (benchmark,) = benchmarks(["humaneval"], str(folder))
     rows = [problem(number, f"f{number}", "return x + 1", [[1]], [[2], [3]]) for number in range(3)]
     benchmark = replace(benchmark, expected=3)
@@ -83,7 +83,7 @@ def miniature_mirror(folder: Path) -> BenchmarkConfig:
 
 
 def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
-    benchmark = miniature_mirror(tmp_path)
+    benchmark = small_mirror(tmp_path)
     begin = 'def f0(x):\n    """What it does."""'
     first, *others = ask(benchmark)
     instruction = (
@@ -124,7 +124,7 @@ class Canned:
 
 def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    benchmark, out = miniature_mirror(tmp_path), tmp_path / "out"
+    benchmark, out = small_mirror(tmp_path), tmp_path / "out"
     run.generate(Canned(), benchmark, out, tmp_path / "partial.jsonl")
     answers = generation.read(out / run.ANSWERS)
     assert [answer.output for answer in answers] == SAID

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import evalscope_miniatures as miniatures
+import evalscope_files
 import pytest
 from processes import is_running, until
 
@@ -109,14 +109,14 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
 def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_nor_cheat(tmp_path: Path) -> None:
     if namespaces_missing():
         pytest.skip(f"no namespaces: {namespaces_missing()}")
-    benchmark = miniatures.benchmark("live_code_bench", tmp_path, expected=len(CASES))
+    benchmark = evalscope_files.benchmark("live_code_bench", tmp_path, expected=len(CASES))
     days = ["2025-01-01T00:00:00", *["2025-02-02T10:30:00"] * (len(CASES) - 2), "2025-04-30T23:59:00"]
-    outside = [miniatures.problem(97, "2024-12-31T23:59:59"), miniatures.problem(98, "2025-05-01T00:00:00")]
+    outside = [evalscope_files.problem(97, "2024-12-31T23:59:59"), evalscope_files.problem(98, "2025-05-01T00:00:00")]
     asked = [
-        miniatures.problem(number, day, function=function)
+        evalscope_files.problem(number, day, function=function)
         for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
     ]
-    miniatures.write(replace(benchmark, expected=None), {"test": [outside[0], *asked, outside[1]]})
+    evalscope_files.write(replace(benchmark, expected=None), {"test": [outside[0], *asked, outside[1]]})
     wall = pytest.MonkeyPatch()
     wall.setattr(mirror, "expected_rows", lambda of: None)  # the harness chooses among the rows
     try:
@@ -153,8 +153,8 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
 @needs_evalscope
 @pytest.mark.slow
 def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path: Path) -> None:
-    benchmark = miniatures.benchmark("live_code_bench", tmp_path, expected=3)
-    miniatures.write(benchmark, {"test": [miniatures.problem(n, "2025-02-02T10:30:00") for n in range(3)]})
+    benchmark = evalscope_files.benchmark("live_code_bench", tmp_path, expected=3)
+    evalscope_files.write(benchmark, {"test": [evalscope_files.problem(n, "2025-02-02T10:30:00") for n in range(3)]})
     parrot = Parrot([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
     run.evaluate(parrot, benchmark, tmp_path / "out", policy=replace(ALLOWED, sandbox="none"))
     assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [0.0, 1.0, 1.0]
@@ -164,9 +164,9 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path:
 def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -> None:
     questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
     answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else
-    benchmark = miniatures.benchmark("gsm8k", tmp_path, expected=4)
+    benchmark = evalscope_files.benchmark("gsm8k", tmp_path, expected=4)
     rows = [{"question": q, "answer": f"Thus.\n#### {a}"} for q, a in zip(questions, answers, strict=True)]
-    miniatures.write(benchmark, {"test": rows})
+    evalscope_files.write(benchmark, {"test": rows})
     beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
     beside.write_text("{}")
     parrot = Parrot(
@@ -264,8 +264,8 @@ def test_the_process_needs_nothing_of_this_environment(tmp_path: Path) -> None:
 
 def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    benchmark = miniatures.benchmark("gsm8k", tmp_path, python=str(python))
-    miniatures.write(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
+    benchmark = evalscope_files.benchmark("gsm8k", tmp_path, python=str(python))
+    evalscope_files.write(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
     python.write_text('#!/bin/sh\necho \'{"error": "its tests are pickled"}\' > "$5"\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match=r"^benchmark gsm8k: its tests are pickled$"):
@@ -304,8 +304,8 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
 
 
 def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = miniatures.benchmark("live_code_bench", tmp_path, python=sys.executable)
-    miniatures.write(code, {"test": [miniatures.problem(1, "2025-01-01T00:00:00")]})
+    code = evalscope_files.benchmark("live_code_bench", tmp_path, python=sys.executable)
+    evalscope_files.write(code, {"test": [evalscope_files.problem(1, "2025-01-01T00:00:00")]})
     file = mirror.subsets(code)["default"]["test"][0]
     said = suite.preflight([code], Policy(allow_code_execution=True))
     assert f"interpreters.evalscope={sys.executable} has no EvalScope: run make evalscope, or name another" in said
@@ -367,8 +367,8 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None:
     changes, rows = OTHERS[task]
-    benchmark = miniatures.benchmark(task, tmp_path, **changes)
-    miniatures.write(benchmark, {str(benchmark.split): rows})
+    benchmark = evalscope_files.benchmark(task, tmp_path, **changes)
+    evalscope_files.write(benchmark, {str(benchmark.split): rows})
     questions = evalscope.ask(benchmark)
     content = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
     letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from miniature import problem, write_lines
+from harness_files import problem, write_lines
 
 from moe_lab.evaluation.harnesses.evalplus import run_grader as grade
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from harness_files import write_lines
 from lm_eval import evaluator
-from miniature import write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError

@@ -19,7 +19,7 @@ import huggingface_hub
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from miniature import write_lines
+from harness_files import write_lines
 from mirrors import BOOLQ, RTE, mirrored, subject_rows
 
 from moe_lab.config import BenchmarkConfig

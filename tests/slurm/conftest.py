@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, why_not
-from little import Little
+from instant_studies import InstantStudies
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +36,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def little(cluster: Cluster, tmp_path: Path) -> Iterator[Little]:
+def instant(cluster: Cluster, tmp_path: Path) -> Iterator[InstantStudies]:
     """An empty store; afterwards nothing of it is in the queue and the node is idle, whatever became of the test."""
-    yield (own := Little(cluster, tmp_path))
+    yield (own := InstantStudies(cluster, tmp_path))
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
     own.end()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 from cluster import LONG, until
-from little import WORDS, Little
+from instant_studies import WORDS, InstantStudies
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_jobs_of_hydras_own_launcher_share_steps(little: Little) -> None:
+def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
     own = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
-    little.hold("model")
-    run = little.type(*own, *WORDS, *words)
-    until(lambda: len(little.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2, LONG, "no two jobs run")
-    little.release()
+    instant.hold("model")
+    run = instant.type(*own, *WORDS, *words)
+    until(lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2, LONG, "no two jobs run")
+    instant.release()
     printed, errors = run.communicate(timeout=LONG)
     assert run.returncode == 0, printed + errors
-    assert little.done_once() == {"model": 1, "scores": 1, "plan": 2, "cost": 3}
-    assert len(little.record("both")["cells"]) == 3
+    assert instant.done_once() == {"model": 1, "scores": 1, "plan": 2, "cost": 3}
+    assert len(instant.record("both")["cells"]) == 3

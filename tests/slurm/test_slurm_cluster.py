@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from cluster import LONG, Cluster
-from little import Little
-from scenes import (
+from instant_studies import InstantStudies
+from scenarios import (
     SLURM,
     STEPS,
     Limited,
@@ -43,7 +43,7 @@ SCENES = ("limited", "overlapping", "agnostic", "one_process", "interrupted", "p
 
 @pytest.fixture(scope="module", autouse=True)
 def all_at_once(request: pytest.FixtureRequest) -> None:
-    """Start the scenes that tests to come want."""
+    """Start the scenarios that tests to come want."""
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     for name in SCENES:
         if name in wanted:
@@ -58,20 +58,20 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all scenes have their stores."""
-    return tmp_path_factory.mktemp("scenes")
+    """Where all scenarios have their stores."""
+    return tmp_path_factory.mktemp("scenarios")
 
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Iterator[Future[Limited]]:
-    yield pool.submit((scene := Limited(Little(cluster, folder / "limited"))).play)
-    scene.little.end()
+    yield pool.submit((scenario := Limited(InstantStudies(cluster, folder / "limited"))).play)
+    scenario.instant.end()
 
 
 @pytest.fixture(scope="module")
 def overlapping(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Iterator[Future[Overlapping]]:
-    yield pool.submit((scene := Overlapping(Little(cluster, folder / "overlapping"))).play)
-    scene.little.end()
+    yield pool.submit((scenario := Overlapping(InstantStudies(cluster, folder / "overlapping"))).play)
+    scenario.instant.end()
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +96,17 @@ def planted(cluster: Cluster, pool: ThreadPoolExecutor, folder: Path) -> Future[
 
 def test_overlapping_studies_do_shared_steps_once(overlapping: Future[Overlapping]) -> None:
     played = overlapping.result()
-    little = played.little
-    assert little.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
+    instant = played.instant
+    assert instant.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
     assert sum(text.count("plan: 3 jobs, 3 steps") for text in played.printed) >= 2, "MaxArraySize is 3"
-    wide, broken = (little.record(name) for name in ("wide", "broken"))
+    wide, broken = (instant.record(name) for name in ("wide", "broken"))
     assert len(wide["cells"]) == 5 and all(cell["cost"] for cell in wide["cells"])
     there = Counter((cell["cell"]["criterion"], cell["cost"] is not None) for cell in broken["cells"])
     assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
 
 
 def test_a_mistake_is_told_where_it_happened(overlapping: Future[Overlapping]) -> None:
-    store = overlapping.result().little.store
+    store = overlapping.result().instant.store
     why = asked(store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
     assert "broken on purpose" in asked(store, "logs", "weights/")
@@ -149,12 +149,12 @@ def test_an_interrupted_pass_goes_on_where_it_was(
 def test_a_time_limit_interrupts_and_requeues_so_often(limited: Future[Limited]) -> None:
     """A step goes on inside where its time ended; after max_requeues the next command takes it up."""
     played = limited.result()
-    log = played.little.log("limited", played.first["cost"])
+    log = played.instant.log("limited", played.first["cost"])
     assert played.restarted["Restarts"] == played.ended["Restarts"] == "1"
     assert "this job is timed-out" in log and "Job not requeued" in log
     assert "failed; the same command" in played.why
     assert set(played.again) == {"cost", "evaluate", "record"}
-    assert played.little.done_once() == STEPS and len(played.little.begun("cost")) == 5
+    assert played.instant.done_once() == STEPS and len(played.instant.begun("cost")) == 5
 
 
 def test_no_file_of_submitted_jobs_has_a_secret(

@@ -8,85 +8,85 @@ import signal
 
 import pytest
 from cluster import LONG, until
-from little import Little
-from scenes import STEPS, TWO
+from instant_studies import InstantStudies
+from scenarios import STEPS, TWO
 from studies import asked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_the_same_command_survives_what_clusters_do(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_command_survives_what_clusters_do(instant: InstantStudies, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each blow the same command goes on; in the end every part of every step was done, and none twice."""
-    one_job_or_step_is_cancelled(little)
-    a_worker_is_killed_and_all_is_cancelled(little)
-    run = little.start(TWO, "study=little", "wait=true")
-    begun = len(little.begun("cost"))
-    little.hold("cost")
-    little.wait_for("cost", begun + 1)
-    (job,) = little.cluster.ask("squeue", "-h", "-t", "R", "-n", "little.cost", "-o", "%i").split()
-    a_job_is_requeued_and_the_controller_restarted(little, job, begun + 2, monkeypatch)
-    the_node_is_drained_and_lost(little, job)
+    one_job_or_step_is_cancelled(instant)
+    a_worker_is_killed_and_all_is_cancelled(instant)
+    run = instant.start(TWO, "study=instant", "wait=true")
+    begun = len(instant.begun("cost"))
+    instant.hold("cost")
+    instant.wait_for("cost", begun + 1)
+    (job,) = instant.cluster.ask("squeue", "-h", "-t", "R", "-n", "instant.cost", "-o", "%i").split()
+    a_job_is_requeued_and_the_controller_restarted(instant, job, begun + 2, monkeypatch)
+    the_node_is_drained_and_lost(instant, job)
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 0, errors
-    assert little.done_once() == STEPS
-    assert "all 7 steps are done" in asked(little.store, "why", "little")
+    assert instant.done_once() == STEPS
+    assert "all 7 steps are done" in asked(instant.store, "why", "instant")
 
 
-def one_job_or_step_is_cancelled(little: Little) -> None:
+def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:
     """wait=true ends when all jobs have, and says what is missing."""
-    little.hold("scores", "cost")
-    run = little.start(TWO, "study=little", "wait=true")
+    instant.hold("scores", "cost")
+    run = instant.start(TWO, "study=instant", "wait=true")
     for kind in ("scores", "cost"):
-        little.wait_for(kind)
-    until(lambda: "little.record" in little.cluster.ask("squeue", "-h", "-o", "%j"), LONG, "not all is submitted")
-    assert little.submit(TWO, "study=little") == {}, "what is in the queue is not submitted again"
+        instant.wait_for(kind)
+    until(lambda: "instant.record" in instant.cluster.ask("squeue", "-h", "-o", "%j"), LONG, "not all is submitted")
+    assert instant.submit(TWO, "study=instant") == {}, "what is in the queue is not submitted again"
     first, second = random.sample(["scores", "cost"], 2)
-    (job,) = little.cluster.ask("squeue", "-h", "-n", f"little.{first}", "-o", "%i").split()
-    little.cluster.ask("scancel", job)
-    until(lambda: little.cluster.job(job)["JobState"] == "CANCELLED", LONG, "it is not cancelled")
-    assert "cancelled; the same command" in asked(little.store, "why", f"{first}/")
-    assert little.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [f"little.{second}"]
-    assert "cancelled 1 jobs" in asked(little.store, "cancel", f"{second}/")
+    (job,) = instant.cluster.ask("squeue", "-h", "-n", f"instant.{first}", "-o", "%i").split()
+    instant.cluster.ask("scancel", job)
+    until(lambda: instant.cluster.job(job)["JobState"] == "CANCELLED", LONG, "it is not cancelled")
+    assert "cancelled; the same command" in asked(instant.store, "why", f"{first}/")
+    assert instant.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [f"instant.{second}"]
+    assert "cancelled 1 jobs" in asked(instant.store, "cancel", f"{second}/")
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 1 and "the same command goes on from here" in errors, errors
 
 
-def a_worker_is_killed_and_all_is_cancelled(little: Little) -> None:
+def a_worker_is_killed_and_all_is_cancelled(instant: InstantStudies) -> None:
     """The other steps of the job are done, by another worker."""
-    little.release()
-    little.hold("plan", "cost")
-    little.submit(TWO, "study=little")
-    os.kill(little.wait_for("plan"), signal.SIGKILL)
-    little.wait_for("plan", 2)
-    assert len({step for step, _ in little.lines("begun") if step.startswith("plan/")}) == 2
-    little.wait_for("cost", 2)
-    assert "cancelled 4 jobs" in asked(little.store, "cancel", "little")
-    little.wait_for_the_end()
-    little.release()
+    instant.release()
+    instant.hold("plan", "cost")
+    instant.submit(TWO, "study=instant")
+    os.kill(instant.wait_for("plan"), signal.SIGKILL)
+    instant.wait_for("plan", 2)
+    assert len({step for step, _ in instant.lines("begun") if step.startswith("plan/")}) == 2
+    instant.wait_for("cost", 2)
+    assert "cancelled 4 jobs" in asked(instant.store, "cancel", "instant")
+    instant.wait_for_the_end()
+    instant.release()
 
 
 def a_job_is_requeued_and_the_controller_restarted(
-    little: Little, job: str, times: int, monkeypatch: pytest.MonkeyPatch
+    instant: InstantStudies, job: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the controller is away the store is asked all the same."""
-    cluster = little.cluster
+    cluster = instant.cluster
     cluster.ask("scontrol", "requeue", job)
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
     cluster.end("slurmctld")
     with monkeypatch.context() as patched:
         patched.setenv("SLURM_CONF", str(cluster.impatient))
-        assert "does not answer" in asked(little.store, "status", "little")
+        assert "does not answer" in asked(instant.store, "status", "instant")
     cluster.launch("slurmctld", "-D")
-    little.wait_for("cost", times)
+    instant.wait_for("cost", times)
 
 
-def the_node_is_drained_and_lost(little: Little, job: str) -> None:
+def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     """What runs on a drained node goes on there, what waits is started when it is back; a lost node's job again."""
-    cluster, node = little.cluster, f"nodename={little.cluster.host}"
+    cluster, node = instant.cluster, f"nodename={instant.cluster.host}"
     cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
     assert "drain" in cluster.ask("sinfo", "-h", "-o", "%T") and cluster.job(job)["JobState"] == "RUNNING"
     cluster.ask("scontrol", "update", node, "state=down", "reason=test")
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
-    assert "is PENDING (" in asked(little.store, "why", "little")
-    little.release()
+    assert "is PENDING (" in asked(instant.store, "why", "instant")
+    instant.release()
     cluster.ask("scontrol", "update", node, "state=resume")

@@ -12,7 +12,7 @@ from typing import Any
 
 import preloaded
 from cluster import LONG, Cluster, until
-from little import Little
+from instant_studies import InstantStudies
 from studies import asked, command, jobs, moe_lab
 
 from moe_lab.statistics.file import header
@@ -125,7 +125,7 @@ def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
 class Limited:
     """A job whose time is over twice, where one requeue is allowed, and the same command afterwards."""
 
-    little: Little
+    instant: InstantStudies
     first: dict[str, str] = field(default_factory=dict)
     again: dict[str, str] = field(default_factory=dict)
     restarted: dict[str, Any] = field(default_factory=dict)
@@ -138,24 +138,24 @@ class Limited:
         Slurm looks twice a minute, and a job that is past its limit when Slurm looks is killed without the signal: the
         new limit leaves one to two minutes, however long the job took to begin.
         """
-        little, cluster = self.little, self.little.cluster
+        instant, cluster = self.instant, self.instant.cluster
         words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
         words += ["+resources.jobs={cost: {minutes: 10}}"]
-        little.hold("cost")
-        self.first = little.submit(*words)
+        instant.hold("cost")
+        self.first = instant.submit(*words)
         job = self.first["cost"]
-        little.wait_for("cost")
+        instant.wait_for("cost")
         cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
-        little.wait_for("cost", 2)
+        instant.wait_for("cost", 2)
         self.restarted = dict(cluster.job(job))
         cluster.ask("scancel", "--signal=USR2", job)
         until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
         self.ended = dict(cluster.job(job))
-        self.why = asked(little.store, "why", "limited")
-        little.release()
-        little.wait_for_the_end()
-        self.again = little.submit(*words)
-        little.wait_for_the_end()
+        self.why = asked(instant.store, "why", "limited")
+        instant.release()
+        instant.wait_for_the_end()
+        self.again = instant.submit(*words)
+        instant.wait_for_the_end()
         return self
 
 
@@ -163,23 +163,23 @@ class Limited:
 class Overlapping:
     """Two studies that share steps, in one of which a criterion's input cannot be had."""
 
-    little: Little
+    instant: InstantStudies
     printed: list[str] = field(default_factory=list)
 
     def play(self) -> Overlapping:
         """Both are submitted before any step is done."""
-        little = self.little
-        little.hold("model")
-        (little.folder / "break-weights").touch()
+        instant = self.instant
+        instant.hold("model")
+        (instant.folder / "break-weights").touch()
         words = {
             "wide": ["grid.ratio=[0.1,0.2,0.3,0.4]"],
             "broken": ["grid.ratio=[0.2,0.3,0.4,0.5]", "grid.criterion=[random,magnitude]"],
         }
-        runs = [little.start(*more, f"study={name}", "launcher.steps_per_job=1") for name, more in words.items()]
+        runs = [instant.start(*more, f"study={name}", "launcher.steps_per_job=1") for name, more in words.items()]
         for run in runs:
             printed, errors = run.communicate(timeout=LONG)
             assert run.returncode == 0, errors
             self.printed.append(printed)
-        little.release()
-        little.wait_for_the_end()
+        instant.release()
+        instant.wait_for_the_end()
         return self

@@ -1,4 +1,4 @@
-"""Studies whose steps take no time, on a real cluster: see little_work."""
+"""Studies whose steps take no time, on a real cluster: see instant_work."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ LONG = 500
 """Seconds after which a test gives up on a job; on a quiet machine it takes two."""
 
 
-class Little:
+class InstantStudies:
     """A store with studies in it, and the folder that steers and counts their steps."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
-        self.store, self.folder = folder / "store", folder / "little"
+        self.store, self.folder = folder / "store", folder / "instant"
         self.folder.mkdir(parents=True)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        path = [str(Path(__file__).parent / "little_work"), os.environ.get("PYTHONPATH", "")]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "LITTLE_WORK": str(self.folder)}
+        path = [str(Path(__file__).parent / "instant_work"), os.environ.get("PYTHONPATH", "")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "INSTANT_WORK": str(self.folder)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Type a command that submits jobs."""
@@ -86,7 +86,7 @@ class Little:
         assert set(self.parts.values()) == {1}, self.parts
         steps = [step for step, part in self.parts]
         assert set(Counter(steps).values()) == {2}
-        assert {str(path.parent.relative_to(self.store)) for path in self.store.glob("*/*/little.txt")} == set(steps)
+        assert {str(path.parent.relative_to(self.store)) for path in self.store.glob("*/*/instant.txt")} == set(steps)
         return Counter(step.partition("/")[0] for step in set(steps))
 
     def record(self, study: str) -> dict[str, Any]:

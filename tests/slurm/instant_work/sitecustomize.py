@@ -1,8 +1,8 @@
 """With this folder on its path, Python does steps that only count and wait: for tests of what the scheduler does.
 
-Every step has PARTS parts, and saves after each. In the folder that LITTLE_WORK names, a file `hold-KIND` stops steps
+Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file `hold-KIND` stops steps
 of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
-part that was done, `begun` one for every start of a step, with the process that does it. Each part takes LITTLE_PAUSE
+part that was done, `begun` one for every start of a step, with the process that does it. Each part takes INSTANT_PAUSE
 seconds, 0 by default.
 """
 
@@ -17,9 +17,9 @@ from moe_lab.study.steps import KINDS
 PARTS = 2
 
 
-def little(job: Job) -> None:
+def instant(job: Job) -> None:
     """Do the parts that are not saved yet, then leave a result that depends on the settings alone."""
-    folder, partial = Path(os.environ["LITTLE_WORK"]), Path(job.partial)
+    folder, partial = Path(os.environ["INSTANT_WORK"]), Path(job.partial)
     partial.mkdir(parents=True, exist_ok=True)
     saved = partial / "saved"
     _note(folder / "begun", f"{job.name} {os.getpid()}")
@@ -28,10 +28,10 @@ def little(job: Job) -> None:
             time.sleep(0.02)
         if (folder / f"break-{job.kind}").exists():
             raise ValueError("broken on purpose")
-        time.sleep(float(os.environ.get("LITTLE_PAUSE", "0")))
+        time.sleep(float(os.environ.get("INSTANT_PAUSE", "0")))
         _note(folder / "parts", f"{job.name} {part}")
         saved.write_text(str(part + 1))
-    job.output("little.txt").write_text(f"{job.name} {sorted(job.settings)}")
+    job.output("instant.txt").write_text(f"{job.name} {sorted(job.settings)}")
 
 
 def _note(file: Path, line: str) -> None:
@@ -39,4 +39,4 @@ def _note(file: Path, line: str) -> None:
         notes.write(line + "\n")
 
 
-KINDS.update({name: replace(kind, work=little) for name, kind in KINDS.items()})
+KINDS.update({name: replace(kind, work=instant) for name, kind in KINDS.items()})

@@ -1,4 +1,4 @@
-"""`transformers serve` without its web framework: stand_in.py CHECKPOINT PORT.
+"""`transformers serve` without its web framework: fake_server.py CHECKPOINT PORT.
 
 Loads, sets, generates and decodes with the server's own functions; only HTTP, and the few lines of its handler of
 /v1/completions, are of another make. For machines that lack fastapi and uvicorn.
