@@ -70,7 +70,7 @@ class Results:
 
     @cached_property
     def decided_pairs(self) -> pd.DataFrame:
-        """Pairs of criteria that are told apart, by scores and by answer losses: see `answer_losses.decided_pairs`."""
+        """Pairs of criteria that are told apart, by scores and by answer losses: see `winners.decided_pairs`."""
         return winners.decided_pairs(self.comparisons, self.by_answer_loss.comparisons)
 
     @cached_property

@@ -66,22 +66,22 @@ class Study:
 
     @cached_property
     def costs(self) -> pd.DataFrame:
-        """cell, bits, parameters, parameters_kept, routed_kept, storage_bytes, ...: see `artefacts.costs`."""
+        """cell, bits, parameters, parameters_kept, routed_kept, storage_bytes, ...: see `plans.costs`."""
         return plans.costs(self.cells, self.reader)
 
     @cached_property
     def kept(self) -> pd.DataFrame:
-        """cell, layer, expert, share of its channels, null: see `artefacts.kept`."""
+        """cell, layer, expert, share of its channels, null: see `plans.kept`."""
         return plans.kept(self.cells, self.reader)
 
     @cached_property
     def profiles(self) -> pd.DataFrame:
-        """cell, layer, variance, router_entropy, ...: see `artefacts.profiles`."""
+        """cell, layer, variance, router_entropy, ...: see `plans.profiles`."""
         return plans.profiles(self.cells, self.reader)
 
     @cached_property
     def timings(self) -> pd.DataFrame:
-        """cell, batch_size, prompt_length, ..., prefill_seconds, ..., device, ...: see `artefacts.timings`."""
+        """cell, batch_size, prompt_length, ..., prefill_seconds, ..., device, ...: see `plans.timings`."""
         return plans.timings(self.cells, self.reader)
 
     @cached_property
@@ -127,12 +127,12 @@ class Study:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """cell, generation, schedule, origin, fitness, ...: see `artefacts.history`."""
+        """cell, generation, schedule, origin, fitness, ...: see `plans.history`."""
         return plans.history(self.cells, self.reader)
 
     @cached_property
     def searches(self) -> pd.DataFrame:
-        """cell, layers, best, best_fitness, uniform_fitness, seconds, ...: see `artefacts.searches`."""
+        """cell, layers, best, best_fitness, uniform_fitness, seconds, ...: see `plans.searches`."""
         return plans.searches(self.cells, self.reader)
 
 
