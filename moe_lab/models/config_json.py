@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -34,10 +35,20 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
     fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
-    stated = {fact: next((text[name] for name in names if name in text), None) for fact, names in fields.items()}
-    stated["top_k"] = settings.top_k or stated["top_k"]
-    numbers = {fact: value for fact, value in stated.items() if isinstance(value, int)}
+    numbers = _numbers(text, fields)
+    if settings.top_k:
+        numbers["top_k"] = settings.top_k
     return numbers if {"n_experts", "top_k"} <= set(numbers) else None
+
+
+def _numbers(text: Mapping[str, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Name -> whole number in the first of its fields that config.json has."""
+    numbers = {}
+    for name, alternatives in fields.items():
+        stated = next((text[field] for field in alternatives if field in text), None)
+        if isinstance(stated, int):
+            numbers[name] = stated
+    return numbers
 
 
 def has_uneven_layers(settings: ModelConfig) -> bool:
@@ -88,8 +99,7 @@ def check_expected(settings: ModelConfig) -> None:
     if settings.expected is not None and (folder / "config.json").is_file():
         config = read_json(folder / "config.json")
         text = config.get("text_config", config)
-        stated = {name: next((text[of] for of in fields if of in text), None) for name, fields in FIELDS.items()}
-        compare({name: value for name, value in stated.items() if isinstance(value, int)}, settings)
+        compare(_numbers(text, FIELDS), settings)
 
 
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:

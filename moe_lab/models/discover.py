@@ -139,7 +139,8 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         raise refuse("is not in a numbered decoder layer")
     widths, hidden = _shape(experts, refuse)
     n_experts = len(widths)
-    routers = [child for child in (getattr(block, word, None) for word in ROUTERS) if isinstance(child, nn.Module)]
+    candidates = [getattr(block, word, None) for word in ROUTERS]
+    routers = [child for child in candidates if isinstance(child, nn.Module)]
     if len(routers) != 1:
         raise refuse(f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}")
     router = routers[0]

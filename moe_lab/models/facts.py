@@ -98,17 +98,19 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     compare(asdict(shape), settings)
     set_top_k(model, settings.top_k)
     layers = routed_layers(model)
+    moe: dict[int, str] = {}
+    routing: list[str] = []
+    for layer, rule in zip(layers, _gate_rules(layers), strict=True):
+        moe[layer.index] = f"{_experts_in_words(layer)}; {rule}"
+        routing += _routing_names(layer)
     return {
         "model_type": model.config.model_type,
         "layers": model.config.get_text_config().num_hidden_layers,
-        "moe": {
-            layer.index: f"{_experts_in_words(layer)}; {rule}"
-            for layer, rule in zip(layers, _gate_rules(layers), strict=True)
-        },
+        "moe": moe,
         "parameters": _parameters_by_part(model, layers),
         "shape": shape,
         "moe_layers": layers,
-        "routing": [name for layer in layers for name in _routing_names(layer)],
+        "routing": routing,
     }
 
 
@@ -186,14 +188,14 @@ def _route(router: Any, hidden: torch.Tensor, passed: list[torch.Tensor]) -> tup
 
 def _logits(layer: MoELayer, router: Any, hidden: torch.Tensor) -> torch.Tensor:
     """What the router's linear map gives, (T, E)."""
-    named = dict(router.named_parameters())
+    parameters = dict(router.named_parameters())
     paths = {id(module): path for path, module in layer.router.named_modules()}
-    own = {
-        part.name: named[f"{paths[id(part.module)]}.{part.name}".lstrip(".")]
-        for part in layer.routing
-        if part.name in ("weight", "bias") and part.module is not layer.block
-    }
-    return torch.nn.functional.linear(hidden, own["weight"], own.get("bias")).double()
+    linear = {}
+    for part in layer.routing:
+        if part.name in ("weight", "bias") and part.module is not layer.block:
+            path = f"{paths[id(part.module)]}.{part.name}"
+            linear[part.name] = parameters[path.lstrip(".")]
+    return torch.nn.functional.linear(hidden, linear["weight"], linear.get("bias")).double()
 
 
 def _formula(gates: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> str:

@@ -204,10 +204,12 @@ def fingerprint(path: str | Path) -> str:
     folder = Path(resolve(str(path))).expanduser()
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
-    described = [
-        file for file in folder.iterdir() if file.suffix in DESCRIBING and not file.name.endswith(".index.json")
-    ]
-    weights = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    described, weights = [], []
+    for file in folder.iterdir():
+        if file.suffix in DESCRIBING and not file.name.endswith(".index.json"):
+            described.append(file)
+        elif file.suffix in (".safetensors", ".bin"):
+            weights.append(file)
     whole = sum(file.stat().st_size for file in weights) <= HASHED_WHOLE
     digest = hashlib.sha256()
     for file in sorted(described + weights):
@@ -304,11 +306,11 @@ def _samples(file: Path) -> Iterator[bytes]:
         if file.suffix == ".safetensors":
             entries = read_header(file)[1]
             yield opened.read(size - sum(entry.size for entry in entries.values()))
-            ranges = [
-                (entry.start + at, length)
-                for name, entry in entries.items()
-                for at, length in _read_of(entry.size, 3 * SAMPLE if ONE_EXPERT.search(name) else TENSOR_WHOLE)
-            ]
+            ranges = []
+            for name, entry in entries.items():
+                whole = 3 * SAMPLE if ONE_EXPERT.search(name) else TENSOR_WHOLE
+                for at, length in _read_of(entry.size, whole):
+                    ranges.append((entry.start + at, length))
         else:
             ranges = list(_read_of(size, 0))
         for start, length in ranges:

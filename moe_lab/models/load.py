@@ -88,9 +88,13 @@ def check_finite(model: nn.Module, within: str = "") -> None:
 
     All tensors are checked, or those whose names begin with `within`.
     """
-    experts = {id(weight): layer for layer in routed_layers(model) for weight in layer.experts.parameters()}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in ((name, tensor) for name, tensor in tensors if name.startswith(within)):
+    experts = {}
+    for layer in routed_layers(model):
+        for weight in layer.experts.parameters():
+            experts[id(weight)] = layer
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not name.startswith(within):
+            continue
         # The sum of a tensor with NaN or Inf is never finite; looking closer only then keeps this one pass of reading.
         # It is added up in fp32 anyway: to ask for that takes thirty times as long.
         if not tensor.is_floating_point() or tensor.is_meta or bool(tensor.sum().isfinite()):
@@ -99,8 +103,11 @@ def check_finite(model: nn.Module, within: str = "") -> None:
         if not bool(bad.any()):
             continue
         value = float(tensor[bad][0])
-        layer = experts.get(id(tensor))
-        where = f" (layer {layer.index}, expert {_expert(layer, tensor, int(bad.nonzero()[0, 0]))})" if layer else ""
+        where = ""
+        if id(tensor) in experts:
+            layer = experts[id(tensor)]
+            expert = _expert(layer, tensor, int(bad.nonzero()[0, 0]))
+            where = f" (layer {layer.index}, expert {expert})"
         raise UserError(f"weights: {name}{where} holds {value} at {int(bad.sum())} places: expected finite numbers")
 
 

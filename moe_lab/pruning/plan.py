@@ -329,7 +329,9 @@ def check_groups(layer: int, kept: tuple[int, ...], count: int, n_group: int) ->
     if count % n_group:
         raise UserError(f"plan: layer {layer} has {count} experts, which do not fall into {n_group} equal groups")
     size = count // n_group
-    survivors = [sum(1 for expert in kept if expert // size == group) for group in range(n_group)]
+    survivors = [0] * n_group
+    for expert in kept:
+        survivors[expert // size] += 1
     if len(set(survivors)) > 1:
         raise UserError(
             f"plan: layer {layer} keeps {survivors} experts of the {n_group} groups of its router, which must keep "
@@ -357,10 +359,15 @@ def are_masks(layer: dict[str, Any]) -> bool:
         return False
     if not all(type(expert) is int and 0 <= expert < layer["experts"] for expert in layer["keep"]):
         return False
+    if len(masks) != len(layer["keep"]):
+        return False
     digits = 2 * ((width + 7) // 8)
-    return len(masks) == len(layer["keep"]) and all(
-        isinstance(mask, str) and len(mask) == digits and set(mask) <= set("0123456789abcdef") for mask in masks
-    )
+    for mask in masks:
+        if not isinstance(mask, str) or len(mask) != digits:
+            return False
+        if not set(mask) <= set("0123456789abcdef"):
+            return False
+    return True
 
 
 def unpack_mask(layer: dict[str, Any]) -> Mask:

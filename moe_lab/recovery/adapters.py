@@ -228,10 +228,12 @@ class UnfusedExperts(nn.Module):
         """`count` experts of `experts`, which is kept, out of sight of parameters and modules, for its activation."""
         super().__init__()
         self.__dict__["original"] = experts
-        self.maps = nn.ModuleList(
-            nn.ModuleDict({name: linear_on(weight, bias) for name, weight, bias in projections(experts, expert)})
-            for expert in range(count)
-        )
+        self.maps = nn.ModuleList()
+        for expert in range(count):
+            maps = nn.ModuleDict()
+            for name, weight, bias in projections(experts, expert):
+                maps[name] = linear_on(weight, bias)
+            self.maps.append(maps)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -58,8 +58,11 @@ def finetune(
     """
     check(settings)
     check_unquantized(model)
-    rows = [row for batch in answer_batches(text, tokenizer, header=True) for row in zip(*batch, strict=True)]
-    rows = [row for row in rows if bool(row[2][1:].any())]  # what is left has nothing to learn from
+    rows: list[Row] = []
+    for batch in answer_batches(text, tokenizer, header=True):
+        for ids, valid, answers in zip(*batch, strict=True):
+            if bool(answers[1:].any()):  # other rows have nothing to learn from
+                rows.append((ids, valid, answers))
     if not rows:
         raise UserError(f"calibration.path={text.path}: no row holds an answer after its first token: expected answers")
     tuned = pruned(model, plan)
@@ -87,9 +90,11 @@ def finetune(
 
 def _counts(layers: list[Adapted], rows: list[Row]) -> dict[str, Any]:
     """How much is trained, on how much."""
-    parts = trainable(layers)
+    counts = {}
+    for part, parameters in trainable(layers).items():
+        counts[part] = sum(parameter.numel() for parameter in parameters.values())
     return {
-        "trained_parameters": {part: sum(p.numel() for p in parts[part].values()) for part in parts},
+        "trained_parameters": counts,
         "rows": len(rows),
         "answer_tokens": sum(int(answers[1:].sum()) for _, _, answers in rows),
     }
@@ -119,10 +124,13 @@ def train(
     is not finite.
     """
     groups = trainable(list(layers))
-    parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for named in groups.values():
+        parameters |= named
     rates = {**dict.fromkeys(groups, settings.learning_rate), "routers": settings.router_learning_rate}
     parts = [part for part in groups if groups[part]]
-    optimizer = torch.optim.AdamW([{"params": list(groups[part].values())} for part in parts], lr=0.0, weight_decay=0.0)
+    trained = [{"params": list(groups[part].values())} for part in parts]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))
     about = {
         "fingerprint": dict(fingerprint),

@@ -48,7 +48,9 @@ def quantize(model: Any, modules: Sequence[str]) -> dict[str, Any]:
     check_modules(list(modules))
     check_unquantized(model)
     before = storage(model)
-    weights = {part: _experts(model) if part == "experts" else _linears(model, part) for part in dict.fromkeys(modules)}
+    weights = {}
+    for part in dict.fromkeys(modules):
+        weights[part] = _experts(model) if part == "experts" else _linears(model, part)
     model.save_pretrained = _refuse_to_save
     return {"weights": weights, "bytes": {"before": before, "after": storage(model)}}
 

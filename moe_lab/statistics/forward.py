@@ -241,15 +241,21 @@ class Call:
 
     def _moments(self) -> torch.Tensor:
         """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), the gates one after the other; [:, 0, 0] counts tokens."""
-        token, column, ends, norm_square = self.rows.token, self.rows.column, self.rows.ends, self.norm_square.double()
-        if self.valid_rows is not None:
-            token, column, norm_square = token[self.valid_rows], column[self.valid_rows], norm_square[self.valid_rows]
-            counts = torch.bincount(self.rows.expert[self.valid_rows], minlength=self.n_experts)
+        rows, keep = self.rows, self.valid_rows
+        token, column, ends = rows.token, rows.column, rows.ends
+        norm_square = self.norm_square.double()
+        if keep is not None:
+            token, column = token[keep], column[keep]
+            norm_square = norm_square[keep]
+            counts = torch.bincount(rows.expert[keep], minlength=self.n_experts)
             ends = counts.cumsum(0).tolist()
         one = torch.ones_like(norm_square)
         norms = torch.stack((one, norm_square.sqrt(), norm_square), 1)
-        picked = [gates[token, column] for gates in self.gates.values()]
-        gates = torch.stack([power for gate in picked for power in (one, gate, gate.square())], 1)
+        powers = []
+        for of_token in self.gates.values():
+            gate = of_token[token, column]
+            powers += [one, gate, gate.square()]
+        gates = torch.stack(powers, 1)
         moments = norms.new_zeros(self.n_experts, gates.shape[1], 3)
         for expert, part in parts(ends):
             torch.mm(gates[part].t(), norms[part], out=moments[expert])
@@ -268,11 +274,11 @@ class Channels:
 
     def __init__(self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)) -> None:
         self.gates = gates
-        self.columns = {
-            f"{weight}channel_{what}": wide(like.new_zeros(n_experts, width))
-            for weight in ("", *(f"{gate}_" for gate in gates))
-            for what in ("square", "max")
-        }
+        self.columns = {}
+        for weight in ("", *(f"{gate}_" for gate in gates)):
+            for what in ("square", "max"):
+                zeros = like.new_zeros(n_experts, width)
+                self.columns[f"{weight}channel_{what}"] = wide(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
         """The tokens of one expert that count: phi (n, I) and, of every gate, g^2 (n,), at least fp32."""

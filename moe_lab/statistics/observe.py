@@ -190,7 +190,11 @@ class Observer:
 
     def layers(self) -> Layers:
         """The sums so far: layer -> name -> fp64 tensor on the CPU."""
-        return {tap.layer.index: {name: part.cpu() for name, part in tap.result().items()} for tap in self.taps}
+        layers: Layers = {}
+        for tap in self.taps:
+            sums = tap.result()
+            layers[tap.layer.index] = {name: part.cpu() for name, part in sums.items()}
+        return layers
 
     @staticmethod
     def _counted(tap: Tap) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:

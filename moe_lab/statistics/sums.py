@@ -79,11 +79,11 @@ class Statistics:
     def save(self, path: Path | str) -> None:
         """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
         path = Path(path)
-        tensors = {
-            f"{layer}/{name}": part.clone(memory_format=torch.contiguous_format)
-            for layer, named in self.layers.items()
-            for name, part in named.items()
-        }
+        tensors = {}
+        for layer, sums in self.layers.items():
+            for name, part in sums.items():
+                # safetensors takes neither views nor tensors that share memory
+                tensors[f"{layer}/{name}"] = part.clone(memory_format=torch.contiguous_format)
         metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -209,12 +209,14 @@ class Snapshots:
 
     def save(self, layers: Layers, about: Mapping[str, Any], done: int) -> None:
         """Keep the sums after `done` batches, one of `points`."""
-        named = {
-            layer: {name: part.float() if _OF_CHANNELS in name else part for name, part in sums.items()}
-            for layer, sums in layers.items()
-        }
+        saved: Layers = {}
+        for layer, sums in layers.items():
+            saved[layer] = {}
+            for name, part in sums.items():
+                # sums of channels are most of a file: fp32 halves it
+                saved[layer][name] = part.float() if _OF_CHANNELS in name else part
         seen = sum(int(valid.sum()) for _, valid in self.batches[:done])
-        Statistics(named, {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
+        Statistics(saved, {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
 
     def publish(self, folder: Path) -> bool:
         """Move all snapshots into `folder` with their index.

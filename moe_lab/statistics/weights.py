@@ -244,5 +244,7 @@ def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folde
             raise UserError(
                 f"model.path={folder}: experts of layer {layer} have {sorted(widths)} channels, expected one width"
             )
-        layers[layer] = {name: torch.stack([rows[e] for e in range(n_experts)]) for name, rows in named.items()}
+        layers[layer] = {}
+        for name, rows in named.items():
+            layers[layer][name] = torch.stack([rows[e] for e in range(n_experts)])
     return layers

@@ -118,8 +118,11 @@ def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, S
 def _write_index(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
     """The index, if the original has one."""
     if (checkpoint.folder / INDEX).exists():
-        index = {piece.name: shard for shard, tensors in content.items() for piece in tensors}
-        total = sum(piece.size for tensors in content.values() for piece in tensors)
+        index, total = {}, 0
+        for shard, tensors in content.items():
+            for piece in tensors:
+                index[piece.name] = shard
+                total += piece.size
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
 
 
@@ -163,8 +166,10 @@ def _others(folder: Path) -> list[Path]:
 
 
 def _check_room(folder: Path, work: Path, content: Mapping[str, Sequence[Piece]]) -> None:
-    needed = sum(piece.size for shard, tensors in content.items() if not (work / shard).exists() for piece in tensors)
-    needed += sum(file.stat().st_size for file in _others(folder))
+    needed = sum(file.stat().st_size for file in _others(folder))
+    for shard, tensors in content.items():
+        if not (work / shard).exists():
+            needed += sum(piece.size for piece in tensors)
     free = shutil.disk_usage(work).free
     if needed > free:
         raise Unavailable(f"export: {needed / 1e9:.2f} GB are needed in {work.parent}, {free / 1e9:.2f} GB are free")

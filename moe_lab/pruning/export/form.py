@@ -129,8 +129,8 @@ def _as_wide_as_the_widest(form: Form, plan: Plan) -> Form:
     if not plan.channels:
         return form
     widest = max(max(layer.widths) for layer in form.layers.values())
-    layers = {
-        index: LayerForm(layer.experts, layer.dropped, layer.channels, (widest,) * len(layer.experts))
-        for index, layer in form.layers.items()
-    }
+    layers = {}
+    for index, layer in form.layers.items():
+        widths = (widest,) * len(layer.experts)
+        layers[index] = LayerForm(layer.experts, layer.dropped, layer.channels, widths)
     return Form(layers, form.width)

@@ -169,10 +169,12 @@ def _fused(name: str, rest: str, entry: Entry, layer: LayerForm, count: int) -> 
     if not layer.dropped:
         return piece
     step = entry.size // count
-    parts: list[Part] = [
-        Constant(b"\0", step) if expert in layer.dropped else Span(entry.shard, entry.start + expert * step, step)
-        for expert in layer.experts
-    ]
+    parts: list[Part] = []
+    for expert in layer.experts:
+        if expert in layer.dropped:
+            parts.append(Constant(b"\0", step))
+        else:
+            parts.append(Span(entry.shard, entry.start + expert * step, step))
     return Piece(name, entry.dtype, piece.shape, tuple(parts))
 
 

@@ -201,11 +201,10 @@ def fused_piece(name: str, rest: str, entry: Entry, layer: LayerForm) -> Piece:
     """A tensor `rest` that holds all experts, with the experts, channels and width that `layer` gives it."""
     assert layer.channels is not None
     n_experts, width = layer.channels.shape
-    cuts = [
-        _cut(matrix, layer, expert, down=role == "down")
-        for expert in layer.experts
-        for role, matrix in _of_fused(name, rest, entry, expert, n_experts, width)
-    ]
+    cuts = []
+    for expert in layer.experts:
+        for role, matrix in _of_fused(name, rest, entry, expert, n_experts, width):
+            cuts.append(_cut(matrix, layer, expert, down=role == "down"))
     new = cuts[0].width
     down = cuts[0].down
     shape = (len(layer.experts), entry.shape[1], new) if down else (len(layer.experts), 2 * new, entry.shape[2])
