@@ -9,6 +9,11 @@ from typing import Any
 
 from moe_lab.errors import UserError, nearest
 
+PAIRS = (("instruction", "output"), ("question", "answer"))
+"""Field names under which sets publish a task and its solution."""
+BLANK_LINE = "\n\n"
+"""What parts the two halves of a pair for a model without a chat template, and the rows of a joined set."""
+
 
 @dataclass(frozen=True)
 class Text:
@@ -41,12 +46,6 @@ class Completion:
 
 
 Document = Text | Chat | Pair | Completion
-
-PAIRS = (("instruction", "output"), ("question", "answer"))
-"""Field names under which sets publish a task and its solution."""
-
-BLANK_LINE = "\n\n"
-"""What parts the two halves of a pair for a model without a chat template, and the rows of a joined set."""
 
 
 def document(

@@ -40,6 +40,8 @@ SIGNS = {
 HEAD = 1 << 16
 """Bytes that are looked at before anything else is done."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+FILE_PREFIX = "hf://datasets/"
+"""How a file on the hub is written: hf://datasets/OWNER/NAME/FILE. C4 is read so: its split is 300 GB, one file 0.3."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
@@ -260,10 +262,6 @@ def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{file} line {number}", json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{file} line {number} is damaged JSON: {error.msg}") from error
-
-
-FILE_PREFIX = "hf://datasets/"
-"""How a file on the hub is written: hf://datasets/OWNER/NAME/FILE. C4 is read so: its split is 300 GB, one file 0.3."""
 
 
 def is_hub_file(path: str) -> bool:

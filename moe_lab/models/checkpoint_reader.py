@@ -18,6 +18,8 @@ BLOCK = 8 << 20
 
 Ranges = Sequence[tuple[Path, int, int]]
 """(file, first byte, how many)."""
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of plain numbers, as safetensors calls them."""
 
 
 class ReadAhead:
@@ -59,10 +61,6 @@ def _read(ranges: Ranges) -> None:
             file.seek(start)
             while size and (count := file.readinto(buffer[:size])):
                 size -= count
-
-
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of plain numbers, as safetensors calls them."""
 
 
 def read_tensors(

@@ -19,6 +19,17 @@ from moe_lab.paths import resolve
 
 UNPACKED = ("mxfp4",)
 """Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
+FIELDS = {
+    "layers": ("num_hidden_layers",),
+    "experts": COUNT_FIELDS,
+    "top_k": TOP_K_FIELDS,
+    "hidden": ("hidden_size",),
+    "width": WIDTH_FIELDS,
+}
+"""Name in model.expected -> fields of config.json, of which the first that is there states it."""
+EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
+"""A tensor of routed experts in a checkpoint, with the number of its decoder layer."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
@@ -83,16 +94,6 @@ def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
         )
 
 
-FIELDS = {
-    "layers": ("num_hidden_layers",),
-    "experts": COUNT_FIELDS,
-    "top_k": TOP_K_FIELDS,
-    "hidden": ("hidden_size",),
-    "width": WIDTH_FIELDS,
-}
-"""Name in model.expected -> fields of config.json, of which the first that is there states it."""
-
-
 def check_expected(settings: ModelConfig) -> None:
     """Raise UserError if the config.json of a model on this machine states another number than `model.expected`."""
     folder = Path(resolve(settings.path)).expanduser()
@@ -114,11 +115,6 @@ def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
                 f"model={settings.name}: {settings.path} has {name}={actual}, but model.expected.{name}={value}: "
                 "give the path and revision of that model, or model=local, which expects nothing"
             )
-
-
-EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
-"""A tensor of routed experts in a checkpoint, with the number of its decoder layer."""
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

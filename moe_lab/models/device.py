@@ -22,6 +22,8 @@ from moe_lab.models.files import DEVICE_MAPS, check_running, has_pickles_only
 from moe_lab.models.memory import free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
+GIB = 2**30
 
 
 def place(settings: ModelConfig) -> str:
@@ -46,9 +48,6 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
     return DTYPES[settings.dtype]
 
 
-_PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
-
-
 def device_name(device: str) -> str:
     """The name of what `model.device` stands for here: GPU, how many GPUs a device map spreads over, or processor.
 
@@ -70,8 +69,6 @@ def _processor() -> str:
 
 if __name__ == "__main__":
     print(device_name(sys.argv[1]))
-
-GIB = 2**30
 
 
 def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> None:

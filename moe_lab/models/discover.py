@@ -20,6 +20,9 @@ from moe_lab.models.families import (
     UNSUPPORTED,
 )
 
+ATTENTION = ("attn", "attention")
+"""What the names of attention modules contain."""
+
 
 @dataclass(frozen=True)
 class RoutingTensor:
@@ -211,10 +214,6 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
     if weights != 1:
         raise refuse(f"has a router with {weights} weights of one row per expert instead of one")
     return tuple(routing)
-
-
-ATTENTION = ("attn", "attention")
-"""What the names of attention modules contain."""
 
 
 def part_of(name: str) -> str:

@@ -22,6 +22,15 @@ from transformers.integrations.moe import ExpertsInterface
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.transformers_private import activation
 
+CPU_EXPERTS = "moe_lab_cpu"
+FEW = 256
+"""Tokens up to which one operation for all experts is faster than one for each; see benchmarks/generation.py."""
+ALIGNMENT = 64
+"""Bytes. A matrix product may round differently when its rows do not start at a multiple of so many, as fresh tensors
+do."""
+TRIED = 16
+"""Tokens on which a family's experts are tried."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -102,16 +111,6 @@ def chosen_experts(inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Ten
     """The expert ids (T, K) in the arguments that an experts module is called with."""
     index: torch.Tensor = named["top_k_index"] if "top_k_index" in named else inputs[1]
     return index
-
-
-CPU_EXPERTS = "moe_lab_cpu"
-FEW = 256
-"""Tokens up to which one operation for all experts is faster than one for each; see benchmarks/generation.py."""
-ALIGNMENT = 64
-"""Bytes. A matrix product may round differently when its rows do not start at a multiple of so many, as fresh tensors
-do."""
-TRIED = 16
-"""Tokens on which a family's experts are tried."""
 
 
 def cpu_experts(

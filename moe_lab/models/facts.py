@@ -18,6 +18,10 @@ from moe_lab.models.top_k import set_top_k
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
+_TOKENS = 64
+_SAME = 1e-4
+"""Spread of the ratios of gates to a rule's, relative to their mean, up to which they are the rule's."""
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -145,12 +149,6 @@ def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
         part = part_of(name)
         counted["routers" if id(weight) in routers else words.get(part, part)] += weight.numel()
     return {part: count for part, count in counted.items() if count}
-
-
-_TOKENS = 64
-_SAME = 1e-4
-"""Spread of the ratios of gates to a rule's, relative to their mean, up to which they are the rule's."""
-_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
 def gate_rule(layer: MoELayer) -> str:

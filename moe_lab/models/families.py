@@ -36,6 +36,59 @@ UNSUPPORTED = {
     "zaya": "has a router with one class more than experts",
 }
 """model_type -> why it is refused. A family missing here is judged by what its modules look like."""
+COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
+"""Configuration fields that hold the number of routed experts; which one is canonical differs by family."""
+TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
+"""Configuration fields that hold the number of experts a token is routed to."""
+WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
+"""Configuration fields that hold the channels of a routed expert; the first that is there counts."""
+ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
+"""Count fields that readers of config.json look up besides the one that is there: transformers 5 writes
+num_local_experts, transformers 4 and servers read num_experts and would take its default."""
+UNGROUPED_METHODS = ("greedy",)
+"""Values of a router's topk_method that ignore its groups."""
+ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
+"""Names of routing tensors with one entry per expert, in memory and on disk, beside the router's weight."""
+ROUTERS = ("gate", "router")
+"""Names a MoE block gives its router."""
+DISK_ROUTER_WEIGHTS = (
+    "gate.weight",
+    "router.weight",
+    "router.layer.weight",
+    "router.gate.weight",
+    "gate.wg.weight",
+)
+"""Names of router weights in checkpoints, relative to the MoE block."""
+DISK_ROUTING_VECTORS = (
+    "router.bias",
+    "gate.e_score_correction_bias",
+    "router.e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+    "gate.moe_statics.e_score_correction_bias",
+    "e_score_correction_bias",
+    "expert_bias",
+)
+"""Names of routing vectors in checkpoints, relative to the MoE block."""
+DISK_FUSED_EXPERTS = (
+    *(
+        f"experts.{name}{suffix}"
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+        for suffix in ("", "_bias", "_blocks", "_scales")
+    ),
+    "input_linear.weight",
+    "output_linear.weight",
+)
+"""Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
+DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
+"""How tensors of a MoE block start that pruning leaves alone."""
+EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
+"""How tensors start that belong to extra prediction layers with a numbering of their own."""
+EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Configuration fields that count layers for predicting several tokens, which transformers does not load."""
+CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+"""transformers' list of model types and the classes of their causal language models."""
+ROOT = "PreTrainedConfig"
+"""The configuration class from which no other names of fields are inherited."""
 
 
 @dataclass(frozen=True)
@@ -50,73 +103,6 @@ class Port:
 
 PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 """model_type -> the port that is used for it, whatever code lies beside the weights."""
-
-COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
-"""Configuration fields that hold the number of routed experts; which one is canonical differs by family."""
-
-TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
-"""Configuration fields that hold the number of experts a token is routed to."""
-
-WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
-"""Configuration fields that hold the channels of a routed expert; the first that is there counts."""
-
-ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
-"""Count fields that readers of config.json look up besides the one that is there: transformers 5 writes
-num_local_experts, transformers 4 and servers read num_experts and would take its default."""
-
-UNGROUPED_METHODS = ("greedy",)
-"""Values of a router's topk_method that ignore its groups."""
-
-ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
-"""Names of routing tensors with one entry per expert, in memory and on disk, beside the router's weight."""
-
-ROUTERS = ("gate", "router")
-"""Names a MoE block gives its router."""
-
-DISK_ROUTER_WEIGHTS = (
-    "gate.weight",
-    "router.weight",
-    "router.layer.weight",
-    "router.gate.weight",
-    "gate.wg.weight",
-)
-"""Names of router weights in checkpoints, relative to the MoE block."""
-
-DISK_ROUTING_VECTORS = (
-    "router.bias",
-    "gate.e_score_correction_bias",
-    "router.e_score_correction_bias",
-    "moe_statics.e_score_correction_bias",
-    "gate.moe_statics.e_score_correction_bias",
-    "e_score_correction_bias",
-    "expert_bias",
-)
-"""Names of routing vectors in checkpoints, relative to the MoE block."""
-
-DISK_FUSED_EXPERTS = (
-    *(
-        f"experts.{name}{suffix}"
-        for name in ("gate_up_proj", "up_proj", "down_proj")
-        for suffix in ("", "_bias", "_blocks", "_scales")
-    ),
-    "input_linear.weight",
-    "output_linear.weight",
-)
-"""Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
-
-DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
-"""How tensors of a MoE block start that pruning leaves alone."""
-
-EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
-"""How tensors start that belong to extra prediction layers with a numbering of their own."""
-
-EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Configuration fields that count layers for predicting several tokens, which transformers does not load."""
-
-CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""transformers' list of model types and the classes of their causal language models."""
-ROOT = "PreTrainedConfig"
-"""The configuration class from which no other names of fields are inherited."""
 
 
 @dataclass(frozen=True)

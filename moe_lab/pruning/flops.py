@@ -41,6 +41,13 @@ with activations; shared_experts: all of a MoE block that is not routed; dense: 
 
 aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
+FUSED_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+"""Kernels of attention that torch's counter does not know on every device or with shared key heads."""
 
 
 @dataclass(frozen=True)
@@ -218,15 +225,6 @@ def _by_part(
     by_part["shared_experts"] -= routers
     by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
     return by_part
-
-
-FUSED_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)
-"""Kernels of attention that torch's counter does not know on every device or with shared key heads."""
 
 
 def _fused_attention(

@@ -28,6 +28,8 @@ from moe_lab.models.routing import PerLayer, at, fewest_experts
 SCHEMA = 1
 ZERO_EXPERT = ("keep_null", "drop")
 """What becomes of an expert that keeps no channel: it stays routable and gives 0, or it goes with its router row."""
+Mask = NDArray[numpy.bool_]
+"""(E, I): which channels of which experts are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,10 +297,6 @@ def _finite(layer: int, scores: Sequence[float]) -> list[float]:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-Mask = NDArray[numpy.bool_]
-"""(E, I): which channels of which experts are kept."""
 
 
 def check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:

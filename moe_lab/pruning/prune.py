@@ -19,6 +19,8 @@ from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.ragged import RaggedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
+WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
+"""Names under which experts modules keep their own width."""
 
 
 def prune(model: Model, plan: Plan) -> Model:
@@ -101,10 +103,6 @@ def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def _shape(counts: dict[int, int]) -> str:
     sizes = sorted(set(counts.values()))
     return f"{len(counts)} MoE layers ({min(counts)} to {max(counts)}) of {' or '.join(map(str, sizes))} experts"
-
-
-WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
-"""Names under which experts modules keep their own width."""
 
 
 def check_channels(plan: Plan, layers: list[MoELayer]) -> None:

@@ -20,6 +20,9 @@ from moe_lab.pruning.prune import replace_tensor
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.settings import peft
 
+Projection = tuple[str, torch.Tensor, torch.Tensor | None]
+"""Name (gate, up or down), weight (out, in), bias (out,) or None: views of the tensors of an experts module."""
+
 
 @dataclass(frozen=True)
 class Adapted:
@@ -179,10 +182,6 @@ def _merged(adapter: Any, what: str) -> torch.Tensor:
 def _weights(experts: nn.Module) -> list[str]:
     """Names of the stacks of weights of an experts module; biases are not adapted."""
     return [name for name, _ in experts.named_parameters(recurse=False) if not name.endswith("_bias")]
-
-
-Projection = tuple[str, torch.Tensor, torch.Tensor | None]
-"""Name (gate, up or down), weight (out, in), bias (out,) or None: views of the tensors of an experts module."""
 
 
 def projections(experts: nn.Module, expert: int) -> Iterator[Projection]:

@@ -29,6 +29,10 @@ from moe_lab.recovery.quantize import check_unquantized
 from moe_lab.recovery.settings import check, finetune_identity
 
 REPORT = "finetune.json"
+Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""ids (S,) int64, valid (S,) bool, answers (S,) bool: the tokens, which of them count, which of them are learnt."""
+PROGRESS_FILE = "finetune.safetensors"
+OPTIMIZER = "optimizer"
 
 
 def finetune(
@@ -98,10 +102,6 @@ def _counts(layers: list[Adapted], rows: list[Row]) -> dict[str, Any]:
         "rows": len(rows),
         "answer_tokens": sum(int(answers[1:].sum()) for _, _, answers in rows),
     }
-
-
-Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""ids (S,) int64, valid (S,) bool, answers (S,) bool: the tokens, which of them count, which of them are learnt."""
 
 
 def train(
@@ -240,10 +240,6 @@ def digest(rows: Sequence[Row]) -> str:
 def _mixed(seed: int, step: int) -> int:
     """A seed for one step of the training of another seed; they do not run into each other."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
-
-
-PROGRESS_FILE = "finetune.safetensors"
-OPTIMIZER = "optimizer"
 
 
 def save_progress(

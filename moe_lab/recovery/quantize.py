@@ -16,6 +16,12 @@ from moe_lab.models.discover import linears, part_of, routed_layers
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.settings import bitsandbytes_functional, check_modules
 
+BLOCK = 64
+"""Weights that share one scale."""
+NESTED = 256
+"""Scales that share one scale of their own."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def storage(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and their total.
@@ -100,13 +106,6 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise UserError(
         "a model with recovery.bits=4 cannot be saved by save_pretrained: export its plan, quantise on loading"
     )
-
-
-BLOCK = 64
-"""Weights that share one scale."""
-NESTED = 256
-"""Scales that share one scale of their own."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FourBitMatrices(nn.Module):

@@ -26,6 +26,8 @@ from moe_lab.statistics.sums import Statistics
 
 TOKENS = 2048
 """Tokens handled at once: the outputs of their top-k + 1 experts are held together."""
+Routing = tuple[torch.Tensor, torch.Tensor]
+"""Expert ids and gates, (R, K) each."""
 
 
 def measure_damage(
@@ -120,10 +122,6 @@ def _check_rule(
     given = _spread(index[token], weights[token], layer.n_experts)
     if not torch.equal(_spread(*rerouting.rule(token, None), layer.n_experts), given):
         raise UserError(f"criterion=exact_damage cannot repeat the router of {layer.name}: this model is not supported")
-
-
-Routing = tuple[torch.Tensor, torch.Tensor]
-"""Expert ids and gates, (R, K) each."""
 
 
 class Rerouting:

@@ -19,6 +19,11 @@ from moe_lab.models.experts import Rows, intermediate, output, parts, sort_by_ex
 from moe_lab.statistics.observe import Batch, Observer, Tap, read_all
 from moe_lab.statistics.sums import Snapshots, Statistics
 
+ENTROPY_BINS = 50
+"""Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
+EPSILON = 1e-6
+"""Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code of MoE-Slimming."""
+
 
 def gather(
     model: PreTrainedModel,
@@ -53,10 +58,6 @@ def gather(
         progress=progress,
         snapshots=snapshots,
     )
-
-
-ENTROPY_BINS = 50
-"""Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
 
 
 class ForwardTap(Tap):
@@ -149,10 +150,6 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 def inside_backward() -> bool:
     """Whether autograd is running a backward pass, within which gradient checkpointing repeats forward passes."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-EPSILON = 1e-6
-"""Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code of MoE-Slimming."""
 
 
 class Call:

@@ -28,6 +28,11 @@ from moe_lab.statistics.observe import Batch, Observer, Tap, description, read_a
 from moe_lab.statistics.sums import Snapshots, Statistics, check_finite
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
+LOSS_SCALE = 2.0**8
+"""Gradients that flow back are those of the loss times this, so that half precision does not round small ones to zero;
+a power of two, so that dividing by it loses nothing."""
+LOGITS = 1 << 26
+"""Vocabulary logits that exist at once: 256 MB in fp32."""
 
 
 def gather_gradients(
@@ -134,13 +139,6 @@ class _Watch(torch.autograd.Function):
         rows = (phi, gradient) if counted is None else (phi[counted], gradient[counted])
         ctx.tap.add_gradient(ctx.expert, *rows)
         return gradient, None, None, None
-
-
-LOSS_SCALE = 2.0**8
-"""Gradients that flow back are those of the loss times this, so that half precision does not round small ones to zero;
-a power of two, so that dividing by it loses nothing."""
-LOGITS = 1 << 26
-"""Vocabulary logits that exist at once: 256 MB in fp32."""
 
 
 def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:

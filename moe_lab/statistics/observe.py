@@ -30,6 +30,11 @@ SLOT = "_moe_lab_experts_function"
 
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
+Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
+"""A pass over one batch: model, input_ids (B, S), valid (B, S)."""
+CHECKPOINT = "checkpoint.safetensors"
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 
 
 def _dispatch(
@@ -78,10 +83,6 @@ def not_called(layer: MoELayer) -> UserError:
         f"{layer.name} ({type(layer.experts).__name__}) does not compute its experts through transformers' registry "
         "of experts functions, so what it does cannot be observed: this architecture is not supported"
     )
-
-
-Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
-"""A pass over one batch: model, input_ids (B, S), valid (B, S)."""
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
@@ -203,11 +204,6 @@ class Observer:
             return tap.experts(hidden, index, weights)
 
         return experts
-
-
-CHECKPOINT = "checkpoint.safetensors"
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
 
 
 def read_all(

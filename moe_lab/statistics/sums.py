@@ -62,6 +62,9 @@ Layers = dict[int, dict[str, torch.Tensor]]
 
 WHOLE = ("weights", "channel_weights", "weight_gradients")
 """Kinds that are no sums over tokens: parts of them do not add up."""
+SNAPSHOT_INDEX = "snapshots.json"
+"""Which snapshots a finished pass has: {"asked": how many parts, "files": [name, ...]}, the first part first."""
+_OF_CHANNELS = "channel_"
 
 
 @dataclass
@@ -182,11 +185,6 @@ def _difference(first: Statistics, second: Statistics, key: str) -> str:
         name = next(name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name))
         return f"{name} is {a.get(name)!r} in one and {b.get(name)!r} in the other"
     return f"{a!r} and {b!r}"
-
-
-SNAPSHOT_INDEX = "snapshots.json"
-"""Which snapshots a finished pass has: {"asked": how many parts, "files": [name, ...]}, the first part first."""
-_OF_CHANNELS = "channel_"
 
 
 def snapshot_points(batches: int, parts: int) -> list[int]:

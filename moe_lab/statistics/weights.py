@@ -29,6 +29,14 @@ ONE_EXPERT = re.compile(DECODER + r"experts\.(\d+)\.\w+\.weight$")
 ALL_EXPERTS = re.compile(
     DECODER + r"(?:experts\.(?:gate_up_proj|up_proj|down_proj)(?:_blocks)?|(?:input|output)_linear\.weight)$"
 )
+PROJECTIONS = {
+    **dict.fromkeys(("down_proj", "w2"), "down"),
+    **dict.fromkeys(("gate_proj", "w1"), "gate"),
+    **dict.fromkeys(("up_proj", "w3"), "up"),
+}
+"""What one expert's weight is by its name on disk."""
+ONE = re.compile(r"experts\.\d+\.(\w+)\.weight$")
+DOWN_OF_ALL = re.compile(r"(?:down_proj|output_linear\.weight)$")
 
 
 def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
@@ -139,16 +147,6 @@ def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tupl
 
 def _is_weight(name: str, entry: Entry) -> bool:
     return bool(ONE_EXPERT.match(name)) or (bool(ALL_EXPERTS.match(name)) and len(entry.shape) >= 3)
-
-
-PROJECTIONS = {
-    **dict.fromkeys(("down_proj", "w2"), "down"),
-    **dict.fromkeys(("gate_proj", "w1"), "gate"),
-    **dict.fromkeys(("up_proj", "w3"), "up"),
-}
-"""What one expert's weight is by its name on disk."""
-ONE = re.compile(r"experts\.\d+\.(\w+)\.weight$")
-DOWN_OF_ALL = re.compile(r"(?:down_proj|output_linear\.weight)$")
 
 
 def weigh_channels(

@@ -18,6 +18,7 @@ RAGGED_FIELD = "expert_widths"
 """Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights that are a multiple of so many bytes."""
+SHAPES = ("natural", "masked", "padded", "padded_stock")
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
@@ -26,9 +27,6 @@ def is_stock(widths: Sequence[int], element_size: int) -> bool:
     Numbers of a weight take `element_size` bytes.
     """
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
-
-
-SHAPES = ("natural", "masked", "padded", "padded_stock")
 
 
 @dataclass(frozen=True)

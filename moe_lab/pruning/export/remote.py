@@ -10,6 +10,51 @@ from moe_lab.errors import UserError
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, Family, port_of, read_family
 from moe_lab.pruning.export.form import RAGGED_FIELD, Form
 
+HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.21.
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+Weights are read as those of {base}. transformers lets the experts implementation be chosen where the text
+@use_experts_implementation stands in the file of the model class.
+"""
+
+from __future__ import annotations
+
+'''
+PER_LAYER = """
+
+class Pruned{base}ForCausalLM({base}ForCausalLM):
+    \"\"\"{base}ForCausalLM with layers of different shape.\"\"\"
+
+    def __init__(self, config):
+        build_stock(super().__init__, config)
+        shape_layers(self, config, "{count}", "{width}")
+        self.post_init()
+"""
+OWN_TYPE = """
+
+class Pruned{config}({config}):
+    \"\"\"A type of its own, so that nothing else takes this checkpoint for one of its kind.\"\"\"
+
+    model_type = "pruned_{model_type}"
+
+
+class Pruned{base}ForCausalLM({base}ForCausalLM):
+    \"\"\"{base}ForCausalLM with layers, and maybe experts, of different shape.\"\"\"
+
+    config_class = Pruned{config}
+
+    def __init__(self, config):
+        build_stock(super().__init__, config)
+        shape_layers(self, config, "{count}", "{width}", RaggedExperts)
+        self.post_init()
+
+
+register_checkpoint_conversion_mapping(
+    "pruned_{model_type}", get_checkpoint_conversion_mapping("{model_type}") or [], overwrite=True
+)
+"""
+
 
 def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, dict[str, str]]:
     """config.json, kind and code files for layers that differ from each other or from what the family can say.
@@ -81,52 +126,6 @@ def width_field(config: dict[str, Any]) -> str:
     if field is None:
         raise UserError(f"config.json has no width of experts: expected one of {', '.join(WIDTH_FIELDS)}")
     return field
-
-
-HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.21.
-
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-
-Weights are read as those of {base}. transformers lets the experts implementation be chosen where the text
-@use_experts_implementation stands in the file of the model class.
-"""
-
-from __future__ import annotations
-
-'''
-PER_LAYER = """
-
-class Pruned{base}ForCausalLM({base}ForCausalLM):
-    \"\"\"{base}ForCausalLM with layers of different shape.\"\"\"
-
-    def __init__(self, config):
-        build_stock(super().__init__, config)
-        shape_layers(self, config, "{count}", "{width}")
-        self.post_init()
-"""
-OWN_TYPE = """
-
-class Pruned{config}({config}):
-    \"\"\"A type of its own, so that nothing else takes this checkpoint for one of its kind.\"\"\"
-
-    model_type = "pruned_{model_type}"
-
-
-class Pruned{base}ForCausalLM({base}ForCausalLM):
-    \"\"\"{base}ForCausalLM with layers, and maybe experts, of different shape.\"\"\"
-
-    config_class = Pruned{config}
-
-    def __init__(self, config):
-        build_stock(super().__init__, config)
-        shape_layers(self, config, "{count}", "{width}", RaggedExperts)
-        self.post_init()
-
-
-register_checkpoint_conversion_mapping(
-    "pruned_{model_type}", get_checkpoint_conversion_mapping("{model_type}") or [], overwrite=True
-)
-"""
 
 
 def generate_code(*, base: str, config: str, home: str, model_type: str, count: str, width: str, own_type: bool) -> str:

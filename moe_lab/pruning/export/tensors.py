@@ -16,6 +16,17 @@ from moe_lab.pruning.export.form import LayerForm
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
 """Types whose numbers can be moved one by one -> an integer of their size. Others share scales between numbers."""
+ROLES = {
+    **dict.fromkeys(("gate_proj.weight", "w1.weight"), "gate"),
+    **dict.fromkeys(("up_proj.weight", "w3.weight"), "up"),
+    **dict.fromkeys(("down_proj.weight", "w2.weight"), "down"),
+}
+"""Names of an expert's own tensors on disk, and what they are."""
+FUSED_ROLES = {
+    **dict.fromkeys(("experts.gate_up_proj", "input_linear.weight"), "gate_up"),
+    **dict.fromkeys(("experts.down_proj", "output_linear.weight"), "down"),
+}
+"""The same for tensors that hold all experts: (E, 2 I, H), gate first, and (E, H, I)."""
 
 
 @dataclass(frozen=True)
@@ -126,19 +137,6 @@ class Piece:
     def zeros(self) -> int:
         """Bytes of it that only fill the shape."""
         return sum(part.zeros for part in self.parts)
-
-
-ROLES = {
-    **dict.fromkeys(("gate_proj.weight", "w1.weight"), "gate"),
-    **dict.fromkeys(("up_proj.weight", "w3.weight"), "up"),
-    **dict.fromkeys(("down_proj.weight", "w2.weight"), "down"),
-}
-"""Names of an expert's own tensors on disk, and what they are."""
-FUSED_ROLES = {
-    **dict.fromkeys(("experts.gate_up_proj", "input_linear.weight"), "gate_up"),
-    **dict.fromkeys(("experts.down_proj", "output_linear.weight"), "down"),
-}
-"""The same for tensors that hold all experts: (E, 2 I, H), gate first, and (E, H, I)."""
 
 
 class Channels:
