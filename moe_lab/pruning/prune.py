@@ -34,7 +34,8 @@ def prune(model: Model, plan: Plan) -> Model:
     before = moe_layers(model)
     check_fit(plan, before)
     tensors = [*model.parameters(), *model.buffers()]
-    pruned = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared = {id(tensor): tensor for tensor in tensors}
+    pruned = copy.deepcopy(model, shared)  # what its memo holds is not copied
     for layer in moe_layers(pruned):
         kept = plan.experts[layer.index]
         prune_layer(layer, kept)

@@ -40,7 +40,9 @@ def pruned(model: Any, plan: Plan | None) -> Any:
     """A copy of `model`, pruned by `plan` unless that is None; it shares the tensors that are the same."""
     if plan is not None:
         return prune(model, plan)
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = {id(tensor): tensor for tensor in tensors}
+    return copy.deepcopy(model, shared)  # what its memo holds is not copied
 
 
 def _load(model: nn.Module, file: Path) -> None:

@@ -282,11 +282,13 @@ def load_progress(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{OPTIMIZER}.{key}.{name}" in tensors]
-            if keys:
-                state = {key: tensors[f"{OPTIMIZER}.{key}.{name}"] for key in keys}
-                optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
-                }
+            state = {}
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                value = tensors.get(f"{OPTIMIZER}.{key}.{name}")
+                if value is not None:
+                    # AdamW keeps the number of steps on the CPU
+                    state[key] = value if key == "step" else value.to(parameter.device)
+            if state:
+                optimizer.state[parameter] = state
     losses: list[float] = header["losses"]
     return losses
