@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from moe_lab import errors, grid, masking, plugins
+from moe_lab import errors, grid, plugins, secret_settings
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
 from moe_lab.criteria import CRITERIA
@@ -165,19 +165,21 @@ def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tup
 
 
 def typed(config: DictConfig) -> Config:
-    """The composed configuration as typed objects, without the secrets in it (masking.py). UserError for a value that
-    is required and missing, and for a variable that the environment lacks."""
+    """The composed configuration as typed objects, without the secrets in it (secret_settings.py).
+
+    UserError for a value that is required and missing, and for a variable that the environment lacks.
+    """
     own = config.copy()
     with open_dict(own):
         own.pop("hydra", None)  # a job of a multirun carries Hydra's own settings along
     _check_keys(own)
     written = _plain(own)
-    for key in masking.LATE:
+    for key in secret_settings.LATE:
         value = _at(written, key)
         if value is not None:
-            kept = masking.hidden(value, key)
-            masking.revealed(kept)
-            OmegaConf.update(own, key, masking.escaped(kept), merge=False, force_add=True)
+            kept = secret_settings.hidden(value, key)
+            secret_settings.revealed(kept)
+            OmegaConf.update(own, key, secret_settings.escaped(kept), merge=False, force_add=True)
     try:
         result = OmegaConf.to_object(own)
     except MissingMandatoryValue as error:
@@ -208,7 +210,7 @@ def _at(document: Any, key: str) -> Any:
 
 def from_environment(config: DictConfig) -> dict[str, Any]:
     """Dotted key -> what is written there, of every setting that is taken from the environment at once."""
-    late = tuple(f"{key}." for key in masking.LATE)
+    late = tuple(f"{key}." for key in secret_settings.LATE)
 
     def found(document: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in document.items():

@@ -23,7 +23,7 @@ import openai
 from moe_lab.config import JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
-from moe_lab.masking import revealed
+from moe_lab.secret_settings import revealed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second request; seconds before any, whatever the endpoint asks for."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.masking import identified, revealed
+from moe_lab.secret_settings import identified, revealed
 
 LOWEST, HIGHEST = 1.0, 10.0
 PLACES = ("history", "user_query", "model_output", "checklist")

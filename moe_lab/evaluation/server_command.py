@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import ENVIRONMENT, UserError, unknown
-from moe_lab.masking import filled, revealed
+from moe_lab.secret_settings import filled, revealed
 
 BACKENDS = ("hf", "server")
 PLACES = ("checkpoint", "port", "name")

@@ -15,7 +15,6 @@ from moe_lab.errors import UserError, masked, unknown, user_errors
 from moe_lab.evaluation import server_command, suite
 from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import Cell, plain
-from moe_lab.masking import LATE
 from moe_lab.models import config_json, files
 from moe_lab.models.config_json import check_expected
 from moe_lab.paths import check_name, resolve
@@ -27,6 +26,7 @@ from moe_lab.search import evolution
 from moe_lab.search.settings import parse as parse_search
 from moe_lab.search.settings import search_settings
 from moe_lab.search.subsets import check_removals
+from moe_lab.secret_settings import LATE
 from moe_lab.study import tracking
 from moe_lab.study.launch import visible_gpus
 from moe_lab.study.slurm import resources

@@ -16,7 +16,7 @@ from instant_studies import InstantStudies
 from studies import asked, command, jobs, moe_lab
 
 from moe_lab.statistics.file import header
-from tests.test_masking import PLANTED, SERVER, secrets
+from tests.test_secrets import PLANTED, SERVER, secrets
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [

@@ -26,7 +26,7 @@ from scenarios import (
 )
 from studies import asked, command, jobs, ran, results
 
-from tests.test_masking import MASK, leaks
+from tests.test_secrets import MASK, leaks
 
 pytestmark = [
     pytest.mark.slow,

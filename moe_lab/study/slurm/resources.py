@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
-from moe_lab.masking import escaped
+from moe_lab.secret_settings import escaped
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS

@@ -20,7 +20,7 @@ import moe_lab
 from moe_lab import start
 from moe_lab.errors import UserError, masked
 from moe_lab.json_files import write_json
-from moe_lab.masking import shell
+from moe_lab.secret_settings import shell
 from moe_lab.study.estimates import Times
 from moe_lab.study.progress import say
 from moe_lab.study.report import Study

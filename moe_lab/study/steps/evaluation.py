@@ -14,7 +14,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.sandbox.policy import LIMITED
-from moe_lab.masking import identified
+from moe_lab.secret_settings import identified
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.kind import Kind, Packing, Reads
 from moe_lab.study.steps.memory import answer_bytes, benchmark_memory

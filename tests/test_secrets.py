@@ -17,8 +17,8 @@ from moe_lab.compose import Groups, addable, from_environment, register, request
 from moe_lab.config import BackendConfig
 from moe_lab.errors import MASK, UserError, is_secret, mask, masked
 from moe_lab.evaluation.server_command import command_line
-from moe_lab.masking import hidden, identified, revealed, shell
 from moe_lab.paths import conf
+from moe_lab.secret_settings import hidden, identified, revealed, shell
 from moe_lab.study import record
 from moe_lab.study.graph import build
 from moe_lab.study.report import Study
