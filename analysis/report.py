@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def _sections(publisher: Publisher, items_by_name: Made) -> list[Section]:
 
 
 def _kicker(study: Study) -> str:
-    moment = datetime.fromtimestamp(float(study.document["created"]), timezone.utc)
+    moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     return f"{names.listing(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
 
 

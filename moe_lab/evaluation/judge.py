@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ def _retry_after(header: str | None) -> float:
         return max(0.0, float(header or 0))
     seconds = 0.0
     with suppress(TypeError, ValueError):
-        seconds = (parsedate_to_datetime(str(header)) - datetime.now(timezone.utc)).total_seconds()
+        seconds = (parsedate_to_datetime(str(header)) - datetime.now(UTC)).total_seconds()
     return max(0.0, seconds)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def test_waiting_is_what_the_endpoint_asks_for_within_limits(monkeypatch: pytest
     assert all(2 ** (n - 1) / 2 <= judging._pause(n, 0) <= 2 ** (n - 1) for n in range(1, 6))
     assert len({judging._pause(3, 0) for _ in range(9)}) > 1
     assert judging._retry_after("17") == 17 and judging._retry_after("soon") == 0 == judging._retry_after(None)
-    soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=40), usegmt=True)
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=40), usegmt=True)
     assert 35 <= judging._retry_after(soon) <= 40
     assert judging._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
 
