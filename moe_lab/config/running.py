@@ -67,7 +67,8 @@ class ResourcesConfig:
     margin: float = 2.0
     """Time asked for, as a multiple of what such steps took."""
     longest: int = 1440
-    """Minutes that are asked for at most, and where no time is known; longer work is requeued and goes on."""
+    """Minutes that are asked for at most, and where no time is known, if the partition allows them; longer work is
+    requeued and goes on."""
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
     jobs: dict[str, Any] = field(default_factory=dict)

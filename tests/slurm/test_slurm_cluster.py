@@ -201,7 +201,6 @@ REFUSED = {
     "+resources.jobs={plan: {cpus: 9}}": ("no node of partition debug has that: sinfo shows gpus=2 cpus=8", "plan"),
     "resources.every.memory=900": ("ask for memory=900.0, and no node of partition debug", "resources.every.memory"),
     "resources.every.gpus=3": ("ask for gpus=3 cpus=24, and no node of partition debug", "resources.every.gpus"),
-    "resources.longest=120": ("ask for minutes=120, and no node", "resources.longest"),
     "resources.every.minutes=90": ("ask for minutes=90, and no node", "resources.every.minutes"),
 }
 """What is asked for -> what is said, in the scheduler's words or figures, and the setting to change."""
@@ -211,7 +210,7 @@ def test_what_cannot_be_had_is_refused(cluster: Cluster, tmp_path: Path) -> None
     """Also where the first arrays were taken already, and what Slurm would take and leave waiting for ever."""
     cluster.ask("scontrol", "update", "partition=debug", "maxtime=60")
     before = cluster.ask("squeue", "-h", "-o", "%F").split()
-    words = ["criterion=random", "suite.benchmarks=[]", "resources.longest=60", *SLURM]
+    words = ["criterion=random", "suite.benchmarks=[]", *SLURM]
     runs = {
         asked: subprocess.Popen(
             command(tmp_path / str(number), *words, asked), cwd=tmp_path, text=True, stderr=subprocess.PIPE

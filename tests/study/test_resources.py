@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 import pytest
@@ -70,6 +72,22 @@ def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> 
     assert resources(pack, settings("{longest: 777}"), known_of_evaluations)["minutes"] == 777
     assert resources(pack[:1], settings("{longest: 777}"), known_of_evaluations)["minutes"] == 30
     assert resources(pack, settings("{longest: 777, every: {minutes: 5}}"), known_of_evaluations)["minutes"] == 5
+
+
+def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows() -> None:
+    def limit(configured: Mapping[str, Any]) -> float:
+        return 60.0 if configured["partition"] == "short" else inf
+
+    def unknown(one: Step) -> None:
+        return None
+
+    assert module.resources([step()], settings("{longest: 777}"), unknown, limit)["minutes"] == 777
+    assert (
+        module.resources([step()], settings("{longest: 777, every: {partition: short}}"), unknown, limit)["minutes"]
+        == 60
+    )
+    by_hand = settings("{every: {partition: short, minutes: 90}}")
+    assert module.resources([step()], by_hand, unknown, limit)["minutes"] == 90  # which submitting refuses by name
 
 
 def test_the_margin_and_the_gpus_of_the_cluster_count() -> None:

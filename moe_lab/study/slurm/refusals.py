@@ -49,16 +49,27 @@ def _minutes(limit: str) -> float:
     return minutes + 1440 * int(days or 0)
 
 
+def _of_partition(asks: Mapping[str, Any], available: Sequence[Nodes]) -> list[Nodes]:
+    """The nodes a job may run on; none where that is unknown."""
+    if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:
+        return []
+    named = os.environ.get("SBATCH_PARTITION") or asks["partition"]
+    return [each for each in available if (each.partition in named.split(",") if named else each.default)]
+
+
+def time_limit(asks: Mapping[str, Any], available: Sequence[Nodes]) -> float:
+    """Minutes that a job may take where it may run; infinite where that is unknown, or up to a quality of service."""
+    own = [] if asks["qos"] else _of_partition(asks, available)
+    return max((each.minutes for each in own), default=inf)
+
+
 def too_much(asks: Mapping[str, Any], available: Sequence[Nodes]) -> tuple[list[str], str] | None:
     """What of `asks` no node has, as fields of JobConfig, with sinfo's figures in words; None where a node has all.
 
     None also where that is unknown: in a partition that sinfo does not list, which sbatch itself refuses, and where
     options of sbatch are set by hand. A quality of service may allow more time than the partition does.
     """
-    if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:
-        return None
-    named = os.environ.get("SBATCH_PARTITION") or asks["partition"]
-    own = [each for each in available if (each.partition in named.split(",") if named else each.default)]
+    own = _of_partition(asks, available)
     sizes = SIZES[:-1] if asks["qos"] else SIZES
     if not own or any(all(asks[name] <= getattr(each, name) for name in sizes) for each in own):
         return None

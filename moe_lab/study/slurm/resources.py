@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -43,14 +43,19 @@ def check(settings: ResourcesConfig) -> None:
                 raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
 
 
-def resources(steps: Sequence[Step], settings: ResourcesConfig, seconds: Seconds) -> dict[str, Any]:
+def resources(
+    steps: Sequence[Step],
+    settings: ResourcesConfig,
+    seconds: Seconds,
+    time_limit: Callable[[Mapping[str, Any]], float] = lambda configured: inf,
+) -> dict[str, Any]:
     """What a job asks for that does `steps` one after the other: of one model (but the small ones), and of one kind
     (but what else counts for the first, such as the costs of the models it evaluates).
 
     The fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos and
     constraint may be None; sbatch is a mapping and setup a list. What is set for MODEL/KIND counts before MODEL/every,
     KIND and every; sbatch is merged. `seconds` says how long a step takes; where that is not known of one, the job may
-    take `settings.longest`.
+    take `settings.longest`. Minutes that are not set are no more than `time_limit` gives for what is set of the job.
     """
     configured = _configured(steps[0], settings)
     memories = [memory_of(step) or UNKNOWN for step in steps]
@@ -65,7 +70,7 @@ def resources(steps: Sequence[Step], settings: ResourcesConfig, seconds: Seconds
         "gpus": count,
         "cpus": max(threads or 1, count * settings.cpus_per_gpu),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
-        "minutes": _minutes([seconds(step) for step in steps], settings),
+        "minutes": int(min(_minutes([seconds(step) for step in steps], settings), time_limit(configured))),
     }
     return {name: estimated.get(name) if value is None else value for name, value in configured.items()}
 

@@ -29,7 +29,7 @@ from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, Record
-from moe_lab.study.slurm.refusals import less, nodes, refusal, too_much
+from moe_lab.study.slurm.refusals import Nodes, less, nodes, refusal, time_limit, too_much
 from moe_lab.study.slurm.resources import check, resources
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, code_state
@@ -64,10 +64,12 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     submission.jobs.update(covered.steps)
     if not missing and covered.recorded:
         return
-    ask = partial(resources, settings=config.resources, seconds=Times(store).seconds)
+    available = nodes()
+    allowed = partial(time_limit, available=available)
+    ask = partial(resources, settings=config.resources, seconds=Times(store).seconds, time_limit=allowed)
     arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
     _check_limits(arrays, config.launcher.signal_seconds)
-    _check_sizes(arrays)
+    _check_sizes(arrays, available)
     scheduler.cancel(covered.hopeless)
     if config.snapshot:
         take_snapshot(submission.run.code)
@@ -162,9 +164,8 @@ def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
             )
 
 
-def _check_sizes(arrays: Iterable[Array]) -> None:
+def _check_sizes(arrays: Iterable[Array], available: Sequence[Nodes]) -> None:
     """UserError for jobs that no node could ever run."""
-    available = nodes()
     for array in arrays:
         if excess := too_much(array.asks, available):
             raise UserError(less(array.kind, array.asks, *excess))
