@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import lcm
 from typing import TypeAlias
 
-from numpy.random import Generator
+import numpy
 
 from moe_lab.errors import UserError
 
@@ -80,7 +80,7 @@ class Space:
             left -= count
         return self.schedule(tuple(taken))
 
-    def sample(self, random: Generator) -> Schedule:
+    def sample(self, random: numpy.random.Generator) -> Schedule:
         """A feasible schedule, each with the same probability 1 / size."""
         return self.nth(_below(self.size, random))
 
@@ -126,7 +126,7 @@ def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
     )
 
 
-def _below(limit: int, random: Generator) -> int:
+def _below(limit: int, random: numpy.random.Generator) -> int:
     """A number out of 0 ... limit - 1, each as likely as any other, however large: bits, drawn again when too large."""
     bits = (limit - 1).bit_length()
     length = (bits + 7) // 8
@@ -155,7 +155,7 @@ PATTERNS = ("uniform", "random", *list(_SHAPES)[1:])
 """All twelve; random draws its weights, U(0, 1) + 1e-4 (which is not uniform over the feasible schedules)."""
 
 
-def pattern(name: str, space: Space, random: Generator) -> Schedule:
+def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
     """The feasible schedule nearest to the pattern called `name`, by `project`."""
     layers = len(space.capacity)
     if name == "random":

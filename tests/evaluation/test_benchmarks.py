@@ -92,7 +92,7 @@ def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run
     evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
     assert json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]["sandbox"] == LIMITED
     foreign = replace(shipped, task=suite.resolve(shipped.task))
-    with pytest.raises(UserError, match="say sandbox=none"):
+    with pytest.raises(UserError, match="sandbox=none"):
         evaluate(subject, foreign, tmp_path / "other", policy=Policy(True))
     assert not (tmp_path / "other").exists()
     assert evaluate(subject, foreign, tmp_path / "other", policy=Policy(True, "none"))[0]["n"] == 4
