@@ -12,8 +12,6 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import suite
-from moe_lab.evaluation.sandbox.policy import LIMITED
 from moe_lab.secret_settings import identified
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.kind import Kind, Packing, Reads
@@ -26,6 +24,8 @@ GRADING_MEMORY = 4 * 2**30
 
 def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     """The step that has a benchmark's results: its grades where texts are graded without the model."""
+    from moe_lab.evaluation import suite
+
     kind = GRADE if suite.has_two_phases(benchmark) else EVALUATE
     return kind.step(pruned, benchmark)
 
@@ -46,6 +46,9 @@ def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Mapping[str, Any]]:
     """What identifies a benchmark's results, and what else grading needs. Without namespaces some programs are not
     run, so their results are others."""
+    from moe_lab.evaluation import suite
+    from moe_lab.evaluation.sandbox.policy import LIMITED
+
     builder = pruned.builder
 
     def make() -> tuple[Part, Mapping[str, Any]]:
@@ -87,6 +90,8 @@ EVALUATE = Kind(
 
 def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     """The texts that answer one benchmark, by the model that is loaded or by a server of its checkpoint."""
+    from moe_lab.evaluation import suite
+
     builder, model = pruned.builder, pruned.cell.model
     backend = builder.config.backend
 
@@ -181,6 +186,8 @@ GRADE = Kind(
 def _benchmark(job: Job) -> BenchmarkConfig:
     """The job's benchmark. Unavailable when its data is not, or no longer, what it was when the job was
     handed in: what it would come to belongs under another name."""
+    from moe_lab.evaluation import suite
+
     benchmark = job.benchmark
     if job.settings["benchmark"]["data"] != suite.data_digest(benchmark):
         raise Unavailable(
