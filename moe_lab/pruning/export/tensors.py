@@ -16,6 +16,8 @@ from moe_lab.pruning.export.form import LayerForm
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
 """Types whose numbers can be moved one by one -> an integer of their size. Others share scales between numbers."""
+BLOCK = 1 << 20
+"""Bytes of a matrix that are in memory at a time while its channels are chosen."""
 ROLES = {
     **dict.fromkeys(("gate_proj.weight", "w1.weight"), "gate"),
     **dict.fromkeys(("up_proj.weight", "w3.weight"), "up"),
@@ -93,27 +95,41 @@ class Cut:
         return (self.width - int(self.kept.sum())) * self._bytes_of_channel
 
     @property
-    def _bytes_of_channel(self) -> int:
-        other = self.matrix.rows if self.down else self.matrix.columns
-        return other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
+    def _other(self) -> int:
+        """The length of the side that has no channels."""
+        return self.matrix.rows if self.down else self.matrix.columns
 
-    def read(self, folder: Path) -> bytes:
-        """The bytes of the result. The matrix is read whole and in one go, which is faster than row by row."""
+    @property
+    def _bytes_of_channel(self) -> int:
+        return self._other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
+
+    def read(self, folder: Path) -> NDArray[Any]:
+        """The result, with channels as rows or as columns, C-contiguous.
+
+        The matrix passes through memory in blocks of rows: a matrix of Mixtral has 117 MB.
+        """
         matrix = self.matrix
-        path, count = folder / matrix.shard, matrix.rows * matrix.columns
-        numbers = numpy.fromfile(path, UNSIGNED[matrix.dtype], count, offset=matrix.start)
-        if numbers.size < count:
-            raise UserError(f"{path} became shorter while it was copied: {count - numbers.size} numbers are missing")
-        source = numbers.reshape(matrix.rows, matrix.columns)
+        path, dtype = folder / matrix.shard, UNSIGNED[matrix.dtype]
         channels = numpy.flatnonzero(self.kept)
-        places: Any = channels if self.in_place else slice(len(channels))
-        axis = 1 if self.down else 0
-        chosen = source.take(channels, axis)
-        if len(channels) < self.width:
-            filled = numpy.zeros((matrix.rows, self.width) if self.down else (self.width, matrix.columns), source.dtype)
-            filled[(slice(None), places) if self.down else places] = chosen
-            chosen = filled
-        return (chosen.T if self.transposed else chosen).tobytes()
+        places = channels if self.in_place else numpy.arange(len(channels))
+        as_columns = self.down and not self.transposed
+        result = numpy.zeros((matrix.rows, self.width) if as_columns else (self.width, self._other), dtype)
+        by_row = result.T if self.transposed else result
+        n_rows = max(BLOCK // (matrix.columns * result.itemsize), 1)
+        with path.open("rb") as file:
+            file.seek(matrix.start)
+            for start in range(0, matrix.rows, n_rows):
+                end = min(start + n_rows, matrix.rows)
+                numbers = numpy.fromfile(file, dtype, (end - start) * matrix.columns)
+                if numbers.size < (end - start) * matrix.columns:
+                    raise UserError(f"{path} became shorter while it was copied: row {end} of a matrix is missing")
+                block = numbers.reshape(end - start, matrix.columns)
+                if self.down:
+                    by_row[start:end, places] = block.take(channels, 1)
+                else:
+                    first, last = numpy.searchsorted(channels, (start, end))
+                    result[places[first:last]] = block[channels[first:last] - start]
+        return result
 
 
 Part: TypeAlias = Span | Constant | Cut
