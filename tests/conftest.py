@@ -6,6 +6,7 @@ pyproject.toml makes this folder importable: `import tiny` gives the tiny models
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "HF_MODULES_CACHE" not in os.environ:  # transformers copies the code of a checkpoint there before it runs it
+    modules = tempfile.TemporaryDirectory(prefix="modules-")
+    os.environ["HF_MODULES_CACHE"] = modules.name
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or else each of hundreds of short processes compiles the package
 
 

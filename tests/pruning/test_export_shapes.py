@@ -6,7 +6,6 @@ import ast
 import copy
 import json
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,19 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.export import export
+from moe_lab.pruning.export import export, tensors
 from moe_lab.pruning.export.layout import check_masked
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
 
-@pytest.fixture(autouse=True, scope="module")
-def code_of_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """transformers copies the code of a checkpoint before it runs it: not into the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
+@pytest.fixture(autouse=True)
+def matrices_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "BLOCK", 1000)
 
 
 def logits(model: Any) -> torch.Tensor:
