@@ -46,6 +46,16 @@ def test_importing_moe_lab_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_the_functions_need_no_hydra() -> None:
+    """What they call is imported where neither Hydra nor OmegaConf is, as in a notebook or on a machine for timings."""
+    names = "calibration.batches models.load models.streamed statistics.gradients criteria allocation pruning.export"
+    code = "import importlib, sys\nsys.modules.update(hydra=None, omegaconf=None)\n" + "".join(
+        f"importlib.import_module('moe_lab.{name}')\n" for name in names.split()
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
+MISSING: Any = "???"
+"""A value that must be given: what OmegaConf writes for it, which is not imported here as workers do without it."""
 GATES = ("model", "renormalized", "full_softmax", "double_softmax")
 
 
