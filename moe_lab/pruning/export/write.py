@@ -77,7 +77,7 @@ def _write(part: Part, folder: Path, target: BinaryIO) -> None:
     elif isinstance(part, Constant):
         target.write(part.read())
     else:
-        target.write(part.read(folder))
+        target.write(part.read(folder).data)
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
