@@ -33,7 +33,8 @@ class Results:
 
     @cached_property
     def _models(self) -> list[Comparison]:
-        return compare(self.study)
+        study = self.study
+        return compare(study.cells, study.results, study.samples, study.reader)
 
     @cached_property
     def measured(self) -> list[Comparison]:

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import findings, names
-from analysis.load.settings import versions
+from analysis.load.evaluations import versions
 from analysis.load.study import Study, load
 from analysis.outputs.convergence import finding as convergence_finding
 from analysis.outputs.recovery import recovery_findings

@@ -14,7 +14,7 @@ from analysis.diff import sides
 from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
 from analysis.diff.sides import Sides, beside, side
 from analysis.diff.tables import BETTER, CELL, WORSE, kept_table, named, plan_pairs, plan_table, score_table, unmatched
-from analysis.load.settings import versions
+from analysis.load.evaluations import versions
 from analysis.load.study import Study
 from analysis.registry import with_content
 from analysis.render.page import Page, Section, html

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.evaluations import labels
+from analysis.load.settings import labels
 from analysis.load.studies import studies
 from analysis.load.study import AXES, Study, load
 from analysis.stats.comparison import Comparison, compare
@@ -136,13 +136,13 @@ class Sides:
     @cached_property
     def comparisons(self) -> dict[str, Comparison]:
         """Model -> the cells of both sides on the items they share; second cells are numbered from OFFSET."""
-        joined = replace(
-            self.first,
-            cells=pd.concat([self.first.cells, _moved(self.second.cells)]),
-            results=_stacked(self.first.results, self.second.results),
-            samples=_stacked(self.first.samples, self.second.samples),
+        comparisons = compare(
+            pd.concat([self.first.cells, _moved(self.second.cells)]),
+            _stacked(self.first.results, self.second.results),
+            _stacked(self.first.samples, self.second.samples),
+            self.first.reader,
         )
-        return {comparison.model: comparison for comparison in compare(joined)}
+        return {comparison.model: comparison for comparison in comparisons}
 
 
 def side(word: str, store: Path) -> Study:

@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from analysis import names
 from analysis.load.reader import Reader, groups, records
-from analysis.load.settings import gate_and_seed
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
@@ -24,29 +23,18 @@ _BESIDES = ("cost", "profile")
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_long")
 
 
-def labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cells in words: their axes that matter."""
-    varying = gate_and_seed(cells)
-    rows = zip(cells.index, records(cells), varying, strict=True)
-    return {int(str(cell)): " ".join(filter(None, (_label(row), words))) for cell, row, words in rows}
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    criterion, *more = names.parts(row["method"])
-    if criterion == "none":
-        return f"{row['model']} unpruned"
-    return " ".join([row["model"], criterion, row["calibration"], f"{row['ratio']:g}", *filter(None, more)])
-
-
 def evaluations(
-    document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader
+    document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Results, samples and origins (see `Study`) of every evaluation that can be read, each result once."""
+    """Results, samples and origins (see `Study`) of every evaluation that can be read, each result once.
+
+    labels: cell -> its words.
+    """
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
-    _compare_suites(document, cells, reader)
-    for cell, words in labels(cells).items():
+    _compare_suites(document, labels, reader)
+    for cell, words in labels.items():
         entry = document["cells"][cell]
         errors = entry.get("errors") or {}
         for kind in _BESIDES:
@@ -76,7 +64,7 @@ def evaluations(
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     numbers = ["score", "stderr", "n", "expected"]
     results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
-    _compare_reports(results, cells, reader)
+    _compare_reports(results, labels, reader)
     results = _without_duplicates(_without_nan(results, reader), reader)
     return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
 
@@ -96,24 +84,23 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
     }
 
 
-def _compare_suites(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> None:
+def _compare_suites(document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader) -> None:
     """A gap for every cell that was not asked for tasks that other cells of its model and study were."""
-    for cell, words in labels(cells).items():
+    for cell, words in labels.items():
         entry = document["cells"][cell]
         lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
         if lacking:
             reader.gap(f"never asked for {names.listing(lacking)}, unlike other cells of the study", words)
 
 
-def _compare_reports(results: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> None:
+def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: Reader) -> None:
     """A gap for every benchmark that a task reports for other cells but not for this one."""
-    words = labels(cells)
     for key, found in groups(results, ["task"]):
         reported = found.groupby("cell")["benchmark"].agg(set)
         every = set(found["benchmark"])
         for cell, benchmarks in reported.items():
             for benchmark in sorted(every - benchmarks):
-                reader.gap(f"{benchmark} is not among the results of {key['task']}", words[int(str(cell))])
+                reader.gap(f"{benchmark} is not among the results of {key['task']}", labels[int(str(cell))])
 
 
 def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -176,3 +163,63 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
 def binary(outcomes: np.ndarray) -> bool:
     """Whether items are right or wrong, none of them graded."""
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
+
+
+NAMESPACES = "namespaces"
+"""The sandbox that needs no remark."""
+
+
+def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
+    """Sentences about differences between results, and about programs that ran without walls."""
+    notes = [
+        f"Results were made with different versions of {library}: {', '.join(found)}."
+        for library, found in versions(origins).items()
+        if len(found) > 1
+    ]
+    by_benchmark = results.groupby("benchmark", sort=True)
+    for name, sizes in by_benchmark["n"].unique().items():
+        if len(sizes) > 1:
+            counts = ", ".join(f"{n:g}" for n in sorted(sizes))
+            notes.append(f"{name} was counted on different numbers of items ({counts}); tests use the common ones.")
+    notes += mixed_metrics(results, cells)
+    short = results[results["expected"].notna() & (results["n"] < results["expected"])]
+    if len(short):
+        few = short["benchmark"].nunique()
+        noun = "benchmark" if few == 1 else "benchmarks"
+        notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
+    unasked = (
+        results.merge(origins[["folder", "too_long"]], on="folder").groupby("benchmark", sort=True)["too_long"].max()
+    )
+    for name, count in unasked[unasked > 0].items():
+        notes.append(
+            f"{name}: up to {count} items of a model were not asked, because prompt and answer do not fit its limit; "
+            "they count as nothing written."
+        )
+    if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
+        notes.append(
+            "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."
+        )
+    for walls in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
+        notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {walls}).")
+    return notes
+
+
+def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
+    """A sentence for every benchmark whose scores are not comparable, because its metrics differ in a model's cells."""
+    models = results["cell"].map(cells["model"])
+    by_model = results.groupby([results["benchmark"], models], sort=True)["metric"]
+    mixed = by_model.transform("nunique") > 1
+    return [
+        f"{name} was measured by different metrics ({', '.join(sorted(map(str, metrics)))}): "
+        "its scores are not comparable."
+        for name, metrics in results[mixed].groupby("benchmark", sort=True)["metric"].unique().items()
+    ]
+
+
+def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
+    """Library -> the versions results were made with."""
+    by_library: dict[str, set[str]] = {}
+    for row in origins["versions"]:
+        for library, version in row.items():
+            by_library.setdefault(library, set()).add(version)
+    return {library: sorted(values) for library, values in sorted(by_library.items())}

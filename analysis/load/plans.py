@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import Reader
+from analysis.load.reader import OLDER, Reader, stacked
 
 COSTS = (
     "parameters",
@@ -111,8 +111,7 @@ def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         if table is None:
             continue
         if OUTPUT_LOSS not in table.column_names:
-            older = "as an older moe_lab wrote none: remove this folder and run again"
-            reader.gap(f"profile.parquet lacks {OUTPUT_LOSS}, {older}", str(name))
+            reader.gap(f"profile.parquet lacks {OUTPUT_LOSS}, {OLDER}", str(name))
         frames[int(str(cell))] = table.to_pandas().reindex(columns=[*PROFILE, OUTPUT_LOSS])
     return _by_cell(frames, (*PROFILE, OUTPUT_LOSS))
 
@@ -255,7 +254,43 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _by_cell(frames: Mapping[int, pd.DataFrame], columns: tuple[str, ...]) -> pd.DataFrame:
-    if not frames:
-        return pd.DataFrame(columns=["cell", *columns])
-    return pd.concat([frame.assign(cell=cell) for cell, frame in frames.items()], ignore_index=True)[["cell", *columns]]
+def _by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])
+
+
+BYTES = 2
+"""Of one parameter in bfloat16."""
+
+
+def removed_parameters(
+    layers: Mapping[str, Mapping[str, int]], removed: Mapping[str, float], dropped: Mapping[str, int]
+) -> int:
+    """Parameters that go with what a plan removes: matrices of experts or channels, and rows of the router.
+
+    layers: layer -> {expert_parameters, router_parameters_per_expert}; removed: layer -> experts removed, parts of one
+    counted by their channels; dropped: layer -> experts that are not routed to any more. The papers leave the router
+    rows out, which is less than 0.01 GiB for their models.
+    """
+    matrices = sum(count * layers[layer]["expert_parameters"] for layer, count in removed.items())
+    rows = sum(count * layers[layer].get("router_parameters_per_expert", 0) for layer, count in dropped.items())
+    return round(matrices + rows)
+
+
+def loading_memory(cells: pd.DataFrame, kept: pd.DataFrame, models: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per model, ratio, granularity and allocation: parameters and bytes before and after. Empty without facts
+    about the models. Criteria that remove different numbers under one allocation have a row each."""
+    rows = []
+    for cell, plan in kept.groupby("cell", sort=False):
+        axes = cells.loc[int(str(cell))]
+        facts = models.get(str(axes["model"]))
+        if facts is None:
+            continue
+        by_layer = plan.assign(gone=1 - plan["share"], dropped=(plan["share"] == 0) & ~plan["null"]).groupby("layer")
+        removed = {str(layer): float(gone) for layer, gone in by_layer["gone"].sum().items()}
+        dropped = {str(layer): int(count) for layer, count in by_layer["dropped"].sum().items()}
+        before = int(facts["parameters"])
+        after = before - removed_parameters(facts["layers"], removed, dropped)
+        named = {name: axes[name] for name in ("model", "ratio", "granularity", "allocation")}
+        found = {"parameters": before, "parameters_after": after, "bytes": before * BYTES, "bytes_after": after * BYTES}
+        rows.append({**named, **found, "saved": 1 - after / before})
+    return pd.DataFrame(rows).drop_duplicates(ignore_index=True) if rows else pd.DataFrame()

@@ -21,6 +21,9 @@ from moe_lab.json_files import read_json
 SCHEMA = 1
 """The newest layout this code reads."""
 
+OLDER = "as an older moe_lab wrote none: remove this folder and run again"
+"""How gaps about files end that an older moe_lab did not write."""
+
 ID = 12
 """Characters of a step's id at the end of its folder's name."""
 
@@ -169,6 +172,12 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as dictionaries, column -> value."""
     columns = [str(column) for column in frame.columns]
     return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(object).tolist()]
+
+
+def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    """These columns of all frames, one below the other; a frame without rows where there are none."""
+    parts = list(frames)
+    return pd.concat(parts, ignore_index=True)[list(columns)] if parts else pd.DataFrame(columns=list(columns))
 
 
 def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from analysis import names
-from analysis.load import attributions, plans, studies
-from analysis.load.evaluations import evaluations, labels
+from analysis.load import passes, plans, studies
+from analysis.load.evaluations import evaluations, remarks
 from analysis.load.reader import Gap, Reader, records
-from analysis.load.settings import of_passes, passes, remarks, shown
+from analysis.load.settings import labels
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """What a cell is made of; `none` and 0 for the unpruned model.
@@ -24,6 +24,25 @@ granularity: what the criterion scores, expert or channel. allocation and recove
 
 ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
 """Steps of a cell besides its evaluations; their columns end in `_folder`."""
+
+
+def _of_cells(read: Callable[[pd.DataFrame, Reader], pd.DataFrame]) -> cached_property[pd.DataFrame]:
+    """A frame of a study that is read from its cells when it is first asked for."""
+    return cached_property(lambda study: read(study.cells, study.reader))
+
+
+def _of_passes(
+    read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
+) -> cached_property[pd.DataFrame]:
+    """The same, read from its cells and the reports of its calibration passes."""
+    return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
+
+
+def _of_record(
+    read: Callable[[Mapping[str, Any], pd.DataFrame, Reader], pd.DataFrame],
+) -> cached_property[pd.DataFrame]:
+    """The same, read from steps that the study's record names by calibration set and model."""
+    return cached_property(lambda study: read(study.document, study.cells, study.reader))
 
 
 @dataclass(frozen=True)
@@ -47,8 +66,8 @@ class Study:
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens; like the two above of one gate and seed, see `settings.passes`."""
-    calibrations: Mapping[str, Mapping[str, Any]]
+    """model, calibration, layer, expert, tokens; like the two above of one gate and seed, see `passes.shown_passes`."""
+    calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> layers, experts and parameters."""
@@ -64,76 +83,24 @@ class Study:
         """What is missing, as far as it was read."""
         return list(self.reader.gaps.values())
 
-    @cached_property
-    def costs(self) -> pd.DataFrame:
-        """cell, bits, parameters, parameters_kept, routed_kept, storage_bytes, ...: see `plans.costs`."""
-        return plans.costs(self.cells, self.reader)
+    # the functions say which columns these frames have
+    costs = _of_cells(plans.costs)
+    kept = _of_cells(plans.kept)
+    profiles = _of_cells(plans.profiles)
+    timings = _of_cells(plans.timings)
+    history = _of_cells(plans.history)
+    searches = _of_cells(plans.searches)
+    experts = _of_passes(passes.experts)
+    raw_statistics = _of_passes(passes.raw_statistics)
+    router_entropies = _of_passes(passes.router_entropies)
+    layer_losses = _of_passes(passes.layer_losses)
+    convergence = _of_record(passes.convergence)
+    channel_convergence = _of_record(passes.channel_convergence)
 
     @cached_property
-    def kept(self) -> pd.DataFrame:
-        """cell, layer, expert, share of its channels, null: see `plans.kept`."""
-        return plans.kept(self.cells, self.reader)
-
-    @cached_property
-    def profiles(self) -> pd.DataFrame:
-        """cell, layer, variance, router_entropy, ...: see `plans.profiles`."""
-        return plans.profiles(self.cells, self.reader)
-
-    @cached_property
-    def timings(self) -> pd.DataFrame:
-        """cell, batch_size, prompt_length, ..., prefill_seconds, ..., device, ...: see `plans.timings`."""
-        return plans.timings(self.cells, self.reader)
-
-    @cached_property
-    def experts(self) -> pd.DataFrame:
-        """model, calibration, layer, expert, tokens, gate, first, ablation, ...: see `attributions.experts`."""
-        return attributions.experts(self.cells, self.calibrations, self.reader)
-
-    @cached_property
-    def raw_statistics(self) -> pd.DataFrame:
-        """model, calibration, layer, expert, statistic, mean, ...: see `attributions.raw_statistics`."""
-        return attributions.raw_statistics(self.cells, self.calibrations, self.reader)
-
-    @cached_property
-    def router_entropies(self) -> pd.DataFrame:
-        """model, calibration, layer, entropy, tokens: see `attributions.router_entropies`."""
-        return attributions.router_entropies(self.cells, self.calibrations, self.reader)
-
-    @cached_property
-    def layer_losses(self) -> pd.DataFrame:
-        """model, calibration, layer, loss: see `attributions.layer_losses`."""
-        return attributions.layer_losses(self.cells, self.calibrations, self.reader)
-
-    @cached_property
-    def convergence(self) -> pd.DataFrame:
-        """model, calibration, criterion, tokens, layer, expert, score: scores from parts of the calibration sets."""
-        steps, usual = self.document.get("convergences"), shown(self.cells)
-        return _per_calibration(steps, "convergence.parquet", _CONVERGENCE, self.reader, usual)
-
-    @cached_property
-    def channel_convergence(self) -> pd.DataFrame:
-        """model, calibration, criterion, tokens, whole (all tokens), layer, channels (how many the layer has), kept
-        (the share of them that is kept), same (the part of those kept in the end that is kept after `tokens`)."""
-        by_criterion: dict[str, dict[str, str | None]] = {}
-        for key, step in (self.document.get("channel_convergences") or {}).items():
-            criterion, _, of = key.partition("@")
-            by_criterion.setdefault(criterion, {})[of] = step
-        columns, usual = _CHANNEL_CONVERGENCE, shown(self.cells)
-        frames = [
-            _per_calibration(steps, "convergence.parquet", columns, self.reader, usual)
-            for steps in by_criterion.values()
-        ]
-        return _stack(frames, _CHANNEL_CONVERGENCE)
-
-    @cached_property
-    def history(self) -> pd.DataFrame:
-        """cell, generation, schedule, origin, fitness, ...: see `plans.history`."""
-        return plans.history(self.cells, self.reader)
-
-    @cached_property
-    def searches(self) -> pd.DataFrame:
-        """cell, layers, best, best_fitness, uniform_fitness, seconds, ...: see `plans.searches`."""
-        return plans.searches(self.cells, self.reader)
+    def memory(self) -> pd.DataFrame:
+        """model, ratio, granularity, allocation, parameters, bytes, ...: see `plans.loading_memory`."""
+        return plans.loading_memory(self.cells, self.kept, self.models)
 
 
 def load(store: Path, name: str) -> Study:
@@ -144,12 +111,9 @@ def load(store: Path, name: str) -> Study:
     document = studies.document(store, studies.chosen(store, name))
     reader = Reader(store)
     cells = _cells(document, reader)
-    results, samples, origins = evaluations(document, cells, reader)
-    coverage, calibrations = _coverage(cells, reader)
+    results, samples, origins = evaluations(document, labels(cells), reader)
+    coverage, calibrations = passes.coverage(cells, reader)
     models = _models(cells, reader)
-    usual = shown(cells)
-    families = _per_calibration(document.get("families"), "family.parquet", _FAMILY, reader, usual)
-    damages = _per_calibration(document.get("damages"), "scores.parquet", _DAMAGE, reader, usual)
     return Study(
         name=str(document.get("study") or name),
         store=store,
@@ -157,8 +121,8 @@ def load(store: Path, name: str) -> Study:
         cells=cells,
         results=results,
         samples=samples,
-        family=families,
-        damage=damages,
+        family=passes.family(document, cells, reader),
+        damage=passes.damage(document, cells, reader),
         coverage=coverage,
         calibrations=calibrations,
         models=models,
@@ -166,12 +130,6 @@ def load(store: Path, name: str) -> Study:
         reader=reader,
         notes=remarks(results, origins, cells),
     )
-
-
-_FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
-_DAMAGE = ("layer", "expert", "score")
-_CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
-_CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
@@ -236,40 +194,3 @@ def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]
         if facts is not None:
             models[row["model"]] = facts
     return models
-
-
-def _coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    frames: list[pd.DataFrame] = []
-    reports: dict[str, dict[str, Any]] = {}
-    for row in records(passes(cells)):
-        folder = reader.folder(row["statistics_folder"])
-        if folder is None:
-            continue
-        table = reader.table(folder, "coverage.parquet", ("layer", "expert", "tokens"))
-        if table is not None:
-            frames.append(table.to_pandas().assign(model=row["model"], calibration=row["calibration"]))
-        report = reader.json(folder, "calibration.json")
-        if report is not None:
-            reports[f"{row['calibration']}@{row['model']}"] = report
-    return _stack(frames, ("layer", "expert", "tokens")), reports
-
-
-def _per_calibration(
-    steps: Mapping[str, str | None] | None,
-    file: str,
-    columns: Sequence[str],
-    reader: Reader,
-    usual: Mapping[str, tuple[Any, Any]],
-) -> pd.DataFrame:
-    """One frame of the same file from the steps of every calibration set and model, of one gate and seed."""
-    frames: list[pd.DataFrame] = []
-    for (calibration, model), name in of_passes(steps, usual).items():
-        folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
-        table = reader.table(folder, file, columns) if folder else None
-        if table is not None:
-            frames.append(table.to_pandas().assign(model=model, calibration=calibration))
-    return _stack(frames, columns)
-
-
-def _stack(frames: list[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*columns, "model", "calibration"])

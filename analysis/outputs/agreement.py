@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
-from analysis.load import plans, settings
-from analysis.load.attributions import ABLATION, MEASURES
+from analysis.load import plans
+from analysis.load.passes import ABLATION, MEASURES, shown_passes
 from analysis.load.reader import groups, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import MEASURED, SUMS, measured_on, of_pass
@@ -95,7 +95,7 @@ def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, 
 def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
     """Seconds of the steps that measure the experts of one model and calibration set, `pass` and `ablation`, NaN where
     the store does not say; and the machines they ran on."""
-    shown = settings.passes(study.cells)["statistics_folder"]
+    shown = shown_passes(study.cells)["statistics_folder"]
     passes = list(shown[shown.index.isin(cells.index)])
     ablations = [
         step

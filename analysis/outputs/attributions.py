@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
-from analysis.load.attributions import MAGNITUDES, MEASURES
+from analysis.load.passes import MAGNITUDES, MEASURES
 from analysis.load.reader import groups
 from analysis.outputs.captions import ABLATED, SUMS, per_model
 from analysis.registry import Results, output

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pandas as pd
 
 from analysis import names
-from analysis.load.settings import mixed_metrics, passes, protocols, versions
+from analysis.load.evaluations import mixed_metrics, versions
+from analysis.load.passes import shown_passes
+from analysis.load.settings import protocols
 from analysis.load.study import Study
 from analysis.render.style import Figure
 from analysis.stats import uncertainty
@@ -23,8 +25,6 @@ LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated
 """What several outputs need."""
 GPU_PEAK = "Peak GPU memory (MiB)"
 MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
-BYTES = 2
-"""Of one parameter in bfloat16."""
 MEBIBYTE = 2**20
 
 
@@ -62,7 +62,7 @@ def _texts(study: Study) -> list[str]:
 def of_pass(study: Study) -> str:
     """What captions of numbers from passes state where one gate and seed are shown of several."""
     cells = study.cells[study.cells["criterion"] != "none"]
-    one = passes(cells) if cells["statistics_folder"].notna().any() else cells
+    one = shown_passes(cells) if cells["statistics_folder"].notna().any() else cells
     parts = [_chosen("seed", one["seed"], cells["seed"]), _chosen("gate", one["gate"], cells["gate"])]
     return "; ".join([*parts, *_texts(study)]) + "."
 

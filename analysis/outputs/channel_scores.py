@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import names
-from analysis.load import attributions, settings
+from analysis.load import passes, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import of_passes
@@ -39,7 +39,7 @@ KEPT, MARK = "#bb3311", "#b39a25"
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
     """layer, expert, channels, score: the share of an expert's score that this share of its channels holds."""
-    return attributions.read(study.reader.find(scores_folder), "expert_concentration.parquet", study.reader)
+    return passes.read(study.reader.find(scores_folder), "expert_concentration.parquet", study.reader)
 
 
 def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:

@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
+from analysis.load.plans import BYTES
 from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import BYTES, GPU_PEAK, MEASURED, MEBIBYTE, measured_on, reading
+from analysis.outputs.captions import GPU_PEAK, MEASURED, MEBIBYTE, measured_on, reading
 from analysis.registry import Results, output
 from analysis.render.table import Table
 

@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from analysis.load import attributions, settings
+from analysis.load import passes, settings
 from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import of_passes
@@ -46,7 +46,7 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PANELS].map(int), records(chosen), strict=False):
         plan, scores = (study.reader.find(str(about[f"{kind}_folder"])) for kind in ("plan", "scores"))
-        kept = attributions.read(plan, "budgets.parquet", study.reader, arrays_in=scores)
+        kept = passes.read(plan, "budgets.parquet", study.reader, arrays_in=scores)
         if kept is not None:
             labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
             frames.append(kept.assign(cell=cell, calibration=about["calibration"], **labelled))

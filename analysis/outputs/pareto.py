@@ -14,9 +14,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import names
 from analysis.load import settings
+from analysis.load.plans import BYTES
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import BYTES, MEBIBYTE, SLIMMING, setting
+from analysis.outputs.captions import MEBIBYTE, SLIMMING, setting
 from analysis.outputs.score_rows import STORED, block_table, ratio_block
 from analysis.registry import Item, Results, output
 from analysis.render import style

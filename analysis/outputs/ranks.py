@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -18,8 +17,9 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, RANK, SCORE, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import average_rank_interval, not_averaged
+from analysis.stats.cell_scores import not_averaged
 from analysis.stats.comparison import Comparison, Panel, Target
+from analysis.stats.rank_blocks import rank_block
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
 from analysis.stats.winners import CAPTION
 
@@ -35,7 +35,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     study, comparisons = results.study, results.comparisons
     if not comparisons:
         return None
-    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
+    blocks = [_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
     order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
     frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
@@ -57,50 +57,15 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     )
 
 
-def rank_block(
+def _block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """One block of T1, a row per cell: numbers, lower and upper ends."""
-    cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    target = panel.columns(comparison)
-    shown = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
-    frame = comparison.columns.loc[list(shown.values()), list(target)]
-    low, high = frame.copy(), frame.copy()
-    for column in target:
-        ends = comparison.interval((column,))
-        low[column], high[column] = (end.loc[frame.index] for end in ends)
-    averaged = panel.averaged(comparison)
-    frame = frame.assign(Avg=comparison.score(averaged))
-    ends = comparison.interval(averaged)
-    low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
-    ranked = frame.loc[list(cells.values())]
-    frame["Avg Rank"] = ranks.average_rank(ranked[list(target)], lower_is_better=comparison.lower_is_better)
-    rank_low, rank_high = average_rank_interval(comparison, {column: list(cells.values()) for column in target})
-    low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
-    frame["First"] = first_places(comparison.draws(averaged), ranked["Avg"], comparison.rows(list(cells.values())))
-    labels = [
-        (comparison.model, panel.pruned, names.calibration(panel.calibration), names.method(name)) for name in shown
-    ]
-    text = pd.DataFrame(labels, columns=[*PANEL, "Criterion"], index=frame.index)
+    """The rows of a panel with the names of their cells: numbers, lower and upper ends."""
+    frame, low, high = rank_block(comparison, panel, criteria)
+    methods = comparison.cells["method"][frame.index].map(names.method)
+    words = {"Model": comparison.model, "Pruned": panel.pruned, "Calibration": names.calibration(panel.calibration)}
+    text = pd.DataFrame({**words, "Criterion": methods}, index=frame.index)
     return pd.concat([text, frame], axis=1), low, high
-
-
-_SAME = 1e-6
-"""Replicates closer than this are equal: single precision adds the same outcomes up to that."""
-
-
-def first_places(draws: np.ndarray | None, scores: pd.Series, rows: np.ndarray) -> pd.Series:
-    """For each of `scores`, whose places in the replicates (replicates, cells) are `rows`, the share of replicates in
-    which it is the best; those that share the best score of a replicate share it alike. NaN where a score is a gap,
-    and for all where one has no replicates: it might be the best."""
-    scored = scores.notna().to_numpy()
-    first = pd.Series(np.nan, scores.index)
-    if draws is None or not scored.any() or np.isnan(draws[:, rows[scored]]).any():
-        return first
-    competing = draws[:, rows[scored]]
-    leads = competing >= competing.max(axis=1, keepdims=True) - _SAME
-    first[scored] = (leads / leads.sum(axis=1, keepdims=True)).mean(axis=0)
-    return first
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:

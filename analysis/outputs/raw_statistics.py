@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
-from analysis.load.attributions import STATISTICS
+from analysis.load.passes import STATISTICS
 from analysis.load.reader import groups
 from analysis.outputs.captions import ABLATED, SUMS, per_model
 from analysis.outputs.score_rows import shallow_middle_deep

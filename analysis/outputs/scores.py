@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 
 from analysis import names
@@ -15,9 +14,7 @@ from analysis.outputs.captions import setting
 from analysis.outputs.score_rows import PANEL
 from analysis.registry import Results, output
 from analysis.render.table import RANK, SCORE, Table
-from analysis.stats import ranks
-from analysis.stats.cell_scores import average_rank_interval
-from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.rank_blocks import by_domain, task_block
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
 
@@ -54,54 +51,6 @@ def task_specific_table(results: Results, name: str, criteria: Sequence[str] | N
         low=pd.concat(low, ignore_index=True) if low else None,
         high=pd.concat(high, ignore_index=True) if high else None,
     )
-
-
-def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
-    """What panels share -> domain -> the panel calibrated on it."""
-    panels: dict[tuple[float, str, int], dict[str, Panel]] = {}
-    for panel in comparison.panels:
-        domain = names.domain(panel.calibration)
-        if domain:
-            panels.setdefault(panel.settings, {}).setdefault(domain, panel)
-    return panels
-
-
-def task_block(
-    comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """One block of T2, the unpruned model first and then a row per method: numbers, lower and upper ends."""
-    code, math = domains["code"].cells, domains["math"].cells
-    shown = [name for name in code if name in math and (criteria is None or name in criteria)]
-    full = comparison.unpruned
-    sources = {
-        column: ([] if full is None else [full]) + [cells[name] for name in shown]
-        for columns, cells in ((names.CODE_COLUMNS, code), (names.MATH_COLUMNS, math))
-        for column in columns
-    }
-
-    def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                column: values(column).loc[cells].to_numpy()
-                if column in comparison.parts
-                else np.full(len(cells), np.nan)
-                for column, cells in sources.items()
-            }
-        )
-
-    frame = gather(lambda column: comparison.columns[column])
-    low = gather(lambda column: comparison.interval((column,))[0])
-    high = gather(lambda column: comparison.interval((column,))[1])
-    frame["Criterion"] = [names.method(name) for name in ([] if full is None else ["none"]) + shown]
-    ranked = frame.iloc[len(frame) - len(shown) :]
-    frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
-    competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
-    rank_low, rank_high = average_rank_interval(
-        comparison, competing if set(competing) <= set(comparison.parts) else {}
-    )
-    if len(rank_low):
-        low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
-    return frame, low, high
 
 
 @output("unified.table5", chapter="benchmarks", filters="Model|Pruned|Calibration|Criterion", needs="results")

@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 
 from analysis import names
+from analysis.load.plans import BYTES
 from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import is_searched
 from analysis.load.study import Study
-from analysis.outputs.captions import BYTES, GPU_PEAK, MEBIBYTE, SEARCHES, reading, setting
+from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, reading, setting
 from analysis.published.numbers import Printed, numbers
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table

@@ -11,9 +11,9 @@ import pandas as pd
 from analysis import names
 from analysis.load.reader import records
 from analysis.load.study import Study
-from analysis.outputs import models, ranks, scores
 from analysis.published.numbers import AFTER, ASKED, BEFORE, RANK, Key, Printed, counterparts, stands_for, target
 from analysis.published.verdicts import Evaluation, Measured
+from analysis.stats import rank_blocks
 from analysis.stats.comparison import Comparison
 
 
@@ -172,16 +172,16 @@ def _panel_ranks(comparison: Comparison) -> Iterator[Ranked]:
         columns = panel.columns(comparison)
         ranked = [cell for name, cell in panel.cells.items() if name in names.RANKED]
         if ranked:
-            parts = ranks.rank_block(comparison, panel, names.RANKED)
+            parts = rank_blocks.rank_block(comparison, panel, names.RANKED)
             yield [(dict.fromkeys(columns, cell), _rank(parts, cell)) for cell in ranked], columns
 
 
 def _task_ranks(comparison: Comparison) -> Iterator[Ranked]:
-    for domains in scores.by_domain(comparison).values():
+    for domains in rank_blocks.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
             sides = {column: domains["code"].cells for column in names.CODE_COLUMNS}
             sides |= {column: domains["math"].cells for column in names.MATH_COLUMNS}
-            parts = scores.task_block(comparison, domains, names.TASK_SPECIFIC)
+            parts = rank_blocks.task_block(comparison, domains, names.TASK_SPECIFIC)
             rows = {names.method(name): name for name in names.TASK_SPECIFIC}
             methods = [(place, rows[word]) for place, word in parts[0]["Criterion"].items() if word in rows]
             yield (
@@ -223,7 +223,7 @@ def _memory(study: Study, of: str) -> Iterator[Found]:
     printed = [number for row in counterparts(of).values() for number in row if number.benchmark in (BEFORE, AFTER)]
     if not printed:
         return
-    for row in records(models.loading_memory(study)):
+    for row in records(study.memory):
         for number in printed:
             model, ratio, _, allocation, *_ = number.key
             if (stands_for("model", row["model"]), row["ratio"], row["allocation"]) == (model, ratio, allocation):

@@ -14,32 +14,8 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.study import Study
-from analysis.stats import ranks, uncertainty
+from analysis.stats import uncertainty
 from analysis.stats.comparison import Comparison, Target
-
-
-def average_rank_interval(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interval ends of Avg Rank for each row; NaN where a score that is ranked has no replicates.
-
-    sources: column -> the cells its scores come from, a row each.
-    """
-    rows = len(next(iter(sources.values()), []))
-    missing = np.full(rows, np.nan)
-    draws = {column: comparison.draws((column,)) for column in sources}
-    drawn = [
-        replicates[:, comparison.rows(sources[column])]
-        for column, replicates in draws.items()
-        if replicates is not None
-    ]
-    if len(drawn) < len(sources) or not rows:
-        return missing, missing
-    stacked = np.stack(drawn, axis=2)
-    scored = np.stack([comparison.score((column,))[cells].notna() for column, cells in sources.items()], axis=1)
-    if (scored & np.isnan(stacked).any(axis=0)).any():
-        return missing, missing
-    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
-    return uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))
-
 
 CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")

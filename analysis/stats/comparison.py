@@ -11,8 +11,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.load import evaluations, settings
-from analysis.load.evaluations import labels
-from analysis.load.study import Study
+from analysis.load.reader import Reader
 from analysis.stats import ranks, uncertainty
 
 Target = tuple[str, ...]
@@ -267,22 +266,27 @@ class Comparison:
         return list(_panels(self.model, self.cells[self.cells["criterion"] != "none"]))
 
 
-def compare(study: Study) -> list[Comparison]:
-    """One comparison per model, in the order of the study."""
-    return [_comparison(study, model) for model in dict.fromkeys(study.cells["model"])]
+def compare(cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader) -> list[Comparison]:
+    """One comparison per model, in the order of a study; frames as in `Study`, gaps go to its reader."""
+    comparisons = []
+    for model in dict.fromkeys(cells["model"]):
+        own = cells[cells["model"] == model]
+        own_results, own_samples = (frame[frame["cell"].isin(own.index)] for frame in (results, samples))
+        comparisons.append(_comparison(model, own, own_results, own_samples, reader))
+    return comparisons
 
 
-def _comparison(study: Study, model: str) -> Comparison:
-    cells = study.cells[study.cells["model"] == model]
-    results = study.results[study.results["cell"].isin(cells.index)]
+def _comparison(
+    model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
+) -> Comparison:
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(index=cells.index, columns=order)
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(index=cells.index, columns=order)
-    answers = evaluations.outcome_matrices(study.samples[study.samples["cell"].isin(cells.index)], scores.astype(float))
+    answers = evaluations.outcome_matrices(samples, scores.astype(float))
     parts = ranks.displayed(order)
-    words = labels(cells)
+    words = settings.labels(cells)
     for cell, benchmark in answers.odd:
-        study.reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
+        reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
     return Comparison(
         model=model,
         cells=cells,

@@ -8,7 +8,6 @@ import synthetic_plans
 from synthetic import write_store
 
 from analysis.load.study import Study, load
-from analysis.outputs.models import loading_memory
 
 VARIED = {
     "criteria": ("reap", "random", "heapr"),
@@ -62,7 +61,7 @@ def test_costs_have_a_row_per_cell(study: Study) -> None:
 
 
 def test_loading_memory_is_that_of_the_costs(study: Study) -> None:
-    counted = {round(bytes_after) for bytes_after in loading_memory(study)["bytes_after"]}
+    counted = {round(bytes_after) for bytes_after in study.memory["bytes_after"]}
     pruned = study.costs[study.costs["cell"] > 0]
     assert counted == {round(loading) for loading in pruned["loading_bytes"]}
 

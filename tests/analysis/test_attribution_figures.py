@@ -18,7 +18,7 @@ from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
-from analysis.load import attributions as expert_frames
+from analysis.load import passes
 from analysis.load.study import Study, load
 from analysis.outputs import channel_scores, criteria, layer_budgets, models, profile, raw_statistics, score_rows
 from analysis.registry import Results, outputs
@@ -195,11 +195,11 @@ def test_what_fig3_lacks_is_said(store: Path, tmp_path: Path) -> None:
     for kind in ("weights", "gradients"):
         shutil.rmtree(fewer / kind)
     for path in fewer.glob("statistics/*/experts.parquet"):  # as an older moe_lab wrote it
-        pd.read_parquet(path).drop(columns=expert_frames.ROOTS).to_parquet(path)
+        pd.read_parquet(path).drop(columns=passes.ROOTS).to_parquet(path)
     study = load(fewer, "made_up")
     assert outputs()["coverage.fig3"].items(Results(study)) == [] and len(study.experts)
     [gap] = study.gaps
-    assert expert_frames.ROOTS in gap.what and gap.where.startswith("statistics/")
+    assert passes.ROOTS in gap.what and gap.where.startswith("statistics/")
 
 
 def test_profiles_without_losses_of_outputs_are_a_gap(store: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: 
 
 def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path, tmp_path: Path) -> None:
     old = Path(shutil.copytree(store, tmp_path / "store"))
-    for name in expert_frames.TABLES:
+    for name in passes.TABLES:
         for path in old.glob(f"*/*/{name}"):
             path.unlink()
     study = load(old, "made_up")
@@ -318,7 +318,7 @@ def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path,
     assert [output.name for output in outputs()["coverage.fig4"].items(Results(study))] == ["coverage.fig4.loss"]
     said = {gap.what for gap in study.gaps}
     read_behind_these = {"ablation.parquet", "gradients.parquet", "weights.parquet"}
-    assert {sentence.split(" ", 1)[0] for sentence in said} == set(expert_frames.TABLES) - read_behind_these
+    assert {sentence.split(" ", 1)[0] for sentence in said} == set(passes.TABLES) - read_behind_these
     assert all(sentence.endswith("remove this folder and run again") for sentence in said)
 
 

@@ -15,7 +15,6 @@ from analysis.load.study import Study, load
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import benchmark_table
 from analysis.registry import Results
-from analysis.stats.comparison import compare
 from moe_lab.errors import UserError
 
 Copy = Callable[[], Path]
@@ -45,7 +44,7 @@ def gaps(study: Study) -> list[str]:
 
 
 def score(study: Study, cell: int, benchmark: str) -> float:
-    [comparison] = compare(study)
+    [comparison] = Results(study).measured
     return float(comparison.benchmarks.loc[cell, benchmark])
 
 
@@ -99,7 +98,7 @@ def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
     if damage != "samples":
         assert np.isnan(score(study, 3, "rte"))
     else:
-        low, high = compare(study)[0].interval(("rte",))
+        low, high = Results(study).measured[0].interval(("rte",))
         stderr = study.results.query("cell == 3 and benchmark == 'rte'")["stderr"].item()
         assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
 
@@ -161,7 +160,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     ):
         assert words in notes
     assert "A limit was set: 1 benchmark " in notes
-    [comparison] = compare(study)
+    [comparison] = Results(study).measured
     assert comparison.outcomes["hellaswag"].shape[1] == 20
     assert len(table_of(benchmark_table, results_of(study, [comparison])).frame) == len(study.cells)
 
@@ -186,7 +185,7 @@ def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied
     store = copied()
     for cell in range(len(document(store)["cells"])):
         change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric="perplexity")
-    [comparison] = compare(load(store, "made_up"))
+    [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
     low, high = comparison.interval(("gsm8k",))
     assert (low[3], high[3]) == pytest.approx((13 - 0.98, 13 + 0.98))

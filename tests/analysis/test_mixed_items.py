@@ -25,7 +25,6 @@ from analysis.outputs.ranks import rank_table
 from analysis.registry import Results
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import differences, pooled_difference
-from analysis.stats.comparison import compare
 from analysis.stats.winners import winner_map
 
 Answers = dict[int, float]
@@ -92,7 +91,7 @@ def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
     assert rows["First"].idxmax() == "MAN" and rows["First"].sum() == pytest.approx(1)
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
-    [comparison] = compare(perplexed)
+    [comparison] = Results(perplexed).measured
     [sentence] = best_plan(comparison)
     assert "0.750, by MAN" in sentence
     assert "Avg is without wikitext2" in averages_figure(comparison, name="averages").caption
@@ -102,7 +101,7 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
     shares = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
     costs = pd.DataFrame([[1.0] * 4, [0.5] * 4, [0.5] * 4, [0.5] * 4], columns=shares)
     perplexed.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
-    [comparison] = compare(perplexed)
+    [comparison] = Results(perplexed).measured
     found = against_cost(perplexed, comparison).set_index("method")
     assert found["front_parameters_kept"].to_dict() == {"none": False, "frequency": False, "reap": False, "man": True}
     assert found["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
@@ -110,7 +109,7 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
 
 
 def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed: Study) -> None:
-    found = winner_map(compare(perplexed))
+    found = winner_map(Results(perplexed).measured)
     shown = winners._map(found)["rows"]
     assert [row["column"] for row in shown] == ["GSM8K", "wikitext2"]
     [accuracy], [perplexity] = (row["cells"] for row in shown)
@@ -124,7 +123,7 @@ def test_a_suite_of_perplexities_alone_has_no_average() -> None:
     rows = ranked(alone)
     assert rows["Avg"].isna().all() and rows["First"].isna().all()
     assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
-    [comparison] = compare(alone)
+    [comparison] = Results(alone).measured
     assert averages_figure(comparison, name="averages").name == "averages" and best_plan(comparison) == []
 
 
@@ -141,7 +140,7 @@ def test_intervals_are_of_a_cells_own_items_and_tests_of_common_ones(
     exact = [{item: sure[0][cell % 2, item] for item in sorted(items)} for cell, items in enumerate(first)]
     graded = [{item: sure[1][cell, item] for item in sorted(items)} for cell, items in enumerate(second)]
     study = study_of({"gsm8k": exact, "wildbench": graded})
-    [comparison] = compare(study)
+    [comparison] = Results(study).measured
     for target in (("GSM8K",), ("WildBench",), ("GSM8K", "WildBench")):
         score, (low, high) = comparison.score(target), comparison.interval(target)
         assert ((low <= score + 1e-6) & (score <= high + 1e-6)).all()
@@ -219,7 +218,7 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
     else:
         harmed = study_of({**answers, "gsm8k": [*answers["gsm8k"][:2], {**right(18), 0: np.nan}, right(30)]},
                           {(2, "gsm8k"): 18 / 40})  # fmt: skip
-    before, after = (compare(study)[0] for study in (whole, harmed))
+    before, after = (Results(study).measured[0] for study in (whole, harmed))
     assert not whole.gaps
     [gap] = harmed.gaps
     assert gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.what
@@ -240,7 +239,7 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
 def test_most_scores_decide_whether_a_benchmark_is_a_mean() -> None:
     corpus = {(cell, "gsm8k"): 0.3 + 0.1 * cell for cell in range(3)}
     study = study_of({"gsm8k": [right(38), right(10), right(18), right(30)]}, corpus)
-    [comparison] = compare(study)
+    [comparison] = Results(study).measured
     assert not study.gaps and not comparison.outcomes
     low, high = comparison.interval(("GSM8K",))
     assert (high - low).tolist() == pytest.approx([2 * 1.96 * 0.01] * 4)

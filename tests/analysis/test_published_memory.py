@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from printed_comparisons import of_tables
 
-from analysis.outputs import captions, models
+from analysis.load import plans
 from analysis.published.numbers import AFTER, BEFORE, NOT_COMPARABLE, Printed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -26,14 +26,14 @@ def totals() -> Iterator[tuple[Printed, float]]:
     for number in (*of_tables("unified", "3"), *of_tables("evoesap", "3")):
         if number.benchmark in (BEFORE, AFTER):
             share = number.key[1] if number.benchmark == AFTER else 0.0
-            yield number, parameters(number.key[0], share) * captions.BYTES / GIB
+            yield number, parameters(number.key[0], share) * plans.BYTES / GIB
 
 
 def parameters(model: str, share: float) -> int:
     known = OmegaConf.load(CONF / f"{model}.yaml").expected
     sizes = {"expert_parameters": 3 * known.hidden * known.width, "router_parameters_per_expert": known.hidden}
     gone = {str(layer): int(known.experts * share) for layer in range(known.moe_layers)}
-    return int(known.parameters) - models.removed_parameters(dict.fromkeys(gone, sizes), gone, gone)
+    return int(known.parameters) - plans.removed_parameters(dict.fromkeys(gone, sizes), gone, gone)
 
 
 def kept_besides(model: str, share: float) -> float:

@@ -12,8 +12,8 @@ import pytest
 from synthetic import write_store
 
 from analysis.findings import what_was_run
-from analysis.load import settings
-from analysis.load.evaluations import labels
+from analysis.load import passes, settings
+from analysis.load.settings import labels
 from analysis.load.study import Study, load
 from analysis.outputs.winners import who_won, winner_views
 from analysis.registry import Results, make
@@ -79,8 +79,8 @@ def test_records_of_before_are_read_and_of_several_the_shown_one_is_taken() -> N
     usual = {"m": ("model", 42)}
     old, other, own = {"code@m": "old"}, {"code@m@model@41": "other"}, {"code@m@model@42": "own"}
     for steps, taken in ((old, "old"), ({**old, **other}, "other"), ({**old, **other, **own}, "own"), (own, "own")):
-        assert settings.of_passes(steps, usual) == {("code", "m"): taken}
-    assert settings.of_passes(None, usual) == {}
+        assert passes.steps_by_pass(steps, usual) == {("code", "m"): taken}
+    assert passes.steps_by_pass(None, usual) == {}
 
 
 def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from handmade import table_of
 
 from analysis import names
+from analysis.load import plans
 from analysis.load.study import load
-from analysis.outputs import captions, coverage, models, ranks
+from analysis.outputs import coverage, models, ranks
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import task_specific_table
 from analysis.registry import Results, outputs
@@ -112,9 +113,9 @@ def test_loading_memory_of_published_models(
     """Unified Expert Pruning Table 3: OLMoE 12.89 to 6.89; the half of Qwen3's experts is 27.00 GiB."""
     sizes = {str(i): {"expert_parameters": 3 * hidden * width} for i in range(layers)}
     half = {str(i): experts // 2 for i in range(layers)}
-    removed = models.removed_parameters(sizes, half, half)
-    assert parameters * captions.BYTES / 2**30 == pytest.approx(before, abs=0.01)
-    assert (parameters - removed) * captions.BYTES / 2**30 == pytest.approx(after, abs=0.01)
+    removed = plans.removed_parameters(sizes, half, half)
+    assert parameters * plans.BYTES / 2**30 == pytest.approx(before, abs=0.01)
+    assert (parameters - removed) * plans.BYTES / 2**30 == pytest.approx(after, abs=0.01)
 
 
 def test_memory_of_a_study_is_exact(results: Results) -> None:

@@ -1,17 +1,122 @@
-"""Small tables that steps write beside their large arrays: what figures need of those, as Parquet."""
+"""What passes over calibration sets left: statistics of experts, the S family, exact damage, coverage and convergence.
+
+Of several gates and seeds one is shown: the first that a model's cells have, if the pass was made with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import Reader, records, step_kind, steps_behind
-from analysis.load.settings import passes
+from analysis.load.reader import OLDER, Reader, records, stacked, step_kind, steps_behind
 from moe_lab.results import ABLATIONS, BUDGETS, CONCENTRATION, ENTROPIES, EXPERTS, GRADIENTS, LOSSES, WEIGHTS
+
+Reports = Mapping[str, Mapping[str, Any]]
+""""calibration@model" -> the report of the calibration pass."""
+COVERAGE = ("layer", "expert", "tokens")
+"""Columns of coverage.parquet: the tokens that the router sent to each expert."""
+FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
+DAMAGE = ("layer", "expert", "score")
+CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
+CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
+"""Columns of convergence.parquet of channels: tokens read, and all tokens; channels of the layer; the share of them
+that is kept; the part of those kept in the end that is kept after `tokens`."""
+
+
+def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
+    """Of the cells whose pass is known one for each model and calibration set, the shown gate and seed preferred."""
+    with_pass = cells[cells["statistics_folder"].notna()]
+    usual = shown_settings(cells)
+    pairs = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
+    other = pd.Series([usual.get(model) != (gate, seed) for model, gate, seed in pairs], with_pass.index, dtype=bool)
+    first = other.sort_values(kind="stable").index
+    return with_pass.loc[first].drop_duplicates(["model", "calibration"]).sort_index()
+
+
+def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
+    """Model -> the gate and seed of its first pruned cell with a pass."""
+    pruned = cells[(cells["criterion"] != "none") & cells["statistics_folder"].notna()].drop_duplicates("model")
+    return {str(row.model): (row.gate, row.seed) for row in pruned.itertuples()}
+
+
+def steps_by_pass(
+    steps: Mapping[str, str | None] | None, usual: Mapping[str, tuple[Any, Any]]
+) -> dict[tuple[str, str], str | None]:
+    """(Calibration, model) -> its step, from a record's steps by "calibration@model@gate@seed".
+
+    Of several gates and seeds that of `usual` (of the model) is taken, or the first. Older records, by
+    "calibration@model", kept one without saying which: it is taken where there is no other.
+    """
+    ranked: dict[tuple[str, str], tuple[int, str | None]] = {}
+    for key, step in (steps or {}).items():
+        calibration, model, *setting = key.split("@")
+        gate, seed = usual.get(model, ("", ""))
+        rank = 2 if not setting else 0 if setting == [str(gate), str(seed)] else 1
+        if (calibration, model) not in ranked or rank < ranked[calibration, model][0]:
+            ranked[calibration, model] = rank, step
+    return {key: step for key, (_, step) in ranked.items()}
+
+
+def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+    """model, calibration, layer, expert, tokens; and the reports of the passes."""
+    frames: list[pd.DataFrame] = []
+    reports: dict[str, dict[str, Any]] = {}
+    for row in records(shown_passes(cells)):
+        folder = reader.folder(row["statistics_folder"])
+        if folder is None:
+            continue
+        table = reader.table(folder, "coverage.parquet", COVERAGE)
+        if table is not None:
+            frames.append(table.to_pandas().assign(model=row["model"], calibration=row["calibration"]))
+        report = reader.json(folder, "calibration.json")
+        if report is not None:
+            reports[f"{row['calibration']}@{row['model']}"] = report
+    return stacked(frames, [*COVERAGE, "model", "calibration"]), reports
+
+
+def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """model, calibration and FAMILY: every S(b, alpha, beta)."""
+    return _per_calibration(document.get("families"), "family.parquet", FAMILY, cells, reader)
+
+
+def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """model, calibration and DAMAGE: the exact damage of removing one expert."""
+    return _per_calibration(document.get("damages"), "scores.parquet", DAMAGE, cells, reader)
+
+
+def convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """model, calibration and CONVERGENCE: scores from parts of the calibration sets."""
+    return _per_calibration(document.get("convergences"), "convergence.parquet", CONVERGENCE, cells, reader)
+
+
+def channel_convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """model, calibration and CHANNEL_CONVERGENCE: which channels plans from parts of the calibration sets keep."""
+    by_criterion: dict[str, dict[str, str | None]] = {}
+    for key, step in (document.get("channel_convergences") or {}).items():
+        criterion, _, calibration_and_model = key.partition("@")
+        by_criterion.setdefault(criterion, {})[calibration_and_model] = step
+    frames = [
+        _per_calibration(steps, "convergence.parquet", CHANNEL_CONVERGENCE, cells, reader)
+        for steps in by_criterion.values()
+    ]
+    return stacked(frames, [*CHANNEL_CONVERGENCE, "model", "calibration"])
+
+
+def _per_calibration(
+    steps: Mapping[str, str | None] | None, file: str, columns: Sequence[str], cells: pd.DataFrame, reader: Reader
+) -> pd.DataFrame:
+    """One frame of the same file from the steps of every calibration set and model, of one gate and seed."""
+    frames: list[pd.DataFrame] = []
+    for (calibration, model), name in steps_by_pass(steps, shown_settings(cells)).items():
+        folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
+        table = reader.table(folder, file, columns) if folder else None
+        if table is not None:
+            frames.append(table.to_pandas().assign(model=model, calibration=calibration))
+    return stacked(frames, [*columns, "model", "calibration"])
+
 
 ROOTS = "channel_root_sum"
 """A column that experts.parquet of an older moe_lab lacks."""
@@ -26,9 +131,6 @@ TABLES = {
     "budgets.parquet": ("scores.safetensors", BUDGETS),
 }
 """Table -> the arrays that it was made from, and its columns."""
-
-
-OLDER = "as an older moe_lab wrote none: remove this folder and run again"
 
 
 def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None = None) -> pd.DataFrame | None:
@@ -70,7 +172,7 @@ ABLATION = "ablation"
 """Kind of step behind a plan that says what the loss gains without an expert."""
 
 
-def experts(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader) -> pd.DataFrame:
+def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """One row per model, calibration set, layer and expert: KEYS, MEASURES and MAGNITUDES.
 
     tokens       N, tokens that the router sent to the expert
@@ -87,11 +189,10 @@ def experts(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], 
         .assign(model=model, calibration=calibration)
         for model, calibration, own, sums, report in _passes("experts.parquet", cells, calibrations, reader)
     ]
-    columns = [*KEYS, *MEASURES, *MAGNITUDES]
-    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+    return stacked(frames, [*KEYS, *MEASURES, *MAGNITUDES])
 
 
-def raw_statistics(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader) -> pd.DataFrame:
+def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic, mean, std, count.
 
     weight       |w| over the expert's weights, where some criterion of the study reads weights of whole experts
@@ -124,8 +225,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, 
         both = pd.concat([one for one in by_statistic if len(one)], ignore_index=True)
         both = both.merge(ablations, on=["layer", "expert"]).assign(model=model, calibration=calibration)
         frames.append(both.dropna(subset=["mean"]))
-    columns = [*KEYS, "ablation", "statistic", "mean", "std", "count"]
-    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+    return stacked(frames, [*KEYS, "ablation", "statistic", "mean", "std", "count"])
 
 
 def _seen(sums: pd.DataFrame) -> pd.Series:
@@ -139,28 +239,24 @@ def _moments(experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count:
     return experts[["layer", "expert"]].assign(mean=mean, std=std, count=count)
 
 
-def router_entropies(
-    cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader
-) -> pd.DataFrame:
+def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """model, calibration, layer, entropy, tokens: how many tokens of each calibration set have a router entropy in the
     bin that ends at `entropy`, as a share of the logarithm of the number of experts."""
     frames = [
         counts.assign(model=model, calibration=calibration)
         for model, calibration, _, counts, _ in _passes("entropy.parquet", cells, calibrations, reader)
     ]
-    columns = ["model", "calibration", *ENTROPIES]
-    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+    return stacked(frames, ["model", "calibration", *ENTROPIES])
 
 
-def layer_losses(cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader) -> pd.DataFrame:
+def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """model, calibration, layer, loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), m the routed output
     of the layer, y the residual stream after it."""
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
         for model, calibration, _, sums, report in _passes("layers.parquet", cells, calibrations, reader)
     ]
-    columns = ["model", "calibration", "layer", "loss"]
-    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+    return stacked(frames, ["model", "calibration", "layer", "loss"])
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
@@ -187,10 +283,10 @@ def _tokens(report: Mapping[str, Any]) -> float:
 
 
 def _passes(
-    file: str, cells: pd.DataFrame, calibrations: Mapping[str, Mapping[str, Any]], reader: Reader
+    file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
     """Model, calibration set, cells, table `file` and report of each pass that left one."""
-    cells = cells[cells["statistics_folder"].notna()].assign(shown=passes(cells)["statistics_folder"])
+    cells = cells[cells["statistics_folder"].notna()].assign(shown=shown_passes(cells)["statistics_folder"])
     for (model, calibration, *_), own in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
         shown = own["shown"].dropna()
         if shown.empty:
