@@ -44,10 +44,10 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
     return UserError(f"{field}={value} is unknown{hint} (known: {', '.join(names) or 'none'})")
 
 
-def user_errors(check: Callable[[], object]) -> Iterator[str]:
-    """The sentence of the UserError that `check` raises, or nothing."""
+def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    """The sentence of the UserError that `check` raises when called with `arguments`, or nothing."""
     try:
-        check()
+        check(*arguments)
     except UserError as error:
         yield str(error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,8 +28,9 @@ from moe_lab.config import (
     RecoveryConfig,
     SourceConfig,
 )
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.paths import check_name
 
 Group = TypeVar(
     "Group",
@@ -64,6 +65,22 @@ class Cell:
     def __hash__(self) -> int:
         names = (self.model, self.criterion, self.calibration, self.allocation, self.recovery, self.protocol)
         return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
+
+
+ANSWERED = ("search", "instructions")
+"""What texts of a cell are read for that are of no use without answers."""
+RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
+"""Group -> names that stand for every study, or for what an unpruned model lacks."""
+
+
+def wrong_names(study: str, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
+    """A sentence for each name that cannot be part of a path."""
+    yield from user_errors(check_name, "study", study, RESERVED["study"])
+    for group in ("model", "criterion", "calibration", "allocation", "recovery"):
+        for name in dict.fromkeys(getattr(cell, group).name for cell in cells):
+            yield from user_errors(check_name, f"{group}.name", name, RESERVED.get(group, ()))
+    for benchmark in benchmarks:
+        yield from user_errors(check_name, "benchmark.name", benchmark.name)
 
 
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]

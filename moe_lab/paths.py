@@ -69,6 +69,12 @@ def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
         )
 
 
+def check_folder(field: str, path: str, usual: str) -> None:
+    """UserError when the path of a folder is empty; `usual` is the example that it names."""
+    if not path.strip():
+        raise UserError(f"{field} is empty: expected a folder, such as {field}={usual}")
+
+
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:
     """`name` in at most so many bytes: what is longer ends in a digest of all of it."""
     encoded = name.encode()

@@ -19,6 +19,7 @@ from moe_lab.errors import (
     UserError,
     is_placeholder,
     is_secret,
+    masked,
     remember_secret,
     replace_secrets,
 )
@@ -32,6 +33,28 @@ LATE = (
     "resources.jobs",
 )
 """Settings that are given to other programs, and may have secrets in them."""
+STORED = (
+    "model.path",
+    "model.template_arguments",
+    "model.search",
+    "criterion.parameters",
+    "calibration.path",
+    "allocation.path",
+    "allocation.parameters",
+    "protocol.benchmarks",
+    "interpreters",
+    "resources.every.sbatch",
+)
+"""Settings that take anything, and whose values are stored as they are."""
+
+
+def check_stored(field: str, value: Any) -> None:
+    """UserError for a secret that would be stored: results are shown to people who must not know it."""
+    if (shown := masked(value)) != value:
+        raise UserError(
+            f"{field}={shown} has a secret in it and would be stored with the results: expected none, for "
+            f"only {', '.join(LATE)} may have one"
+        )
 
 
 def hidden(value: Any, name: str, secret: bool = False) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_lab.allocation.decide import allocate, budgets, fits, routed_ratio
-from moe_lab.allocation.registry import ALLOCATIONS, Allocation, check, get, needs, register, zero_expert
+from moe_lab.allocation.registry import ALLOCATIONS, Allocation, check, check_by, get, needs, register, zero_expert
 
 __all__ = [
     "ALLOCATIONS",
@@ -11,6 +11,7 @@ __all__ = [
     "allocate",
     "budgets",
     "check",
+    "check_by",
     "fits",
     "get",
     "needs",

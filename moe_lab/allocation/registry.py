@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from moe_lab import criteria
 from moe_lab.allocation import align, coverage, listed, ranking, shapes, uniform
 from moe_lab.config import AllocationConfig
 from moe_lab.criteria.registry import source_of
@@ -113,6 +114,15 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     align.parse(settings.parameters.get("align"))
     if settings.name == "list":
         listed.check(settings.path, granularity)
+
+
+def check_by(settings: AllocationConfig) -> None:
+    """UserError unless allocation.by is null or names a criterion of experts that needs no parameters."""
+    if settings.by is None:
+        return
+    criteria.check(settings.by, {})
+    if criteria.get(settings.by).granularity != "expert":
+        raise UserError(f"allocation.by={settings.by} scores channels, expected a criterion that scores experts")
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from moe_lab.calibration.packing import PACKINGS
 from moe_lab.calibration.sources import digest, file_format, locate
 from moe_lab.config import CalibrationConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 
 ORDERS = ("random", "first")
 GAPS = ("none", "eos", "zero")
@@ -43,6 +44,14 @@ def check(settings: CalibrationConfig) -> None:
         _check_mixture(settings)
     for _, part in parts(settings):
         _check_documents(part)
+
+
+def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], None] | None = None) -> list[str]:
+    """A sentence for what `check` refuses; if it refuses nothing, one for each set in which `look` finds a mistake."""
+    sentences = list(user_errors(check, settings))
+    if sentences or look is None:
+        return sentences
+    return [sentence for _, part in parts(settings) for sentence in user_errors(look, part)]
 
 
 def _check_documents(settings: CalibrationConfig) -> None:

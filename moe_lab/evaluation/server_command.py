@@ -7,10 +7,13 @@ import shlex
 import shutil
 import string
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moe_lab.config import BackendConfig
-from moe_lab.errors import ENVIRONMENT, UserError, unknown
+from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig, RecoveryConfig
+from moe_lab.errors import ENVIRONMENT, UserError, unknown, user_errors
+from moe_lab.evaluation.suite import has_two_phases
+from moe_lab.models.config_json import check_trained_top_k
 from moe_lab.secret_settings import filled, revealed
 
 BACKENDS = ("hf", "server")
@@ -30,6 +33,32 @@ def check_command(backend: BackendConfig) -> None:
         command_line(backend, Path("checkpoint"), 0, "name")
         if not backend.ready_seconds > 0:
             raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
+
+
+def wrong(
+    backend: BackendConfig,
+    benchmarks: Iterable[BenchmarkConfig],
+    models: Iterable[ModelConfig],
+    recoveries: Iterable[RecoveryConfig],
+) -> Iterator[str]:
+    """A sentence for each mistake in the back end, and for what it cannot generate. A server reads an exported
+    checkpoint, which has what pruning leaves, before it is recovered."""
+    yield from user_errors(check_command, backend)
+    for benchmark in benchmarks:
+        by_loaded_model = benchmark.max_new_tokens and not has_two_phases(benchmark)
+        if by_loaded_model and (backend.name == "server" or backend.continuous):
+            yield (
+                f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded model, "
+                "whatever the back end: leave it out, or set backend=hf backend.continuous=false"
+            )
+            break
+    if backend.name != "server":
+        return
+    for model in models:
+        yield from user_errors(check_trained_top_k, model, "backend=server")
+    for recovery in recoveries:
+        if recovery.name != "none":
+            yield f"backend=server serves what is exported, before recovery={recovery.name}: expected backend=hf"
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:

@@ -94,6 +94,33 @@ def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
         )
 
 
+def check_plain_weights(settings: ModelConfig, user: str) -> None:
+    """Raise UserError when the weights are quantised: they can be run, but `user` needs them as numbers."""
+    if (method := quantization(settings)) is not None:
+        raise UserError(
+            f"{user} needs plain weights, but model={settings.name} is stored as {method}: expected a checkpoint "
+            "in bfloat16 or float32"
+        )
+
+
+def check_top_k(settings: ModelConfig) -> None:
+    """Raise UserError when a layer has fewer experts than model.top_k, as far as its size is known."""
+    shape = expert_shape(settings)
+    if settings.top_k is not None and shape and not 1 <= settings.top_k <= shape["n_experts"]:
+        raise UserError(
+            f"model.top_k={settings.top_k}: {settings.path} has {shape['n_experts']} experts in a layer to choose from"
+        )
+
+
+def check_trained_top_k(settings: ModelConfig, user: str) -> None:
+    """Raise UserError when model.top_k is set: it is applied to a loaded model, and `user` works with files."""
+    if settings.top_k is not None:
+        raise UserError(
+            f"{user} gives a checkpoint that routes as it was trained, not by model.top_k={settings.top_k}: "
+            "expected null"
+        )
+
+
 def check_expected(settings: ModelConfig) -> None:
     """Raise UserError if the config.json of a model on this machine states another number than `model.expected`."""
     folder = Path(resolve(settings.path)).expanduser()

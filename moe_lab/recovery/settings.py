@@ -9,8 +9,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from moe_lab.config import RecoveryConfig
+from moe_lab.config import ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.models.config_json import check_plain_weights
 
 MODULES = ("experts", "shared_experts", "attention")
 """What bits=4 can quantise; routers, embeddings and lm_head never are."""
@@ -36,6 +37,12 @@ def check_none(settings: RecoveryConfig) -> None:
             f"recovery.name=none means none, but recovery.bits={settings.bits} and recovery.instructions="
             f"{settings.instructions} ask for one: expected another name, such as recovery.name=mine"
         )
+
+
+def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
+    """Raise UserError when the model cannot be recovered, whatever the settings."""
+    if settings.name != "none":
+        check_plain_weights(model, f"recovery={settings.name}")
 
 
 def check_modules(modules: list[str]) -> None:

@@ -12,6 +12,7 @@ from moe_lab.study.progress import watch
 from moe_lab.study.report import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.steps.costs import device_here
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Here, Worker
 
@@ -59,6 +60,14 @@ def visible_gpus() -> list[str]:
         return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
     cards = "/proc/driver/nvidia/gpus"
     return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
+
+
+def check_device(name: str) -> None:
+    """UserError when the CUDA device of model.device is not on this machine; torch, which takes seconds, is asked only
+    where the driver does not already list it. What spreads a model over devices takes those there are, the CPU too."""
+    kind, _, number = name.partition(":")
+    if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
+        device_here(name)
 
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:

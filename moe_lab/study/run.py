@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,8 @@ from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
 from moe_lab.study.report import Study, finish
 from moe_lab.study.runs import begin, last_about
-from moe_lab.study.schedule import Schedule, StepError
-from moe_lab.study.step import Step, code_state
+from moe_lab.study.schedule import Schedule, recall_failures
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 
@@ -33,11 +33,11 @@ def run(
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
     mistakes that show before anything is run; a dry run first shows what it would cost without them.
     """
-    launch = launcher(config.launcher)
     problems = preflight(config, requests)
     missing = lacking(config, requests)
     if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
         raise _together("several things:", problems)
+    launch = launcher(config.launcher)
     graph = build(config, requests)
     store = Store(config.store)
     with store.errors_as_sentences():
@@ -68,7 +68,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     if full:
         raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)
-    _recall_failures(schedule, store, steps, retry=config.retry)
+    recall_failures(schedule, store, retry=config.retry)
     study = replace(study, before=record.created(store, config.study))
     say_notices(store)
     if schedule.waiting or last_about(store, config.study) is None:
@@ -97,15 +97,3 @@ def _together(heading: str, problems: Sequence[str]) -> UserError:
 
 def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]) -> str:
     return f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}"
-
-
-def _recall_failures(schedule: Schedule, store: Store, steps: Iterable[Step], *, retry: str | None) -> None:
-    """Steps that failed in an earlier run stay failed, with their error; retry=failed or other code tries again."""
-    for step in steps:
-        if step.id not in schedule.waiting or (document := store.error(step)) is None:
-            continue
-        if retry == "failed" or document.get("code") != code_state():
-            store.forget(step)
-        else:
-            again = {**document, "message": f"{document['message']} (failed before; retry=failed tries again)"}
-            schedule.fail(step, StepError(again))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_lab.study.step import Step, error_document
+from moe_lab.errors import UserError
+from moe_lab.study.step import Step, code_state, error_document
 from moe_lab.study.store import Busy, Gone, Store
 
 POLL = 0.5
@@ -91,6 +92,24 @@ class Schedule:
             self.failed[step.id] = error
             self._skip_hopeless()
             self.changed.notify_all()
+
+
+def check_retry(retry: str | None) -> None:
+    """UserError for a value of `retry` that says nothing."""
+    if retry not in (None, "failed"):
+        raise UserError(f"retry={retry} is unknown: expected failed or null")
+
+
+def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
+    """Steps that failed in an earlier run stay failed, with their error; retry=failed or other code tries again."""
+    for step in list(schedule.waiting.values()):
+        if step.id not in schedule.waiting or (document := store.error(step)) is None:
+            continue
+        if retry == "failed" or document.get("code") != code_state():
+            store.forget(step)
+        else:
+            again = {**document, "message": f"{document['message']} (failed before; retry=failed tries again)"}
+            schedule.fail(step, StepError(again))
 
 
 def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None]) -> None:

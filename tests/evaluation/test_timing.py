@@ -23,11 +23,10 @@ from moe_lab.evaluation.timing import COLUMNS, measure
 from moe_lab.models.device import device_name
 from moe_lab.models.discover import is_experts
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
-from moe_lab.study.preflight import _check_timing
 from moe_lab.study.step import Job, Step, provenance
 from moe_lab.study.steps import costs
 from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.costs import TIMING, _deployed, timing
+from moe_lab.study.steps.costs import TIMING, _deployed, timing, wrong_timing
 from moe_lab.study.steps.recovery import PrunedModel
 
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2, warmup=1)
@@ -156,12 +155,12 @@ def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_timed_is_said_before() -> None:
     config = Config(timing=True, timed=TimingConfig(prompt_lengths=[]), launcher=LauncherConfig(name="local"))
-    assert [sentence.partition(":")[0] for sentence in _check_timing(config)] == [
+    assert [sentence.partition(":")[0] for sentence in wrong_timing(config, MODEL)] == [
         "timed.prompt_lengths=[]",
         "timing=true beside other work would measure that too",
     ]
     slurm = Config(timing=True, launcher=LauncherConfig(name="slurm"))
-    assert [sentence.split(": ")[0] for sentence in _check_timing(slurm)] == [
+    assert [sentence.split(": ")[0] for sentence in wrong_timing(slurm, MODEL)] == [
         "timing=true with launcher=slurm needs timed.device"
     ]
-    assert asdict(TimingConfig())["device"] is None and not list(_check_timing(Config()))
+    assert asdict(TimingConfig())["device"] is None and not list(wrong_timing(Config(), MODEL))

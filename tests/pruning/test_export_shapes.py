@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export, tensors
@@ -95,7 +96,7 @@ def test_masked_channels_have_the_original_shape(name: str, tmp_path: Path) -> N
 def test_masked_experts_are_never_chosen(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = tiny.plan(model, 0.5)
-    check_masked(tmp_path / "model")
+    check_masked(ModelConfig(name="m", path=str(tmp_path / "model")))
     out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
     extra = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config_of(out) else {}
     assert config_of(out) == {**config_of(tmp_path / "model"), **extra}
@@ -129,7 +130,7 @@ def test_routers_without_a_bias_cannot_be_masked(name: str, layer: int, tmp_path
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(UserError, match=r"export=masked: routers in .* no bias.* export=natural"):
-        check_masked(tmp_path / "model")
+        check_masked(ModelConfig(name="m", path=str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "hunyuan_v1_moe", "granitemoe"])

@@ -9,7 +9,7 @@ import pytest
 
 from moe_lab.config import Config, LauncherConfig, ModelConfig
 from moe_lab.grid import Cell
-from moe_lab.study import preflight
+from moe_lab.study import launch, preflight
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION
 from moe_lab.study.steps import costs
 from moe_lab.study.steps.recovery import NO_RECOVERY
@@ -30,11 +30,11 @@ def test_devices_are_looked_for_before_anything_is_run(monkeypatch: pytest.Monke
         return SimpleNamespace(returncode=1, stdout="", stderr=f"Traceback\n{error}\n")
 
     monkeypatch.setattr(costs.subprocess, "run", answer)
-    monkeypatch.setattr(preflight, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["0"])
     assert [lacking(named) for named in ("auto", "cpu", "balanced", "cuda", "cuda:0")] == [[]] * 5 and not asked
     assert lacking("cuda:1", "slurm") == [] and not asked, "its nodes may have two"
     for named, says in {"cuda:1": "none", "cuda:9": "no CUDA"}.items():
         assert lacking(named) == [f"model.device={named}: {says}"]
-    monkeypatch.setattr(preflight, "visible_gpus", list)
+    monkeypatch.setattr(launch, "visible_gpus", list)
     assert lacking("cuda") == ["model.device=cuda: none"]
     assert asked == ["cuda:1", "cuda:9", "cuda"]

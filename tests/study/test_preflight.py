@@ -96,6 +96,32 @@ def test_folders_of_steps_are_in_the_store_and_can_be_written_beside_however_lon
         assert kind == step.kind and len(folder) < 240 and folder.endswith(step.id[:12])
 
 
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["allocation.name=global", "allocation.by=nope"], ["criterion=nope"]),
+        (["model.path=pocket:nope"], ["path=pocket:nope"]),
+        (["launcher.name=slum"], ["launcher=slum"]),
+        (["allocation.name=reconstruction", "allocation.parameters={lim: 3}"], ["allocation.parameters=lim", "ratio="]),
+    ],
+)
+def test_no_mistake_hides_another(words: list[str], fields: list[str]) -> None:
+    expected = sorted([*fields, "calibration.length=1", "recovery.bits=5"])
+    sentences = sorted(problems(*words, "calibration.length=1", "recovery.name=mine", "recovery.bits=5"))
+    assert [sentence.startswith(field) for sentence, field in zip(sentences, expected, strict=True)] == [True] * len(
+        expected
+    ), sentences
+
+
+def test_a_secret_of_a_protocol_on_the_axis_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "protocol").mkdir()
+    (tmp_path / "protocol" / "mine.yaml").write_text(
+        "name: mine\nbenchmarks: {pocket_boolq: {parameters: {api_key: abcdefghijkl}}}\n"
+    )
+    settings, wanted = asked("grid.protocol=[mine]", groups=Groups([f"file://{tmp_path}"]))
+    assert any(sentence.startswith("protocol.benchmarks={") for sentence in preflight(settings, wanted))
+
+
 VALUES = {
     "model.threads=0": "model.threads=0",
     "model.threads=-1": "model.threads=-1",

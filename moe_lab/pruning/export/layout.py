@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_lab.errors import UserError
+from moe_lab.config import ModelConfig, RecoveryConfig
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
+from moe_lab.models.config_json import check_plain_weights, check_trained_top_k
 from moe_lab.models.families import (
     DISK_FUSED_EXPERTS,
     DISK_ROUTER_WEIGHTS,
@@ -17,7 +19,8 @@ from moe_lab.models.families import (
     DISK_SHARED,
     EXTRA_PREDICTION_BLOCKS,
 )
-from moe_lab.pruning.export.form import Form, LayerForm
+from moe_lab.paths import resolve
+from moe_lab.pruning.export.form import SHAPES, Form, LayerForm
 from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, fused_piece, narrow_piece
 from moe_lab.pruning.plan import Plan
 
@@ -84,9 +87,29 @@ def expert_type(checkpoint: Checkpoint) -> str:
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
-def check_masked(folder: Path) -> None:
-    """Raise UserError unless routers have a vector that can bar a dropped expert, as far as names tell."""
-    if not can_bar(open_checkpoint(folder).tensors):
+def wrong(shape: str | None, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None) -> Iterator[str]:
+    """A sentence for each reason why a plan of `granularity` for the model cannot be exported in that shape, as far as
+    the model is on this machine."""
+    if shape is None:
+        return
+    if shape not in SHAPES:
+        yield str(unknown("export", shape, SHAPES))
+    yield from user_errors(check_trained_top_k, model, f"export={shape}")
+    yield from user_errors(check_plain_weights, model, f"export={shape}")
+    if recovery.name != "none":
+        yield (
+            f"export={shape} writes what pruning leaves, before recovery={recovery.name}: expected "
+            "recovery=none in a study that exports, or export=null"
+        )
+    if shape == "masked" and granularity == "expert":
+        yield from user_errors(check_masked, model)
+
+
+def check_masked(model: ModelConfig) -> None:
+    """Raise UserError unless routers have a vector that can bar a dropped expert, as far as names tell; of a model on
+    this machine."""
+    folder = Path(resolve(model.path)).expanduser()
+    if (folder / "config.json").is_file() and not can_bar(open_checkpoint(folder).tensors):
         raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 
 

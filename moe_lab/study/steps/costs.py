@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from moe_lab import criteria
-from moe_lab.config import CalibrationConfig, TimingConfig
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
+from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.grid import plain
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import has_uneven_layers
+from moe_lab.models.config_json import check_plain_weights, has_uneven_layers
 from moe_lab.start import command
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.engine import engine
@@ -142,6 +142,23 @@ def _timing_step(pruned: PrunedModel) -> Step:
     runtime = builder.runtime(model=model, text=text)
     inputs = pruned.inputs(finetune=pruned.finetune)
     return Step("timing", pruned.label, {**parts, **pruned.storage}, inputs, runtime)
+
+
+def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
+    """A sentence for each reason why the model cannot be timed: timing runs alone, and on a device whose name is known
+    when its step is named."""
+    if not config.timing:
+        return
+    timed = config.timed
+    numbers = {**plain(timed), "batch_sizes": min(timed.batch_sizes, default=0)}
+    numbers["prompt_lengths"] = min(timed.prompt_lengths, default=0)
+    for name in (name for name, number in numbers.items() if name != "device" and number < 1):
+        yield f"timed.{name}={getattr(timed, name)}: expected whole numbers from 1 on"
+    if config.launcher.name == "local" and config.launcher.processes != 1:
+        yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
+    if config.launcher.name == "slurm" and timed.device is None:
+        yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
+    yield from user_errors(check_plain_weights, model, "timing=true")
 
 
 def device_here(device: str) -> str:

@@ -6,11 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe_lab import allocation
+from moe_lab.errors import UserError
+from moe_lab.grid import Cell
 from moe_lab.study.step import Job
+from moe_lab.study.steps.builder import evidence_of
 from moe_lab.study.steps.inputs import model_and_tokenizer, rows
+from moe_lab.study.steps.kind import KINDS
 
 GROUP = 8
 """Batches between two checkpoints of a pass over a text."""
+
+
+def check_engine(cell: Cell) -> None:
+    """UserError when one decoder layer in memory at a time is not enough: what runs the rest of the model anew for
+    every candidate needs all of it."""
+    if cell.calibration.engine != "streamed":
+        return
+    name = cell.allocation.name
+    compares = KINDS[allocation.get(name).step].needs_whole_model
+    if compares or any(KINDS[need].needs_whole_model for need in evidence_of(cell) if need != "by"):
+        what = "compares whole models" if compares else "reads the loss of the whole model with one part changed"
+        raise UserError(
+            f"allocation={name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
+            "expected calibration.engine=resident, or an allocation from sums, such as uniform"
+        )
 
 
 def engine(job: Job) -> Resident | Streamed:

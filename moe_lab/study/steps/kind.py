@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from moe_lab.errors import unknown
+from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study.step import Job, Step
 from moe_lab.study.steps.memory import hidden_states, token_memory
@@ -69,6 +70,8 @@ class Kind:
     step: Callable[..., Step]
     """(builder, cell) -> the step: its parts, inputs, runtime settings and label. Kinds about a pruned model take
     (pruned model), those that ask it something (pruned model, benchmark)."""
+    checks: tuple[Callable[[Cell], None], ...] = ()
+    """Of a kind that makes plans: each raises UserError for a cell whose plan cannot be made."""
     reads: Reads = Reads.NOTHING
     reads_text: bool = False
     """Whether a criterion or an allocation that needs the step depends on the calibration set."""

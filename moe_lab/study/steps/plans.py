@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.allocation import listed
 from moe_lab.config import AllocationConfig
+from moe_lab.errors import UserError
 from moe_lab.grid import Cell, plain
-from moe_lab.search.settings import EvolutionSettings
+from moe_lab.models.config_json import expert_shape
+from moe_lab.models.files import fingerprint
+from moe_lab.paths import resolve
+from moe_lab.search import evolution
+from moe_lab.search.settings import EvolutionSettings, parse, search_settings
+from moe_lab.search.subsets import check_removals
 from moe_lab.study.step import Job, Part, Step, digest
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder, evidence_of, scoring
@@ -29,6 +36,33 @@ def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, A
     if settings.path is not None:
         identity["path"] = digest(listed.read(settings.path))
     return identity
+
+
+def _known_layer(cell: Cell) -> dict[str, int] | None:
+    """Facts of a layer as far as config.json tells; None where it tells nothing, and for ratio_basis=model, which needs
+    the number of all parameters. The groups of experts are left to the step."""
+    shape = expert_shape(cell.model) if cell.allocation.ratio_basis == "routed" else None
+    return {**shape, "n_group": 1, "topk_group": 1} if shape else None
+
+
+def check_ratio(cell: Cell) -> None:
+    """UserError when the ratio cannot be had."""
+    if layer := _known_layer(cell):
+        settings = {**plain(cell.allocation), "ratio": cell.ratio}
+        allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
+
+
+def check_plan_file(cell: Cell) -> None:
+    """UserError when allocation.path is the plan of another model, if the model is on this machine; the step looks
+    again."""
+    from moe_lab.pruning.plan import Plan
+
+    path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
+    if path is None or not folder.is_dir() or not listed.is_plan(listed.read(path)):
+        return
+    plan = Plan.load(path)
+    if plan.provenance.get("model_sha256"):
+        plan.check_origin(fingerprint(folder), cell.model.path)
 
 
 def plan_step(builder: Builder, cell: Cell) -> Step:
@@ -78,7 +112,13 @@ def plan(job: Job) -> None:
         write_table(job.output("budgets.parquet"), results.BUDGETS, tables.budgets(scored, result.channels))
 
 
-PLAN = Kind(name="plan", work=plan, step=_from_scores, packing=Packing.SMALL)
+PLAN = Kind(
+    name="plan",
+    work=plan,
+    step=_from_scores,
+    checks=(check_ratio,),
+    packing=Packing.SMALL,
+)
 
 
 def _channel_scores(job: Job) -> dict[int, Any]:
@@ -167,7 +207,28 @@ def _candidates(settings: Settings) -> float:
     return (population + (generations - 1) * (population - elites)) * text_units(settings)
 
 
-SEARCH = Kind(name="search", work=search, step=_search_step, reads=Reads.MODEL, units=_candidates)
+def check_search_parameters(cell: Cell) -> None:
+    """UserError for parameters that no search has."""
+    parse(cell.allocation.parameters)
+
+
+def check_schedules(cell: Cell) -> None:
+    """UserError where no schedule loses as much as the ratio says."""
+    check_ratio(cell)
+    if layer := _known_layer(cell):
+        settings = {**plain(cell.allocation), "ratio": cell.ratio}
+        search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
+        evolution.check(search.problem, search.evolution)
+
+
+SEARCH = Kind(
+    name="search",
+    work=search,
+    step=_search_step,
+    checks=(check_search_parameters, check_schedules),
+    reads=Reads.MODEL,
+    units=_candidates,
+)
 
 
 def _reconstruction_step(builder: Builder, cell: Cell) -> Step:
@@ -200,10 +261,19 @@ def reconstruction(job: Job) -> None:
     write_table(job.output("errors.parquet"), COLUMNS, best.errors)
 
 
+def check_choices(cell: Cell) -> None:
+    """UserError when the ratio cannot be had, or leaves more choices than are tried."""
+    check_ratio(cell)
+    if layer := _known_layer(cell):
+        limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
+        check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
+
+
 RECONSTRUCTION = Kind(
     name="reconstruction",
     work=reconstruction,
     step=_reconstruction_step,
+    checks=(check_choices,),
     reads=Reads.MODEL,
     reads_text=True,
     checkpoint_reads=1,
@@ -263,10 +333,26 @@ def sequential(job: Job) -> None:
     result.save(job.output("plan.json"))
 
 
+def check_sequential(cell: Cell) -> None:
+    """UserError unless the criterion reads forward statistics, and of the rest nothing but weights: that is all a layer
+    has when those below it have just been pruned."""
+    fitting = [name for name, about in criteria.CRITERIA.items() if _fits_sequential(about.needs)]
+    if (name := cell.criterion.name) not in fitting:
+        raise UserError(
+            f"allocation=sequential scores each layer by its forward statistics, and criterion={name} reads "
+            f"{' and '.join(criteria.get(name).needs) or 'none'}: expected one of {', '.join(fitting)}"
+        )
+
+
+def _fits_sequential(needs: Sequence[str]) -> bool:
+    return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
+
+
 SEQUENTIAL = Kind(
     name="sequential",
     work=sequential,
     step=_sequential_step,
+    checks=(check_sequential, check_ratio),
     reads=Reads.MODEL,
     reads_text=True,
     checkpoint_reads=1,

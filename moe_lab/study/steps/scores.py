@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lab import criteria, results
+from moe_lab.config import ModelConfig
 from moe_lab.grid import Cell
+from moe_lab.models.config_json import check_plain_weights
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder, scoring
@@ -55,6 +57,12 @@ def score(job: Job, inputs: dict[int, dict[str, Any]], layers: dict[int, dict[st
         seed=settings.get("seed"),
         parameters=settings["parameters"],
     )
+
+
+def check_weights(criterion: str, model: ModelConfig) -> None:
+    """UserError when the criterion needs weights as numbers and the model's are quantised."""
+    if criteria.get(criterion).needs_plain_weights:
+        check_plain_weights(model, f"criterion={criterion}")
 
 
 SCORES = Kind(name="scores", work=scores, step=scores_step, packing=Packing.SMALL)
