@@ -104,7 +104,9 @@ def _write(arguments: argparse.Namespace) -> dict[str, float]:
     if not arguments.folder.exists():
         model: Any = published_model(arguments.model, arguments.layers, arguments.device)
         model = model.to(torch.bfloat16)
-        model.save_pretrained(arguments.folder, max_shard_size="5GB")
+        unfinished = arguments.folder.with_name(f"{arguments.folder.name}.unfinished")
+        model.save_pretrained(unfinished, max_shard_size="5GB")
+        unfinished.rename(arguments.folder)  # so that what was stopped half way is written again
     return {"GiB": sum(file.stat().st_size for file in _files(arguments.folder)) / GIB}
 
 

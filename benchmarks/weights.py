@@ -1,10 +1,10 @@
-"""What scoring by weights alone costs: `python -m benchmarks.weights [--layers 2] [--folder FOLDER]`.
+"""What scoring by weights alone costs: `python -m benchmarks.weights [--device cuda]`.
 
 - Streamed: a checkpoint of Qwen3-30B-A3B's configuration, cut to so many layers (1.16 GiB each), of random weights,
   is scored from its files, which the system has forgotten, in pairs with plain reading of them (bar: at least 0.8 of
-  the bytes per second), on the CPU and, where there is one, by a CUDA device.
-- Resident: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in bfloat16 in a CUDA device's memory (bars: 20 and
-  60 ms).
+  the bytes per second), by the CPU or a CUDA device.
+- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in bfloat16 in its memory
+  (bars: 20 and 60 ms).
 
 Exit code 1 when a bar fails.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import describe
 from benchmarks.random_checkpoint import forget, seconds_of_reading, write_checkpoint
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.statistics.weights import rows_absolute_and_square, weigh_experts
@@ -36,25 +37,21 @@ GIB = 2**30
 def main() -> int:
     """Measure, print, compare with the bars."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--layers", type=int, default=2, help="layers of the checkpoint that is streamed")
     parser.add_argument("--folder", type=Path, help="where it is, or is written and left; else it is temporary")
     parser.add_argument("--pairs", type=int, default=3)
     arguments = parser.parse_args()
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    print(describe(arguments.device), flush=True)
     failed = False
+    if arguments.device != "cpu":
+        for name, (layers, gate_up, down, bar) in RESIDENT.items():
+            failed |= _resident(name, layers, (gate_up, down), bar)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "model"
         if not folder.exists():
             write_checkpoint(folder, arguments.layers)
-        for device in devices:
-            failed |= _streamed(folder, device, arguments.pairs)
-    if not torch.cuda.is_available():
-        print("no CUDA device: neither streaming to one nor weights resident on one are measured")
-        return int(failed)
-    print(torch.cuda.get_device_name())
-    for name, (layers, gate_up, down, bar) in RESIDENT.items():
-        failed |= _resident(name, layers, (gate_up, down), bar)
-    return int(failed)
+        return int(failed | _streamed(folder, arguments.device, arguments.pairs))
 
 
 def _streamed(folder: Path, device: str, pairs: int) -> bool:

@@ -5,6 +5,7 @@ pyproject.toml makes this folder importable: `import tiny` gives the tiny models
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from pathlib import Path
@@ -42,6 +43,10 @@ def group(test: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if marked and not importlib.import_module("torch").cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -83,8 +83,13 @@ def intermediate(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> 
 def output(module: torch.nn.Module, phi: torch.Tensor, expert: int) -> torch.Tensor:
     """f (n, H): the output of `expert` before the gate."""
     f = _project(module, phi, "down_proj", expert)
-    norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
+    norm = post_expert_norm(module)
     return f if norm is None else norm(f)
+
+
+def post_expert_norm(module: Any) -> nn.Module | None:
+    """The norm that follows every expert; None for families without one, and before transformers 5.21, for all."""
+    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
 def _project(module: torch.nn.Module, rows: torch.Tensor, name: str, expert: int) -> torch.Tensor:
@@ -164,7 +169,7 @@ def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Te
 def _is_plain(module: Any) -> bool:
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return False
-    return module.has_gate and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+    return module.has_gate and not (module.has_bias or module.is_transposed or post_expert_norm(module))
 
 
 def _same_bits(layer: MoELayer) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.experts import post_expert_norm
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
 from moe_lab.pruning.export.form import RAGGED_FIELD, is_stock
 from moe_lab.pruning.plan import Mask, Plan
@@ -145,7 +146,7 @@ def refusal(experts: Any) -> str | None:
         "have no gate projection": not experts.has_gate,
         "are stored transposed": experts.is_transposed,
         "interleave gate and up projection": not experts.is_concatenated,
-        "are followed by a norm": experts.has_post_expert_norm,
+        "are followed by a norm": post_expert_norm(experts) is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, decoder_layer, linears, routed_layers
-from moe_lab.models.experts import sort_by_expert
+from moe_lab.models.experts import post_expert_norm, sort_by_expert
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.prune import replace_tensor
 from moe_lab.pruning.ragged import RaggedExperts
@@ -259,7 +259,7 @@ class UnfusedExperts(nn.Module):
             joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
             phi = experts.activate(joined) if isinstance(experts, RaggedExperts) else activation(experts)(joined)
         output: torch.Tensor = maps["down"](phi)
-        norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+        norm = post_expert_norm(experts)
         return output if norm is None else norm(output)
 
 

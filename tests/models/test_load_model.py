@@ -42,7 +42,7 @@ def test_precision_can_be_chosen(original: Path) -> None:
     assert model.dtype == torch.bfloat16 and set(model.get_experts_implementation().values()) == {"eager"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_cuda_keeps_the_stored_precision(original: Path) -> None:
     model, _ = load_model(settings(original))
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"

@@ -50,7 +50,7 @@ def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
         assert naive.relative(sums, weights.double().abs().pow(power).sum((1, 2))) < 1e-6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
 def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     naive.model(name).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")

@@ -1,0 +1,178 @@
+"""Every row about CUDA in docs/performance.md, in the order of their worth: `python -m benchmarks.cuda --out FOLDER`.
+
+Each row is a program of its own, whose output is kept in FOLDER. FOLDER/table.md has what all of them measured so far,
+with the device and the versions. A row begins if the minutes that it takes are left of `--minutes`; the same command
+again goes on with the rows that are missing. It needs torch, transformers, pytest and this repository; the last row
+also needs what tests/ imports. `--dry-run` starts every row at a small size on the CPU and compares with no bar.
+Exit code 1 when a bar failed, 2 when rows are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+
+ROOT = Path(__file__).parents[1]
+FIGURE = re.compile(r": (ok|FAILED)$|\d (passed|failed|skipped)\b.* in ")
+"""A line that states a figure and whether its bar holds, or how many tests passed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    name: str
+    command: str
+    """What python runs. {scratch} stands for a folder with room for a checkpoint."""
+    small: str
+    """What is added to the command in a dry run."""
+    minutes: float
+    """What it may take on an H100, loading included: an estimate, as none was measured yet."""
+
+    @property
+    def file(self) -> str:
+        """The name of its files, without suffix."""
+        return self.name.replace(", ", "-").replace(" ", "_")
+
+
+SMALL_MODEL = "--layers 1 --vocabulary 1024 --rows 1 --length 8 --device cpu"
+ROWS = [
+    Row(
+        "statistics, 64 experts",
+        "-m benchmarks.statistics --device cuda --model olmoe_7b --parts forward every",
+        f"{SMALL_MODEL} --every-rows 1 --pairs 1 --every-pairs 1",
+        2,
+    ),
+    Row(
+        "gradients",
+        "-m benchmarks.statistics --device cuda --model olmoe_7b --parts gradients",
+        f"{SMALL_MODEL} --pairs 1",
+        2,
+    ),
+    Row("weights", "-m benchmarks.weights --device cuda", "--device cpu --layers 1 --pairs 1", 2),
+    Row("memory", "-m benchmarks.memory --device cuda --model olmoe_7b", SMALL_MODEL, 3),
+    Row(
+        "statistics, 128 experts",
+        "-m benchmarks.statistics --device cuda --model qwen3_30b --parts forward every",
+        f"{SMALL_MODEL} --every-rows 1 --pairs 1 --every-pairs 1",
+        3,
+    ),
+    Row(
+        "streaming",
+        "-m benchmarks.streaming --device cuda --model olmoe_7b --folder {scratch}/olmoe_7b --rows 8 --length 2048",
+        "--layers 1 --batches 1 --rows 1 --length 8 --pairs 1 --device cpu",
+        6,
+    ),
+    Row("tests", "-m pytest -m cuda tests/models tests/statistics", "", 3),
+]
+
+
+def main() -> int:
+    """Run the rows that are missing, write the table."""
+    arguments = _arguments()
+    end = time.monotonic() + 60 * arguments.minutes
+    for folder in (arguments.out, arguments.scratch):
+        folder.mkdir(parents=True, exist_ok=True)
+    for row in ROWS:
+        left = end - time.monotonic()
+        if result(row, arguments) is not None:
+            print(f"{row.name}: measured before", flush=True)
+        elif left < 60 * row.minutes:
+            print(f"{row.name}: not begun, as it may take {row.minutes:g} minutes", flush=True)
+        else:
+            run(row, arguments, left)
+        (arguments.out / "table.md").write_text(table(arguments), encoding="utf-8")
+    results = [result(row, arguments) for row in ROWS]
+    if None in results:
+        return 2
+    return 0 if arguments.dry_run else max(measured["code"] for measured in results if measured)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9, help="after which no row runs any more")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the outputs and of table.md")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "moe_lab-cuda")
+    parser.add_argument("--dry-run", action="store_true", help="every row small and on the CPU")
+    return parser.parse_args()
+
+
+def command(row: Row, arguments: argparse.Namespace) -> list[str]:
+    """The words that python gets."""
+    words = row.command.format(scratch=arguments.scratch).split()
+    return words + row.small.split() if arguments.dry_run else words
+
+
+def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Figures, exit code, seconds and conditions of a row that was measured with the same command; else None."""
+    file = arguments.out / f"{row.file}.json"
+    if not file.exists():
+        return None
+    measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return measured if measured["command"] == command(row, arguments) else None
+
+
+def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
+    """Run a row for at most `limit` seconds. One that is stopped or breaks leaves what it printed and no result."""
+    words = command(row, arguments)
+    print(f"{row.name}: python {' '.join(words)}", flush=True)
+    log, start = arguments.out / f"{row.file}.txt", time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            start_new_session=True,  # some rows start programs that would outlive them
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            print(f"    stopped after {limit:.0f} seconds: {log} has what it printed", flush=True)
+            return
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print(textwrap.indent("\n".join(lines), "    "), flush=True)
+    figures = [line.strip() for line in lines if FIGURE.search(line)]
+    if not figures:
+        print(f"    broke with exit code {code}: {log} has what it printed", flush=True)
+        return
+    measured = {
+        "command": words,
+        "figures": figures,
+        "code": code,
+        "seconds": round(time.monotonic() - start),
+        "conditions": describe("cpu" if arguments.dry_run else "cuda"),
+    }
+    (arguments.out / f"{row.file}.json").write_text(json.dumps(measured, indent=1), encoding="utf-8")
+
+
+def table(arguments: argparse.Namespace) -> str:
+    """The conditions, and a Markdown table of what was measured so far."""
+    results = {row: result(row, arguments) for row in ROWS}
+    conditions = sorted({measured["conditions"] for measured in results.values() if measured})
+    lines = [*conditions, "", "| what | command | measured |", "|---|---|---|"]
+    for row, measured in results.items():
+        figures = "; ".join(measured["figures"]) + f" ({measured['seconds']} s)" if measured else "missing"
+        lines.append(f"| {row.name} | `python {row.command}` | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
