@@ -141,4 +141,4 @@ def test_what_cannot_be_a_value_is_refused_in_few_words(text: str) -> None:
 @pytest.mark.parametrize("forged", [{"kind": "list"}, {"kind": "eval", "value": "1"}, {"kind": "int", "value": []}, {}])
 def test_what_no_encoder_wrote_is_refused(forged: Any) -> None:
     with pytest.raises(ValueError, match="not an encoded value"):
-        decode([forged])
+        decode_text(json.dumps([forged]))

@@ -1,4 +1,4 @@
-"""Processes that run programs (`runner.py`), as a grader uses them: send a program and inputs, get its results."""
+"""Start processes that run programs (`runner.py`), send them programs and inputs, read what the programs returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from moe_lab.evaluation.sandbox.encoding import decode_text
@@ -18,14 +17,14 @@ from moe_lab.evaluation.sandbox.runner import Request, runner_command
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program went."""
+    """How a program ended."""
 
     status: str
     """ok (every call returned), failed (an exception), timeout, crash (it died), or output (it sent too much)."""
     error: str
     """Exception of a failed program."""
     encoded: list[str]
-    """What each call returned, as JSON text of an encoded value; shorter than the inputs unless status is ok."""
+    """What each call returned, as JSON of an encoded value; fewer than there are inputs unless status is ok."""
     seconds: list[float]
     """CPU seconds of each call."""
 
@@ -35,11 +34,11 @@ class Outcome:
 
 
 class RunnerError(RuntimeError):
-    """The process that runs programs could not be started, or died; says why."""
+    """The process that runs programs could not be started, or died. The message says why."""
 
 
 class Runner:
-    """One runner process, confined by namespaces or only limited. Programs are run one after the other."""
+    """One runner process, confined by namespaces or only limited. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
         line, environment = runner_command(confined=confined)
@@ -52,13 +51,13 @@ class Runner:
             start_new_session=True,
             cwd="/",
         )
-        first = self._read()
-        if not first["ready"]:
+        greeting = self._read()
+        if not greeting["ready"]:
             self.close()
-            raise RunnerError(first["reason"])
+            raise RunnerError(greeting["reason"])
 
     def run(self, request: Request) -> Outcome:
-        """Run one program; whatever it does costs only its own outcome."""
+        """Run one program. Whatever it does affects its own outcome only."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(vars(request)).encode() + b"\n")
         self._process.stdin.flush()
@@ -92,14 +91,12 @@ class Runner:
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class Runners:
-    """As many runners as programs run at the same time, for several threads; one that dies is replaced."""
+    """A pool of runners for several threads: one for each program that runs at the same time. A dead one is replaced."""
 
     def __init__(self, *, confined: bool) -> None:
         self._confined = confined
@@ -107,31 +104,26 @@ class Runners:
         self._free: SimpleQueue[Runner] = SimpleQueue()
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. Without walls, one that ends its runner twice has crashed.
+        """Run one program. An unconfined program that ends its runner twice has crashed.
 
-        Raises RunnerError when no runner can start, or when one behind walls ends twice: no program can do that.
+        Raises RunnerError when no runner can start, or when confined ones end twice: no program can do that.
         """
-        for _ in range(2):  # without walls a program can end its runner, and the runner of the next one a little later
-            outcome = self._run_once(request)
-            if outcome is not None:
+        # Twice: an unconfined program can end its runner, and a little later the runner of the next program.
+        for _ in range(2):
+            runner = self._idle_runner()
+            try:
+                outcome = runner.run(request)
+            except (RunnerError, OSError):
+                runner.close()
+                self._all.remove(runner)
+            else:
+                self._free.put(runner)
                 return outcome
         if self._confined:
             raise RunnerError("the process that runs programs ended twice, and no program can have ended it")
         return Outcome("crash", "it ended the process that ran it", [], [])
 
-    def _run_once(self, request: Request) -> Outcome | None:
-        """None when the runner died."""
-        runner = self._take()
-        try:
-            outcome = runner.run(request)
-        except (RunnerError, OSError):
-            runner.close()
-            self._all.remove(runner)
-            return None
-        self._free.put(runner)
-        return outcome
-
-    def _take(self) -> Runner:
+    def _idle_runner(self) -> Runner:
         try:
             return self._free.get_nowait()
         except Empty:
@@ -140,14 +132,14 @@ class Runners:
             return runner
 
     def close(self) -> None:
-        """End them all, those too in which a program still runs."""
+        """End all runners, also those that still run a program."""
         for runner in self._all:
             runner.close()
 
 
 @lru_cache(maxsize=1)
 def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can; tried out once a process."""
+    """Why programs cannot be confined on this machine, or None when they can; tried once per process."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
     try:

@@ -1,8 +1,8 @@
-"""Python values as JSON, so that what a program returned can be looked at without running or unpickling any of it.
+"""Python values as JSON, so that what a program returned can be read without running or unpickling any of it.
 
-Plain values stay themselves. Others become {"kind": ..., "value": ...}. What has no honest form (a function, an object
-of the program's own class) becomes an `Opaque`, which equals nothing, as such an object would. A value of more than
-`HUGE` parts (some published tests return hundreds of millions) is carried over as a hash: it can be compared, exactly.
+Plain values stay as they are; others become {"kind": ..., "value": ...}. What cannot be represented (a function, an
+object of the program's own class) becomes an `Opaque`, which equals nothing, as such an object would. A value with more
+than `HUGE` parts (some published tests return hundreds of millions) becomes a hash, by which it can be compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SHORT_INTEGER = 1 << 512  # longer ones would meet Python's limit on decimal di
 
 
 class Opaque:
-    """A value that could not be carried over; equal to nothing but not None."""
+    """A value that cannot be represented. It equals nothing, and is not None."""
 
 
 class Huge:
-    """A value too large to carry over; equal to another one of the same hash."""
+    """A value too large to send. It equals another one with the same hash."""
 
     def __init__(self, fingerprint: int) -> None:
         self.fingerprint = fingerprint
@@ -41,7 +41,7 @@ class Huge:
 
 
 class Stream:
-    """What an iterator, range or deque would have given; equal to nothing, but iterable once more."""
+    """The items of an iterator, range or deque. It equals nothing, but can be iterated."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -50,70 +50,45 @@ class Stream:
         return iter(self.items)
 
 
-class LikeInt(int):
-    """An instance of a subclass of int, or a numpy integer: equal, but of another type."""
+def _encode_items(value: Iterable[Any]) -> list[Any]:
+    return [encode(item) for item in value]
 
 
-class LikeFloat(float):
-    """An instance of a subclass of float, or a numpy float."""
+def _encode_pairs(value: dict[Any, Any]) -> list[Any]:
+    return [[encode(key), encode(item)] for key, item in dict.items(value)]
 
 
-class LikeComplex(complex):
-    """An instance of a subclass of complex, or a numpy complex."""
+def _decode_items(items: Any) -> list[Any]:
+    return [decode(item) for item in items]
 
 
-class LikeStr(str):
-    """An instance of a subclass of str."""
-
-
-class LikeBytes(bytes):
-    """An instance of a subclass of bytes, or a bytearray."""
-
-
-class LikeList(list[Any]):
-    """An instance of a subclass of list."""
-
-
-class LikeTuple(tuple[Any, ...]):
-    """An instance of a subclass of tuple, such as a named tuple."""
-
-
-class LikeSet(set[Any]):
-    """An instance of a subclass of set, or a set-like view."""
-
-
-class LikeFrozenset(frozenset[Any]):
-    """An instance of a subclass of frozenset."""
-
-
-class LikeDict(dict[Any, Any]):
-    """An instance of a subclass of dict, such as a Counter."""
-
-
-_LIKE: dict[type, type] = {
-    int: LikeInt,
-    float: LikeFloat,
-    complex: LikeComplex,
-    str: LikeStr,
-    bytes: LikeBytes,
-    list: LikeList,
-    tuple: LikeTuple,
-    set: LikeSet,
-    frozenset: LikeFrozenset,
-    dict: LikeDict,
+# Base type -> its content as JSON, by the base's own methods and not those of a subclass, and back.
+_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: (lambda value: hex(int.__index__(value)), lambda text: int(text, 16)),
+    float: (float.__float__, float),
+    complex: (lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
+    str: (str.__str__, str),
+    bytes: (bytes.hex, bytes.fromhex),
+    list: (_encode_items, _decode_items),
+    tuple: (_encode_items, lambda items: tuple(_decode_items(items))),
+    set: (_encode_items, lambda items: set(_decode_items(items))),
+    frozenset: (_encode_items, lambda items: frozenset(_decode_items(items))),
+    dict: (_encode_pairs, lambda pairs: {decode(key): decode(item) for key, item in pairs}),
 }
-_BY_NAME = {kind.__name__: kind for kind in _LIKE}
+_BY_NAME = {base.__name__: base for base in _FORMS}
+# What instances of subclasses, such as a Counter, a named tuple or a numpy number, become: equal, but of another type.
+_SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in _FORMS}
 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
     """As `encode`, but a value of more than `parts` parts becomes its hash."""
-    if _left_over(value, parts) < 0:
+    if _remaining(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
 
 
-def _left_over(value: Any, budget: int) -> int:
-    """What remains of a budget of parts after counting those of `value`; negative as soon as it is used up."""
+def _remaining(value: Any, budget: int) -> int:
+    """`budget` less the number of parts of `value`; negative as soon as the budget is used up."""
     if isinstance(value, (str, bytes)):
         return budget - 1 - len(value)
     if isinstance(value, int):
@@ -124,14 +99,14 @@ def _left_over(value: Any, budget: int) -> int:
     for item in value:
         if budget < 0:
             return budget
-        budget = _left_over(item, budget)
+        budget = _remaining(item, budget)
         if isinstance(value, dict):
-            budget = _left_over(value[item], budget)
+            budget = _remaining(value[item], budget)
     return budget
 
 
 def _fingerprint(value: Any) -> int:
-    """A hash that is the same for equal values; needs PYTHONHASHSEED to be fixed."""
+    """A hash that equal values share, if PYTHONHASHSEED is fixed."""
     try:
         return hash(value)
     except TypeError:
@@ -151,106 +126,67 @@ def encode(value: Any) -> Any:
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [encode(item) for item in value]
-    if kind is int:
-        return value if -_SHORT_INTEGER < value < _SHORT_INTEGER else {"kind": "int", "value": hex(value)}
-    if kind in _LIKE:
-        return {"kind": kind.__name__, "value": _parts(kind, value)}
-    for base in _LIKE:
+        return _encode_items(value)
+    if kind is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
+        return value
+    if kind in _FORMS:
+        return {"kind": kind.__name__, "value": _FORMS[kind][0](value)}
+    for base in _FORMS:
         if isinstance(value, base):
-            return {"kind": "like", "value": [base.__name__, _parts(base, value)]}
+            return _encode_subclass(base, value)
     return _encode_other(value)
 
 
-def _parts(base: type, value: Any) -> Any:
-    """The content of an instance of `base` or of a subclass of it, with the base's own methods only."""
-    if base is int:
-        return hex(int.__index__(value))
-    if base is float:
-        return float.__float__(value)
-    if base is complex:
-        return [value.real, value.imag]
-    if base is str:
-        return str.__str__(value)
-    if base is bytes:
-        return bytes.hex(value)
-    if base is dict:
-        return [[encode(key), encode(item)] for key, item in dict.items(value)]
-    return [encode(item) for item in value]
+def _encode_subclass(base: type, value: Any) -> Any:
+    return {"kind": "like", "value": [base.__name__, _FORMS[base][0](value)]}
 
 
 def _encode_other(value: Any) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         plain = value.item()  # a numpy scalar: equal to the plain number, of another type
-        if type(plain) in _LIKE:
-            return {"kind": "like", "value": [type(plain).__name__, _parts(type(plain), plain)]}
-        return encode(plain)
+        return _encode_subclass(type(plain), plain) if type(plain) in _FORMS else encode(plain)
     if isinstance(value, numbers.Rational):
         return {"kind": "ratio", "value": [hex(value.numerator), hex(value.denominator)]}
     if type(value).__module__ == "decimal" and hasattr(value, "as_integer_ratio") and value.is_finite():
         above, below = value.as_integer_ratio()
         return {"kind": "ratio", "value": [hex(above), hex(below)]}
     if isinstance(value, bytearray):
-        return {"kind": "like", "value": ["bytes", value.hex()]}
+        return _encode_subclass(bytes, bytes(value))
     if isinstance(value, AbstractSet):
-        return {"kind": "like", "value": ["set", [encode(item) for item in islice(value, HUGE)]]}
+        return _encode_subclass(set, islice(value, HUGE))
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
-        return {"kind": "stream", "value": [encode(item) for item in islice(value, HUGE)]}
+        return {"kind": "stream", "value": _encode_items(islice(value, HUGE))}
     return {"kind": "opaque", "value": None}
 
 
 def decode(encoded: Any) -> Any:
-    """The value `encode` saw. Raises ValueError for anything `encode` cannot have written, however deep it is."""
-    try:
-        return _decode(encoded)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"not an encoded value ({type(error).__name__})") from error
-
-
-def decode_text(text: str) -> Any:
-    """The value whose encoding is the JSON `text`. Raises ValueError for anything else, however deep it is."""
-    try:
-        return decode(json.loads(text))
-    except RecursionError as error:
-        raise ValueError("not an encoded value (RecursionError)") from error
-
-
-def _decode(encoded: Any) -> Any:
+    """The value `encode` saw."""
     if isinstance(encoded, list):
-        return [_decode(item) for item in encoded]
+        return _decode_items(encoded)
     if not isinstance(encoded, dict):
         return encoded
     if set(encoded) != {"kind", "value"}:
-        raise ValueError("no kind and value")
-    return _decode_kind(encoded["kind"], encoded["value"])
-
-
-def _decode_kind(kind: str, value: Any) -> Any:
+        raise ValueError("expected the keys kind and value")
+    kind, value = encoded["kind"], encoded["value"]
     if kind == "opaque":
         return Opaque()
     if kind == "huge":
         return Huge(int(value))
     if kind == "stream":
-        return Stream(_decode(list(value)))
+        return Stream(_decode_items(value))
     if kind == "ratio":
         above, below = (int(part, 16) for part in value)
         return Fraction(above, below)
     if kind == "like":
         base = _BY_NAME[value[0]]
-        return _LIKE[base](_build(base, value[1]))
-    base = _BY_NAME[kind]
-    return _build(base, value)
+        return _SUBCLASSES[base](_FORMS[base][1](value[1]))
+    return _FORMS[_BY_NAME[kind]][1](value)
 
 
-def _build(base: type, value: Any) -> Any:
-    builders: dict[type, Callable[[Any], Any]] = {
-        int: lambda text: int(text, 16),
-        float: float,
-        complex: lambda pair: complex(*pair),
-        str: str,
-        bytes: bytes.fromhex,
-        dict: lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
-    }
-    if base in builders:
-        return builders[base](value)
-    return base(_decode(list(value)))
+def decode_text(text: str) -> Any:
+    """The value whose encoding is the JSON `text`. Raises ValueError for anything `encode` cannot have written, however
+    deeply nested it is."""
+    try:
+        return decode(json.loads(text))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"not an encoded value ({type(error).__name__})") from error

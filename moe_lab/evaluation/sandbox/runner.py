@@ -1,10 +1,10 @@
-"""The process that runs programs a model wrote. It knows programs and inputs, never what is expected of them.
+"""The process that runs programs a model wrote. It knows programs and inputs, never the expected outputs.
 
-It reads one JSON request a line from standard input and answers with one line each: the program is executed in a
-child of its own, called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
-only harm its own child: the child has no network, no writable file, no view of other processes, limits on memory,
-processes, time and output, and is killed with all it started before the answer is given. Nothing it sends is executed
-or unpickled.
+It reads one JSON request per line from standard input and writes one line for each: the program is executed in a child
+of its own and called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
+harm only its own child, which has no network, no writable file, no view of other processes, and limits on memory,
+processes, time and output. The child and all it started are killed before the reply is written. Nothing it sends is
+executed or unpickled.
 
 Standard library only, so that a child holds nothing worth stealing and starts within milliseconds.
 """
@@ -40,19 +40,19 @@ class Request:
     entry_point: str
     """Name of the function the program defines."""
     inputs: list[Any]
-    """Encoded argument lists, one a call."""
+    """Encoded argument lists, one per call."""
     seconds: list[float]
-    """CPU seconds each call may take, four times that and one by the wall's clock; loading may take the first."""
+    """CPU seconds of each call at most (see `_wall_limit` for its wall-clock time); loading may take the first."""
     total_seconds: float
-    """CPU seconds all of it may take, four times that and one by the wall's clock."""
+    """CPU seconds of the whole program at most."""
     memory: int
     """Bytes of address space of each process of the program."""
     output: int
     """Bytes of encoded results the program may send."""
     parts: int = HUGE
-    """A value of more parts than this comes back as its hash."""
+    """A value with more parts than this comes back as its hash."""
     processes: int = 2
-    """Threads and children of the program, itself counted: memory is limited for each of them."""
+    """Threads and processes of the program at most, itself included. Memory is limited for each of them."""
 
 
 def main(confined: bool, hidden: list[str]) -> None:
@@ -81,8 +81,8 @@ def _answer(reply: dict[str, Any]) -> None:
 
 
 def _start_confined(request: Request, results: int) -> int:
-    """A child that is process 1 of its own tree. A helper makes the tree, tells the child's id and leaves; the child
-    waits for that, because the helper would count as a process of the program."""
+    """Start a child that is process 1 of a process tree of its own. A helper creates the tree, reports the child's id
+    and ends; the child waits for that, because the helper would count as a process of the program."""
     reading, tell = os.pipe()
     waiting, going = os.pipe()
     helper = os.fork()
@@ -118,12 +118,23 @@ def _start_limited(request: Request, results: int) -> int:
 
 
 def _run(request: Request, start: Callable[[Request, int], int]) -> dict[str, Any]:
-    """Run one program and describe how it went: status ok, failed, timeout, crash or output, and encoded outputs."""
+    """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and encoded outputs."""
     results, sending = os.pipe()
     child = start(request, sending)
     os.close(sending)
+    watch = _Watch(child, request)
+    reply = None
     try:
-        return _watch(child, results, request)
+        while reply is None:
+            left = watch.seconds_left()
+            if left <= 0:
+                return watch.reply("timeout")
+            ready, _, _ = select.select([results, 0], [], [], max(_LEAST_WAIT, left))
+            if results in ready:
+                reply = watch.take(os.read(results, 1 << 16))
+            elif 0 in ready:
+                raise SystemExit("the grader is gone")
+        return reply
     finally:
         os.close(results)
         _kill(child)
@@ -139,19 +150,20 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU time of another process. Busy machines make programs slow, but do not change their verdicts."""
+    """CPU time of another process, so that a busy machine makes programs slow and changes no verdict."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
+    # Linux numbers the CPU clock of a process so; Python has no clock_getcpuclockid.
     return time.clock_gettime((~process << 3) | 2)
 
 
-def _asleep(seconds: float) -> float:
-    """Seconds by the clock on the wall for so much CPU time: many, as machines are busy, but not endless sleep."""
+def _wall_limit(seconds: float) -> float:
+    """Wall-clock limit for a limit on CPU time: generous, as machines are busy, but a program cannot sleep forever."""
     return 4 * seconds + 1
 
 
 class _Watch:
-    """What is known of a running child: its results so far and the time it has used."""
+    """A running program: its results so far and the time it has used."""
 
     def __init__(self, child: int, request: Request) -> None:
         self.child, self.request = child, request
@@ -162,24 +174,24 @@ class _Watch:
         self.received = 0
         self.begin = self.since = _cpu_seconds(child)
         self.wall = time.monotonic()
-        self.end = self.wall + _asleep(request.total_seconds)
+        self.end = self.wall + _wall_limit(request.total_seconds)
 
     def seconds_left(self) -> float:
-        """Until the current call, or all of the program, has had its time, on the processor or by the wall's clock."""
+        """Seconds until a limit is reached: of the current call or the whole program, in CPU or wall-clock time."""
         used = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
         by_call, by_all = self.since + limit - used, self.begin + self.request.total_seconds - used
-        return min(by_call, by_all, min(self.wall + _asleep(limit), self.end) - time.monotonic())
+        return min(by_call, by_all, min(self.wall + _wall_limit(limit), self.end) - time.monotonic())
 
     def take(self, chunk: bytes) -> dict[str, Any] | None:
-        """Note what the child sent; the reply if that was the end."""
+        """Record what the program sent. Returns the reply if that was the end."""
         if not chunk:
             return self.reply("ok" if len(self.lines) == len(self.limits) and not self.rest else "crash")
         self.received += len(chunk)
         if self.received > self.request.output:
             return self.reply("output")
         *complete, rest = chunk.split(b"\n")
-        if complete:  # only then is what came before looked at again: a line may be sent in thousands of pieces
+        if complete:  # joined only now: a line may arrive in thousands of pieces
             complete[0] = bytes(self.rest) + complete[0]
             self.rest.clear()
         self.rest += rest
@@ -195,23 +207,8 @@ class _Watch:
         return self.reply("crash", "more results than calls") if len(self.lines) > len(self.limits) else None
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The answer to the request; the first line only said that the program was loaded."""
+        """The reply to the request. The first line only reported that the program was loaded."""
         return {"status": status, "error": error, "outputs": self.lines[1:], "seconds": self.times[1:]}
-
-
-def _watch(child: int, results: int, request: Request) -> dict[str, Any]:
-    watch = _Watch(child, request)
-    while True:
-        left = watch.seconds_left()
-        if left <= 0:
-            return watch.reply("timeout")
-        ready, _, _ = select.select([results, 0], [], [], max(_LEAST_WAIT, left))
-        if results in ready:
-            reply = watch.take(os.read(results, 1 << 16))
-            if reply is not None:
-                return reply
-        elif 0 in ready:
-            raise SystemExit("the grader is gone")
 
 
 # The child's side: nothing here is to be trusted once the program has started.
