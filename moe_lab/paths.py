@@ -1,7 +1,8 @@
-"""Where things that ship with moe_lab are, and what may be part of a path. No torch."""
+"""Places of files that ship with moe_lab and of caches, and which names may be part of a path. No torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from hashlib import sha256
@@ -44,6 +45,12 @@ def shipped() -> dict[str, Path]:
         else:
             folders.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
     return folders
+
+
+def cache(name: str) -> Path:
+    """The folder of this name in the user's cache of moe_lab."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "moe_lab", name)
 
 
 NAME = re.compile(r"\w[\w.+-]*")

@@ -1,17 +1,19 @@
-"""Questions, texts that answer them, and how texts are generated; without a model, and without torch."""
+"""Questions, answers, and settings of generation. No torch."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moe_lab.errors import UserError
+from moe_lab.evaluation.harness import prompt_hash
 from moe_lab.json_files import fits
+from moe_lab.results import Sample
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
@@ -19,51 +21,57 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class GenSpec:
-    """How to generate. Always greedily: the checkpoint's own sampling settings and penalties are not used."""
+    """Settings of generation, which is always greedy: the checkpoint's sampling settings and penalties are not used."""
 
     max_new_tokens: int
-    """Tokens after which a text ends in any case."""
+    """Tokens of a text at most."""
     stop: tuple[str, ...] = ()
-    """Texts at which generation ends; they and what follows are cut off. Only generated text is looked at."""
+    """Texts at which generation ends; they are cut off. Only generated text is searched for them."""
     batch_size: int = 64
     """Prompts in one forward pass."""
     max_length: int | None = None
-    """Tokens of prompt and text together at most; None is what the model can read."""
+    """Tokens of prompt and text together at most; None: what the model can read."""
     special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens to a prompt; a chat template has written them already."""
+    """Whether the tokenizer adds its special tokens to a prompt. False for chats: the template has written them."""
     skip_long: bool = False
-    """Leave a prompt without a text when it and `max_new_tokens` do not fit, instead of refusing all prompts."""
+    """Generate nothing for a prompt that leaves too little room, instead of raising UserError."""
 
 
-class Generator(Protocol):
-    """What generates texts: a loaded model, or a server."""
+class Generator(ABC):
+    """What generates texts: a loaded model (`local_model.py`) or a server (`served_model.py`)."""
+
+    tokenizer: Any
+    """The model's tokenizer."""
+    template_arguments: Mapping[str, Any]
+    """Arguments of its chat template besides the messages."""
 
     def render(self, messages: Messages) -> str:
-        """The conversation as the prompt that asks for its next message."""
-        ...
+        """The conversation as the prompt for its next message. UserError without a chat template."""
+        if not self.tokenizer.chat_template:
+            raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments
+        )
+        return text
 
+    def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
+        """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
+
+        Raises UserError for a prompt that leaves too little room.
+        """
+        return [text for _, text in sorted(self.stream(prompts, spec))]
+
+    @abstractmethod
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index of the prompt, the text that follows it), in the order in which they are done; nothing of a prompt
-        that `spec.skip_long` leaves out."""
-        ...
+        """(index, text) of each prompt as it is done; none for a prompt that `spec.skip_long` leaves out."""
 
+    @abstractmethod
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        """The loss on each answer after its prompt, in bits per byte; None where there is none."""
-        ...
-
-
-def render(tokenizer: Any, messages: Messages, template_arguments: Mapping[str, Any]) -> str:
-    """The conversation as the prompt that asks for its next message. UserError without a chat template."""
-    if not tokenizer.chat_template:
-        raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, **template_arguments
-    )
-    return text
+        """The loss on each answer after its prompt in bits per byte, None where it is unknown."""
 
 
 def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> list[int]:
-    """Indices of the prompts, of so many tokens each, that leave room for what is to be generated, the longest first.
+    """Indices of the prompts that leave room for `spec.max_new_tokens`, longest first; `lengths` are in tokens.
 
     UserError when one leaves too little, unless `spec.skip_long`.
     """
@@ -82,7 +90,12 @@ def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> 
 
 def cut(text: str, stop: Sequence[str]) -> str:
     """The text up to the first stop text."""
-    return text[: min((text.index(each) for each in stop if each in text), default=len(text))]
+    return text[: min((text.index(end) for end in stop if end in text), default=len(text))]
+
+
+def replace_surrogates(text: str) -> str:
+    """Text that can be written as UTF-8: a model, or its server, may send half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass(frozen=True)
@@ -90,39 +103,50 @@ class Question:
     """One item of a benchmark."""
 
     item: str
-    """Which item; no two of a benchmark are called alike."""
+    """Name of the item, unique in its benchmark."""
     prompt: str | Messages
-    """Text to go on with, or a conversation for the model's chat template."""
+    """Text to continue, or a conversation for the model's chat template."""
     reference: str | None = None
     """A right answer, exactly as it follows the prompt."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said to a question."""
+    """A model's answer to a question."""
 
     item: str
     prompt: str
     """As the model read it."""
     output: str
     too_long: bool = False
-    """Whether the prompt was left out because it and the tokens to generate do not fit; there is no output then."""
+    """Nothing was generated, because the prompt and the tokens to generate do not fit."""
     loss: float | None = None
-    """On the question's reference, in bits per byte."""
+    """Loss on the question's reference, in bits per byte."""
+
+    def sample(self, result: str, outcome: float, extracted: str) -> Sample:
+        """The row of samples.parquet for this answer and the result of this name."""
+        return Sample(
+            benchmark=result,
+            item=self.item,
+            outcome=outcome,
+            prompt_hash=prompt_hash(self.prompt),
+            output=self.output,
+            extracted=extracted,
+            answer_loss=self.loss,
+        )
 
 
 def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, partial: Path) -> list[Answer]:
-    """An answer to every question, in their order, with the loss on its reference; all prompts are of one sort, as
-    `spec.special_tokens` says.
+    """An answer to every question, in order, with the loss on its reference.
 
-    Answers are written to `partial` as they come. What a killed process had of the same prompts is taken from there,
-    a line it was writing aside.
+    Answers are appended to `partial` as they come. Answers to the same prompts that a killed process left there are
+    reused.
     """
     prompts = [
         question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt)
         for question in questions
     ]
-    names = [f"{number} {_digest(prompt)}" for number, prompt in enumerate(prompts)]
+    names = [f"{number} {prompt_hash(prompt)}" for number, prompt in enumerate(prompts)]
     saved = dict(_saved(partial))
     missing = [number for number, name in enumerate(names) if name not in saved]
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -145,10 +169,6 @@ def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, 
     ]
 
 
-def _digest(prompt: str) -> str:
-    return hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
 def _saved(partial: Path) -> Iterator[tuple[str, str]]:
     if not partial.exists():
         return
@@ -160,11 +180,11 @@ def _saved(partial: Path) -> Iterator[tuple[str, str]]:
 
 
 def write(answers: Sequence[Answer], file: Path) -> None:
-    """One JSON line per answer."""
+    """Write one JSON line per answer."""
     file.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
 
 
 def read(file: Path) -> list[Answer]:
-    """The answers as written."""
+    """The answers that `write` wrote."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [Answer(**row) for row in rows]

@@ -1,4 +1,4 @@
-"""What a benchmark harness is: what is known before it is imported, and what it hands back. Without torch."""
+"""Benchmark harnesses: their properties, known before they are imported, and the form of their results. No torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from moe_lab.results import Result, Sample
 
 @dataclass(frozen=True)
 class Harness:
-    """One harness, as it is known before its module is imported."""
+    """Properties of a harness."""
 
     package: str | None = None
-    """The distribution that does the grading, if it is not moe_lab itself and lives in this interpreter."""
+    """Distribution that grades, if it is another than moe_lab and installed in this interpreter."""
     metrics: tuple[str, ...] | None = None
     """Metrics it can report; None: those of the task."""
     question_parameters: tuple[str, ...] = ()
-    """What benchmark.parameters may hold that changes what the model is asked."""
+    """Keys of benchmark.parameters that change the model's input."""
     grading_parameters: tuple[str, ...] = ()
-    """What benchmark.parameters may hold that changes only how answers are graded."""
+    """Keys of benchmark.parameters that change only how answers are graded."""
     two_phases: bool = False
-    """Texts are graded without the model: generating and grading are steps of their own."""
+    """Texts are graded without the model: generating and grading are separate steps."""
     generates: bool = False
-    """Whether all its benchmarks generate text."""
+    """All its benchmarks generate text."""
     continues_text: bool = False
-    """The model goes on with a text, so there is no chat template to use."""
+    """The model continues a text, so a chat template cannot be used."""
     answer_loss: bool = False
-    """It leaves the loss on right answers beside the outcomes."""
+    """It reports the loss on right answers beside the outcomes."""
     shows_examples: bool = False
     """It can put solved examples before a question."""
     judged: bool = False
@@ -83,29 +83,30 @@ HARNESSES: Mapping[str, Harness] = {
         continues_text=True,
     ),
 }
-"""Harnesses by name, which is also that of their module in `harnesses/`. One with two phases has
+"""Harnesses by name, which is also the name of their module in `harnesses/`. A module of a harness with two phases
+imports no torch and has
 
     ask(benchmark) -> list[Question]
-    stops(benchmark) -> tuple of texts that end an answer
+    stops(benchmark) -> texts that end an answer
     grade(answers, benchmark, policy) -> Graded
 
-without torch, and SKIPS_LONG = True where an item whose prompt is too long goes without a text and is graded so; the
-others have evaluate(model, benchmark, policy) -> Graded.
+and SKIPS_LONG = True if an item whose prompt is too long is graded without a text. Other modules have
+evaluate(model, benchmark, policy) -> Graded.
 """
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One benchmark on one model."""
+    """Results of one benchmark on one model."""
 
     results: list[Result]
     """One per entry of the benchmark's reports."""
     samples: list[Sample]
     """One per item and result."""
     protocol: dict[str, Any] = field(default_factory=dict)
-    """How the harness was set; JSON."""
+    """Settings of the harness, as JSON."""
     tolerated: int = 0
-    """Items that may be without an outcome; the protocol says which are."""
+    """Number of items that may lack an outcome; the protocol names them."""
 
 
 def prompt_hash(prompt: str) -> str:
@@ -123,13 +124,39 @@ def mean_result(name: str, metric: str, samples: Sequence[Sample], benchmark: Be
     return Result(benchmark=name, metric=metric, score=mean, stderr=stderr, n=n, expected=benchmark.expected)
 
 
-def weighted_loss(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float | None]:
-    """The mean loss of items that hold different numbers of tokens or words, and its standard error over items."""
+def graded_by_mean(
+    samples: list[Sample], benchmark: BenchmarkConfig, protocol: dict[str, Any], tolerated: int = 0
+) -> Graded:
+    """Results that are mean outcomes of their samples."""
+    results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
+    return Graded(results, samples, protocol, tolerated)
+
+
+def loss_result(
+    name: str,
+    metric: str,
+    losses: Sequence[float],
+    weights: Sequence[float],
+    benchmark: BenchmarkConfig,
+    units_per_byte: float = 1.0,
+) -> Result:
+    """A metric of the mean loss, with the standard error of the loss over items times the metric's slope.
+
+    `losses` are in nats per unit (token, word or byte) of each item, `weights` are its numbers of units. The metric
+    loss is the mean, bits_per_byte is mean * units_per_byte / ln 2, and any other is a perplexity, exp(mean).
+    """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
     spread = math.fsum((share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True))
-    return mean, math.sqrt(spread) if len(losses) > 1 else None
+    if metric == "loss":
+        value, slope = mean, 1.0
+    elif metric == "bits_per_byte":
+        value, slope = mean * units_per_byte / math.log(2), units_per_byte / math.log(2)
+    else:
+        value = slope = math.exp(mean)
+    stderr = math.sqrt(spread) * slope if len(losses) > 1 else None
+    return Result(benchmark=name, metric=metric, score=value, stderr=stderr, n=len(losses), expected=benchmark.expected)
 
 
 @cache

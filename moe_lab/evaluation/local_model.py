@@ -1,4 +1,4 @@
-"""Generating with a loaded model: batch after batch, or with the continuous batching of transformers.
+"""Text generation by a loaded model: in batches, or with the continuous batching of transformers.
 
 Every harness generates through it, so that a prompt gets the same text everywhere.
 """
@@ -16,15 +16,15 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import GenSpec, Messages, cut, fitting, render
+from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
 
 LOGITS = 1 << 30
-"""Bytes of the logits of one forward pass, unless a single row has more."""
+"""Bytes of the logits of one forward pass at most, unless a single row has more."""
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
 
 @dataclass(frozen=True)
-class LocalModel:
+class LocalModel(Generator):
     """A loaded causal language model, possibly under a mask, with its tokenizer."""
 
     model: Any
@@ -32,24 +32,13 @@ class LocalModel:
     tokenizer: Any
     """Its tokenizer."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What its chat template is given besides the messages."""
+    """Arguments of its chat template besides the messages."""
 
     @property
     def max_length(self) -> int | None:
         """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
         length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length
-
-    def render(self, messages: Messages) -> str:
-        """The conversation as the prompt that asks for its next message. UserError without a chat template."""
-        return render(self.tokenizer, messages, self.template_arguments)
-
-    def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
-        """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
-
-        Raises UserError for a prompt that leaves too little room.
-        """
-        return [text for _, text in sorted(self.stream(prompts, spec))]
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
         """(index, text) of each prompt as `generate` gives it, batch after batch: left-padded, the longest first."""
@@ -149,8 +138,8 @@ class LocalModel:
 
 @contextmanager
 def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) -> Iterator[None]:
-    """Greedy search and nothing else: generate() fills what it is not told from the checkpoint's own settings, such as
-    a repetition penalty, so they are set aside meanwhile."""
+    """A context in which the model generates greedily. The checkpoint's settings are replaced, because generate()
+    takes from them what it is not given, such as a repetition penalty."""
     own = model.generation_config
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=padding, use_cache=True
@@ -161,38 +150,42 @@ def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) ->
         model.generation_config = own
 
 
+def _window(stop: Sequence[str]) -> int:
+    """Number of last tokens that hold any stop text that has just been completed: a token adds at least one byte."""
+    return max(len(text.encode()) for text in stop) + 1
+
+
 class _StopTexts(StoppingCriteria):
-    """Ends a row once its generated text contains a stop text; the prompt's tokens are never looked at."""
+    """Ends a row once its generated text contains a stop text. The prompt is not searched."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int) -> None:
         self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
-        # A token adds at least one byte, so a stop text that has just been completed lies within these many tokens.
-        self.window = max(len(text.encode()) for text in stop) + 1
-        self.found: torch.Tensor | None = None
+        self.window = _window(stop)
+        self.done: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
         """Which rows (B,) of input_ids (B, T) are done, bool."""
         recent = input_ids[:, self.prompt_length :][:, -self.window :]
         texts = self.tokenizer.batch_decode(recent, clean_up_tokenization_spaces=False)
-        now = torch.tensor([any(each in text for each in self.stop) for text in texts], device=input_ids.device)
-        self.found = now if self.found is None else self.found | now
-        return self.found
+        now = torch.tensor([any(stop in text for stop in self.stop) for text in texts], device=input_ids.device)
+        self.done = now if self.done is None else self.done | now
+        return self.done
 
 
-_LOOK = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class ContinuousModel(LocalModel):
-    """A loaded causal language model whose texts end one by one."""
+    """A loaded causal language model with continuous batching."""
 
     sizes: Mapping[str, Any] = field(default_factory=lambda: {"max_memory_percent": 0.5})
-    """What keys, values and one forward pass may take: fields of transformers' ContinuousBatchingConfig."""
+    """Memory limits: fields of transformers' ContinuousBatchingConfig."""
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as it is done, `spec.batch_size` in one forward pass.
+        """(index, text) of each prompt as it is done; `spec.batch_size` share a forward pass.
 
-        UserError where transformers cannot do it with this model.
+        UserError where transformers does not support this model.
         """
         if not prompts:
             return
@@ -206,7 +199,9 @@ class ContinuousModel(LocalModel):
                 index, tokens, ended = _next(manager)
                 if index not in left:  # a text that was cut may still grow a little
                     continue
-                if ended or self._stopped(tokens, spec.stop):
+                if not ended:
+                    recent = self.tokenizer.decode(tokens[-_window(spec.stop) :], clean_up_tokenization_spaces=False)
+                if ended or any(stop in recent for stop in spec.stop):
                     left.remove(index)
                     if not ended:
                         manager.cancel_request(str(index))
@@ -214,7 +209,7 @@ class ContinuousModel(LocalModel):
 
     @contextmanager
     def _manager(self, spec: GenSpec) -> Iterator[Any]:
-        """What runs the model in a thread of its own until the context ends; greedy, and with the attention it has."""
+        """A manager that runs the model greedily, in a thread, until the context ends."""
         ends = self._end_tokens()
         settings = GenerationConfig(
             max_new_tokens=spec.max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=ends[0]
@@ -228,7 +223,7 @@ class ContinuousModel(LocalModel):
         try:
             manager = self.model.init_continuous_batching(generation_config=settings, continuous_batching_config=form)
         except ValueError as error:
-            raise _cannot(error) from None
+            raise _unsupported(error) from None
         manager.start()
         try:
             yield manager
@@ -236,25 +231,19 @@ class ContinuousModel(LocalModel):
             manager.stop(block=True, hard_stop=True)
             manager.destroy()
 
-    def _stopped(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
-        """Whether the last of these generated tokens completed a stop text; a token adds at least one byte."""
-        window = max(len(text.encode()) for text in stop) + 1
-        text = self.tokenizer.decode(tokens[-window:], clean_up_tokenization_spaces=False)
-        return any(each in text for each in stop)
-
 
 def _next(manager: Any) -> tuple[int, list[int], bool]:
-    """(prompt, its tokens so far, whether that is all) of whatever comes next."""
-    while (result := manager.get_result(timeout=_LOOK)) is None:
+    """(index of a prompt, its new tokens so far, whether it is finished) of the next result."""
+    while (result := manager.get_result(timeout=_POLL_SECONDS)) is None:
         if not manager.is_running():
-            raise _cannot(manager.background_thread_status.fatal_error)
+            raise _unsupported(manager.background_thread_status.fatal_error)
         time.sleep(0)
     if result.error is not None:
-        raise _cannot(result.error)
+        raise _unsupported(result.error)
     return int(result.request_id), result.generated_tokens, result.is_finished()
 
 
-def _cannot(error: object) -> UserError:
+def _unsupported(error: object) -> UserError:
     reason = " ".join(str(error).split())
     return UserError(
         f"transformers' continuous batching fails with this model ({reason}): expected backend.continuous=false"

@@ -1,4 +1,4 @@
-"""Evaluate one benchmark on one model, at once or in two phases, and write its folder."""
+"""Evaluate one benchmark on one model, in one or two phases, and write the results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, suite
-from moe_lab.evaluation.generation import Answer, Generator, GenSpec
+from moe_lab.evaluation.generation import Answer, Generator, GenSpec, replace_surrogates
 from moe_lab.evaluation.harness import HARNESSES, Graded, installed
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.results import SCHEMA, Result, ResultFile
+from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"
 
@@ -26,22 +26,21 @@ def _harness(benchmark: BenchmarkConfig) -> Any:
 def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
     problems = suite.preflight([benchmark], policy)
     if problems:
-        # What is only lacking here, such as leave, data or a key, is no part of the step: another run may have it.
+        # A missing permission, data set or key is no part of the step: another run may have it.
         raise (UserError if suite.wrong([benchmark]) else Unavailable)("; ".join(problems))
 
 
 def evaluate(generator: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
     """Run the benchmark on a loaded model (`local_model.LocalModel`) and write out/result.json and out/samples.parquet.
 
-    A benchmark that fails raises; nothing is averaged over the items that are left. Raises UserError for what
-    `suite.preflight` would have said.
+    Raises UserError for a problem that `suite.preflight` reports. If an item fails, the benchmark fails.
     """
     _check(benchmark, policy)
     if suite.has_two_phases(benchmark):
         answers = generate(generator, benchmark, out, out / "partial.jsonl")
         (out / "partial.jsonl").unlink()
         return grade(answers, benchmark, out, policy=policy)
-    return _finish(_harness(benchmark).evaluate(generator, benchmark, policy), benchmark, out)
+    return _write(_harness(benchmark).evaluate(generator, benchmark, policy), benchmark, out)
 
 
 def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partial: Path) -> list[Answer]:
@@ -73,57 +72,34 @@ def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, polic
     graded.protocol.setdefault("prompt", answers[0].prompt)
     if too_long := [answer.item for answer in answers if answer.too_long]:
         graded.protocol["too_long"] = too_long
-    return _finish(graded, benchmark, out)
+    return _write(graded, benchmark, out)
 
 
-def _finish(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> list[Result]:
-    _check_complete(graded, benchmark)
-    _write(graded, benchmark, out)
-    return graded.results
+def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> list[Result]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
 
-
-def _check_complete(graded: Graded, benchmark: BenchmarkConfig) -> None:
     for result in graded.results:
         missing = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing <= graded.tolerated:
             raise RuntimeError(f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded")
-
-
-def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
     out.mkdir(parents=True, exist_ok=True)
-    text, number = arrow.string(), arrow.float64()
-    columns = {
-        "benchmark": text,
-        "item": text,
-        "outcome": number,
-        "prompt_hash": text,
-        "output": text,
-        "extracted": text,
-        "answer_loss": number,
-    }
-    rows = [{name: _storable(value) for name, value in sample.items()} for sample in graded.samples]
-    parquet.write_table(
-        arrow.Table.from_pylist(rows, schema=arrow.schema(list(columns.items()))), out / "samples.parquet"
-    )
+    columns = {}
+    for name in Sample.__annotations__:
+        number = name in ("outcome", "answer_loss")
+        values = [sample.get(name) for sample in graded.samples]
+        texts = [replace_surrogates(value) if isinstance(value, str) else value for value in values]
+        columns[name] = arrow.array(texts, arrow.float64() if number else arrow.string())
+    parquet.write_table(arrow.table(columns), out / "samples.parquet")
+    package = HARNESSES[benchmark.harness].package
+    versions = {name: installed(name) or "" for name in ("torch", "transformers", package) if name}
     content = ResultFile(
         schema=SCHEMA,
         results=graded.results,
         protocol={**suite.identity(benchmark), "batch_size": benchmark.batch_size, **graded.protocol},
-        versions=_versions(benchmark),
+        versions=versions,
     )
     beside = out / "result.json.part"
     beside.write_text(json.dumps(content, indent=1, allow_nan=False))
     os.replace(beside, out / "result.json")
-
-
-def _storable(value: Any) -> Any:
-    """Text that Parquet can hold: a model may write half a character."""
-    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
-
-
-def _versions(benchmark: BenchmarkConfig) -> dict[str, str]:
-    package = HARNESSES[benchmark.harness].package
-    return {name: installed(name) or "" for name in ("torch", "transformers", *([package] if package else []))}
+    return graded.results

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server, generating as a loaded one does (`local_model.LocalModel`). No torch."""
+"""Text generation by an OpenAI-compatible server. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import openai
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.generation import GenSpec, Messages, cut, fitting, render
+from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
 
 TOKEN_SECONDS = 1.0
-"""Seconds in which even a slow server writes a token."""
-_KEPT = 120
+"""Seconds that a slow server may take for a token."""
+_EXCERPT = 120
+"""Characters of an unexpected reply that an error quotes."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,18 @@ class Completions:
     model: str
     """What the server calls the model."""
     last_words: Callable[[], str | None] = lambda: None
-    """What the server said when it ended; None while it runs."""
+    """The last output of a server that has ended; None while it runs."""
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
-        """A connection that waits so long for a text; by default as long as it takes, for a server may write one after
-        another."""
+        """A client with this timeout for a text; none by default, because a server may write one text after another."""
         direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
         return openai.OpenAI(base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct)
 
     def complete(self, client: openai.OpenAI, prompt: str, tokens: int, stop: Sequence[str]) -> tuple[str, str]:
-        """(the text after the prompt, why it ended): at most so many tokens, by greedy search without any penalty.
+        """(text after the prompt, reason why it ended) of a greedy search without penalties, `tokens` at most.
 
-        Raises UserError for a request the server refuses and for an answer of another model, Unavailable when the
-        server ended or broke.
+        Raises UserError for a refused request and for an answer of another model, Unavailable when the server has
+        ended or fails.
         """
         try:
             answer = client.completions.with_raw_response.create(
@@ -60,7 +60,7 @@ class Completions:
             raise Unavailable(f"the server of {self.model} {reason}") from None
         except openai.APIStatusError as error:
             kind = UserError if error.status_code < 500 else Unavailable
-            reply = " ".join(error.response.text.split())[:_KEPT]
+            reply = " ".join(error.response.text.split())[:_EXCERPT]
             raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {reply}") from None
         return self._read(answer.content)
 
@@ -70,15 +70,15 @@ class Completions:
             choice = document["choices"][0]
             text, reason, model = choice["text"], choice["finish_reason"], document["model"]
         except (ValueError, KeyError, IndexError, TypeError):
-            raise UserError(f"what answers at {self.url} gives no text completions: {body[:_KEPT]!r}") from None
+            raise UserError(f"what answers at {self.url} gives no text completions: {body[:_EXCERPT]!r}") from None
         if str(model).removesuffix("@main") != self.model:
             raise UserError(f"what answers at {self.url} serves {model}, expected {self.model}: is it another server?")
         return str(text), str(reason)
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """A causal language model that a server has loaded, with its tokenizer here."""
+class ServedModel(Generator):
+    """A causal language model loaded by a server. Its tokenizer is loaded here."""
 
     completions: Completions
     """Where it generates."""
@@ -87,40 +87,32 @@ class ServedModel:
     max_length: int | None
     """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
     template_arguments: Mapping[str, Any]
-    """What its chat template is given besides the messages."""
+    """Arguments of its chat template besides the messages."""
     patience: float = BackendConfig.ready_seconds
-    """Seconds the server may take, apart from writing, until one of the texts under way is done."""
-
-    def render(self, messages: Messages) -> str:
-        """The conversation as the prompt that asks for its next message. UserError without a chat template."""
-        return render(self.tokenizer, messages, self.template_arguments)
-
-    def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
-        """The text that follows each prompt, in order, up to a stop text, an end token or the token limit."""
-        return [text for _, text in sorted(self.stream(prompts, spec))]
+    """Seconds without any finished text, besides the time for writing one, after which the server counts as hung."""
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as it is done, the longest asked first, `spec.batch_size` at the same time.
+        """(index, text) of each prompt as it is done, longest first, `spec.batch_size` at the same time.
 
-        Raises Unavailable when no text at all comes for too long: one request may wait for all others, so that only
-        the silence of the whole server says that it hangs.
+        Raises Unavailable when no text at all arrives for too long. A single late text is no error: it may wait for all
+        others.
         """
         if not prompts:
             return
         encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
-        texts = {index: self._writable(prompts[index], encoded[index]) for index in order}
+        texts = {index: self._request_text(prompts[index], encoded[index]) for index in order}
         pool = ThreadPoolExecutor(spec.batch_size)
         with self.completions.client() as client:
             futures = {pool.submit(self._text, client, texts[index], spec): index for index in order}
             try:
                 for future in self._arriving(futures, self.patience + TOKEN_SECONDS * spec.max_new_tokens):
                     yield futures[future], future.result()
-            finally:  # without waiting for the others: they end with the server, which may hang
+            finally:  # do not wait for the others: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        """None for every answer: a server completes texts, and tells no likelihood of one it is given."""
+        """None for every answer: a server gives no likelihood of a given text."""
         return [None] * len(answers)
 
     def _arriving(self, futures: Collection[Future[str]], seconds: float) -> Iterator[Future[str]]:
@@ -136,8 +128,8 @@ class ServedModel:
                     f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
                 ) from None
 
-    def _writable(self, prompt: str, ids: Sequence[int]) -> str:
-        """What a server must be sent so that it reads `ids`: it always adds the tokenizer's special tokens itself."""
+    def _request_text(self, prompt: str, ids: Sequence[int]) -> str:
+        """The text from which a server reads `ids`: it always adds the tokenizer's special tokens itself."""
         candidates = (prompt, prompt.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if self.tokenizer(text).input_ids == ids:
@@ -148,8 +140,8 @@ class ServedModel:
         )
 
     def _text(self, client: openai.OpenAI, prompt: str, spec: GenSpec) -> str:
-        """One text. Servers differ in whether a stop text may begin in the prompt; here it may not, so what ended for
-        that reason is asked for again without the texts that can."""
+        """One text. On some servers a stop text may begin in the prompt. Here it may not, so a text that ended for that
+        reason is requested again without the stop texts that can."""
         text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, spec.stop)
         if reason == "stop" and cut(text, spec.stop) == text and _crosses(prompt, text, spec.stop):
             inside = [stop for stop in spec.stop if not _begins(prompt, stop)]

@@ -1,10 +1,10 @@
-"""Benchmarks before anything heavy is imported: their data, what identifies them, what is wrong with them."""
+"""Benchmarks before anything heavy is imported: their data, their identity, and problems with their settings."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moe_lab.paths import PREFIX, resolve
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template")
-"""Parameters that change no result; a file counts by what is in it."""
+"""Parameters that are not part of the identity: the template counts by its content."""
 
 
 def policy(config: Config) -> Policy:
@@ -28,8 +28,7 @@ def policy(config: Config) -> Policy:
 
 
 def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files a benchmark without a mirror is made of, the one with the items last. UserError naming the one that is
-    missing."""
+    """The files of a benchmark without a mirror, the one with the items last. UserError naming a missing one."""
     if not benchmark.task:
         raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
     task = Path(resolve(benchmark.task)).expanduser().absolute()
@@ -41,14 +40,14 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the benchmark's files, or over what its mirror says of them.
+    """sha256 over the benchmark's files, or over their digests in its mirror.
 
-    Without its mirror a benchmark counts by the name of its data: what it would cost can be told before it can run.
+    While the mirror is missing, the name of the data stands for it, so that costs can be estimated before it is made.
     """
     if benchmark.data is not None:
         try:
             return mirror.digest(benchmark)
-        except UserError:  # which `lacking` tells
+        except UserError:  # which `lacking` reports
             return f"no mirror of {benchmark.data}"
     digest = hashlib.sha256()
     for file in data_files(benchmark):
@@ -58,14 +57,16 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
 
 
 def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right answers need no import and no hidden attribute: true of the benchmarks that ship."""
+    """Whether right programs need no import and no private attribute, as in the benchmarks that ship."""
     return benchmark.task.startswith(PREFIX)
 
 
 def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Everything about a benchmark that can change what a model answers; not its name, batch size or place."""
+    """Everything about a benchmark that can change what a model answers; not its name, batch size or folder."""
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
+    # Earlier versions evaluated the JSON text of such a file, markup included.
+    of_documents = benchmark.harness == "perplexity" and benchmark.data is None and is_json(data_files(benchmark)[-1])
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
@@ -74,17 +75,12 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, harness.question_parameters),
         **({"answer_loss": "bits per byte"} if harness.answer_loss else {}),
-        **({"documents": "joined by blank lines"} if _reads_documents(benchmark) else {}),
+        **({"documents": "joined by blank lines"} if of_documents else {}),
     }
 
 
-def _reads_documents(benchmark: BenchmarkConfig) -> bool:
-    """Whether a text is made of the documents of a JSON file, which were once read as they stand, markup and all."""
-    return benchmark.harness == "perplexity" and benchmark.data is None and is_json(data_files(benchmark)[-1])
-
-
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Everything about a benchmark that can change its results; a judge counts by what it is, not where."""
+    """Everything about a benchmark that can change its results. A judge's address does not."""
     harness = HARNESSES[benchmark.harness]
     return {
         **asked(benchmark),
@@ -100,22 +96,22 @@ def _parameters(benchmark: BenchmarkConfig, names: Collection[str]) -> dict[str,
 
 
 def has_two_phases(benchmark: BenchmarkConfig) -> bool:
-    """Whether texts are graded without the model, so that generating and grading are steps of their own."""
+    """Whether texts are graded without the model, so that generating and grading are separate steps."""
     return benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].two_phases
 
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
-    """One sentence per problem of the benchmarks, all of them, without importing a harness or torch."""
+    """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
     return wrong(benchmarks) + lacking(benchmarks, policy)
 
 
 def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
-    """What is wrong with the benchmarks wherever they run."""
-    return [*_each(benchmarks, _wrong), *_twice(benchmarks)]
+    """Wrong settings, which are wrong on any machine."""
+    return list(dict.fromkeys(chain(*map(_wrong, benchmarks), _duplicate_results(benchmarks))))
 
 
-def _twice(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
-    """Results that two benchmarks call alike would be taken for one."""
+def _duplicate_results(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
+    """Results of one name would be taken for one."""
     reported: dict[str, str] = {}
     for benchmark in benchmarks:
         for name in benchmark.reports:
@@ -127,13 +123,9 @@ def _twice(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
 
 
 def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
-    """What is not here, or not allowed: packages, data, a sandbox for programs, a judge."""
-    gradable = (benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES)
-    return _each(gradable, partial(_lacking, policy=policy))
-
-
-def _each(benchmarks: Iterable[BenchmarkConfig], problems: Callable[[BenchmarkConfig], Iterable[str]]) -> list[str]:
-    return list(dict.fromkeys(sentence for benchmark in benchmarks for sentence in problems(benchmark)))
+    """What is missing on this machine, or not allowed: packages, data, a sandbox for programs, a judge."""
+    known = [benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES]
+    return list(dict.fromkeys(chain(*(_lacking(benchmark, policy) for benchmark in known))))
 
 
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -149,7 +141,9 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 
 def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    yield from user_errors(lambda: _check_package(benchmark))
+    package = HARNESSES[benchmark.harness].package
+    if package and installed(package) is None:
+        yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
     if benchmark.data is not None:
         yield from user_errors(lambda: mirror.check(benchmark))
     if benchmark.harness == "lm_eval" and benchmark.data is not None:
@@ -163,15 +157,15 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
-    """Whether grading runs what the model wrote."""
+    """Whether grading runs programs that the model wrote."""
     return benchmark.executes_code or benchmark.harness == "evalplus"
 
 
 def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that could reach outside themselves are counted as wrong here, for want of namespaces."""
+    """Whether programs that could reach outside themselves count as wrong, because there are no namespaces here."""
     try:
         return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
-    except UserError:  # which `lacking` tells
+    except UserError:  # which `lacking` reports
         return False
 
 
@@ -206,12 +200,6 @@ def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
             yield f"{name}: parameters.{parameter}={value}: expected a number, 0 or more"
     if benchmark.batch_size < 1:
         yield f"{name}: batch_size={benchmark.batch_size}: expected 1 or more"
-
-
-def _check_package(benchmark: BenchmarkConfig) -> None:
-    package = HARNESSES[benchmark.harness].package
-    if package and installed(package) is None:
-        raise UserError(f"benchmark {benchmark.name} needs the package {package}: pip install {package}")
 
 
 def _check_items(benchmark: BenchmarkConfig) -> None:

@@ -1,10 +1,12 @@
-"""How fast a model reads prompts and writes answers on the device it is on, and what memory that takes."""
+"""Measure how fast a model reads prompts and generates on its device, and how much memory that takes."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +26,30 @@ _RESET_PEAK = "5"
 
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
-    """Rows of COLUMNS: every batch size with every prompt length, `asked.repeats` times after `asked.warmup` requests.
+    """Rows of COLUMNS: for every batch size and prompt length `settings.repeats` requests, after `settings.warmup`.
 
-    Prompts are cut from `tokens` (N,), one after the other, from the start again where they end. Answers are the most
-    likely tokens, of `asked.new_tokens` whatever they are; keys and values are kept. UserError for a prompt that leaves
+    Prompts are cut from `tokens` (N,), repeated as often as needed. Answers are the most likely tokens,
+    `settings.new_tokens` of them whatever they are, with a cache of keys and values. UserError for a prompt that leaves
     too little room.
     """
-    _check_room(model, settings)
-    return [
-        row
-        for size in settings.batch_sizes
-        for length in settings.prompt_lengths
-        for row in _rows(model, tokens, settings, size, length)
-    ]
-
-
-def _check_room(model: Any, settings: TimingConfig) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1
-    if most is not None and longest > most:
+    if limit is not None and longest > limit:
         raise UserError(
             f"timed.prompt_lengths={max(settings.prompt_lengths)} with timed.new_tokens={settings.new_tokens} makes "
-            f"{longest} tokens: the model reads {most} at most"
+            f"{longest} tokens: the model reads {limit} at most"
         )
-
-
-def _rows(
-    model: Any, tokens: torch.Tensor, settings: TimingConfig, size: int, length: int
-) -> Iterator[tuple[Any, ...]]:
-    ids = _prompts(tokens, size, length).to(model.device)
-
-    def request() -> tuple[float, float]:
-        return _request(model, ids, settings.new_tokens)
-
-    working = _working_bytes(model.device, request)
-    for _ in range(settings.warmup - 1):
-        request()
-    for repeat in range(settings.repeats):
-        yield (size, length, settings.new_tokens, repeat, *request(), working)
-
-
-def _prompts(tokens: torch.Tensor, size: int, length: int) -> torch.Tensor:
-    """(size, length) of `tokens`, repeated as often as needed."""
-    times = -(-size * length // len(tokens))
-    return tokens.repeat(times)[: size * length].view(size, length)
+    rows: list[tuple[Any, ...]] = []
+    for size, length in product(settings.batch_sizes, settings.prompt_lengths):
+        repeats = -(-size * length // len(tokens))
+        ids = tokens.repeat(repeats)[: size * length].view(size, length).to(model.device)
+        request = partial(_request, model, ids, settings.new_tokens)
+        working = _working_bytes(model.device, request)
+        for _ in range(settings.warmup - 1):
+            request()
+        for repeat in range(settings.repeats):
+            rows.append((size, length, settings.new_tokens, repeat, *request(), working))
+    return rows
 
 
 def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
@@ -83,7 +65,7 @@ def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, flo
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Time in seconds, once the device has finished its work."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.synchronize(number)
@@ -91,7 +73,7 @@ def _now(device: torch.device) -> float:
 
 
 def _working_bytes(device: torch.device, request: Callable[[], object]) -> float:
-    """What `request` takes beyond what is held before it: as torch allocates it on GPUs, in pages on the CPU."""
+    """Peak memory of `request` beyond what is held before it: torch's allocations on GPUs, else resident pages."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         before = sum(torch.cuda.memory_allocated(number) for number in gpus)
@@ -100,17 +82,17 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
         request()
         return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - before)
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # gives back what is free, which the request would take again unseen
+        ctypes.CDLL(None).malloc_trim(0)  # release free memory, whose reuse by the request would not be counted
         _RESET.write_text(_RESET_PEAK)
     except (AttributeError, OSError):  # another system than Linux, or one that does not let a process do so
         request()
         return float("nan")
-    before = _stated("VmHWM")
+    before = _peak_bytes()
     request()
-    return float(_stated("VmHWM") - before)
+    return float(_peak_bytes() - before)
 
 
-def _stated(field: str) -> int:
-    """Bytes of memory of this process that the system states."""
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+def _peak_bytes() -> int:
+    """Peak resident memory of this process since it was reset."""
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

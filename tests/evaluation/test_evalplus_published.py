@@ -27,7 +27,7 @@ from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import generation, mirror, run
-from moe_lab.evaluation.generation import GenSpec, Messages
+from moe_lab.evaluation.generation import Generator, GenSpec, Messages
 from moe_lab.evaluation.harnesses import evalplus_rules
 from moe_lab.evaluation.harnesses.evalplus import ask, fenced_program, stops
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
@@ -104,7 +104,7 @@ SAID = [
 ]
 
 
-class Canned:
+class Canned(Generator):
     """Says what it was given to say, and never a second time."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from processes import is_running, until
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, run, suite
-from moe_lab.evaluation.generation import Answer, GenSpec, Messages
+from moe_lab.evaluation.generation import Answer, Generator, GenSpec, Messages
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_tasks, evalscope_worker
 from moe_lab.evaluation.mirror.make import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[bool, str, float]] = {
 }
 
 
-class Parrot:
+class Parrot(Generator):
     """A model that says what it is told to."""
 
     def __init__(self, texts: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import Answer, GenSpec, Messages, Question, collect, read, write
+from moe_lab.evaluation.generation import Answer, Generator, GenSpec, Messages, Question, collect, read, write
 from moe_lab.evaluation.local_model import LocalModel
 
 SPEC = GenSpec(8)
@@ -24,7 +24,7 @@ class Killed(Exception):
     """The process ends here."""
 
 
-class Reversing:
+class Reversing(Generator):
     """Answers with the prompt backwards, the last prompt first; ends after so many answers."""
 
     def __init__(self, most: int = 1000) -> None:

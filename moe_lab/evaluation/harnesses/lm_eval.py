@@ -1,4 +1,4 @@
-"""lm-eval on the loaded model: its tasks, prompts, filters and metrics; our data, batches and generation."""
+"""lm-eval on a loaded model: tasks, prompts, filters and metrics of lm-eval; data and generation of moe_lab."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tqdm import tqdm
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash, weighted_loss
+from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_hash
 from moe_lab.evaluation.harnesses.lm_eval_tasks import tasks
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count
-from moe_lab.results import Result, Sample
+from moe_lab.results import Sample
 
 Row = dict[str, Any]
 
 
 def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Run a task, or a group whose items all count the same. Both of lm-eval's caches stay off: neither is keyed by the
-    model or the data.
+    """Run a task, or a group whose items have equal weight. Both of lm-eval's caches stay off: their keys contain
+    neither the model nor the data.
 
-    Raises UserError for a metric the task does not have, another number of items than expected, a task that samples, an
-    item that the model cannot read whole.
+    Raises UserError for a metric that the task lacks, an unexpected number of items, a task that samples, and an item
+    longer than the model can read.
     """
     with _quiet(), _random_state_kept():
         by_name = tasks(benchmark)
@@ -65,7 +65,11 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
         of_metric = _rows_with(metric, rows, benchmark)
         own = [_sample(result, metric, row) for row in of_metric]
         samples += own
-        scores.append(_result(result, metric, of_metric, own, benchmark))
+        if isinstance(of_metric[0][metric.partition(",")[0]], tuple):  # of a document: its likelihood, words or bytes
+            losses, weights = [sample["outcome"] for sample in own], [row[metric][1] for row in of_metric]
+            scores.append(loss_result(result, metric, losses, weights, benchmark))
+        else:
+            scores.append(mean_result(result, metric, own, benchmark))
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(items)),
         "task_version": ", ".join(sorted({str(results["versions"].get(name)) for name in items})),
@@ -76,18 +80,15 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
 
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
-    """Task -> which of its items: all, or `limit` altogether, the first of every task before the second of any."""
+    """Task -> its items to evaluate: all, or `limit` in total, the first of every task before the second of any."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
     places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
     counts = Counter(name for _, name in places)
     return {name: list(range(counts[name])) for name in by_name if counts[name]}
 
 
-# The model as lm-eval sees it.
-
-
 class LoadedLM(HFLM):
-    """lm-eval's own log-likelihoods on the loaded model; generation through `LocalModel`, like everybody else's."""
+    """The loaded model for lm-eval: log-likelihoods by lm-eval's own code, generation by `LocalModel`."""
 
     def __init__(self, model: LocalModel, benchmark: BenchmarkConfig) -> None:
         lengths = [length for length in (model.max_length, benchmark.max_length) if length is not None]
@@ -101,7 +102,7 @@ class LoadedLM(HFLM):
         self.local_model, self.benchmark = model, benchmark
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As lm-eval's, longest first, without its progress bar; what it would cut off is an error."""
+        """As lm-eval's, without its progress bar; a text that it would cut off is an error."""
         self._check_room([request.args[0] + request.args[1] for request in requests])
         likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         for request, (likelihood, _) in zip(requests, likelihoods, strict=True):
@@ -112,7 +113,8 @@ class LoadedLM(HFLM):
         return likelihoods
 
     def _check_room(self, texts: list[str]) -> None:
-        """UserError when one has more tokens than fit; those with fewer bytes than that are not looked at."""
+        """UserError for a text with more tokens than are read."""
+        # A text has at most as many tokens as bytes, besides a few special ones; the others are not tokenized.
         long = [text for text in dict.fromkeys(texts) if len(text.encode()) > self.max_length - 8]
         longest = max((len(ids) for ids in self.tokenizer(long, verbose=False).input_ids), default=0) if long else 0
         if longest > self.max_length + 1:  # the last token is never read
@@ -123,7 +125,7 @@ class LoadedLM(HFLM):
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Texts for (prompt, settings) requests; requests of equal settings are generated together."""
+        """Texts for requests (prompt, settings); requests with equal settings are generated together."""
         texts: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -147,16 +149,16 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
     return GenSpec(most, stop, benchmark.batch_size, benchmark.max_length, special_tokens=not benchmark.chat)
 
 
-# Rows of its log as samples and results.
+# Rows of lm-eval's log as samples.
 
 
 def _answer_losses(
     rows: Sequence[Row], task: Any, model: LocalModel, benchmark: BenchmarkConfig
 ) -> Sequence[float | None]:
-    """The loss on each row's right answer in bits per byte; None for what has none, such as a document's likelihood.
+    """The loss on each row's right answer in bits per byte; None without a right answer, as for a whole document.
 
-    Of choices it is at hand. A text that is generated has one where the task's target is a text that may follow the
-    prompt; in a chat it is not.
+    The likelihoods of choices are in the rows. For a generated text the loss is computed if the task's target is a text
+    that follows the prompt, which it does not in a chat.
     """
     if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
         return [_loss_of_right_choice(row, task) for row in rows]
@@ -170,7 +172,7 @@ def _answer_losses(
 
 
 def _loss_of_right_choice(row: Row, task: Any) -> float | None:
-    """Bits per byte of the choice that lm-eval takes for the right one; None where it is none or several."""
+    """Bits per byte of lm-eval's right choice; None where there is not exactly one."""
     right: Any = 0
     if task.OUTPUT_TYPE == "multiple_choice":
         right = task.doc_to_text(row["doc"]) if getattr(task, "multiple_input", 0) else row["target"]
@@ -184,10 +186,14 @@ def _loss_of_right_choice(row: Row, task: Any) -> float | None:
 
 
 def _named(rows: Sequence[Row], task: str) -> list[Row]:
-    """The rows of a task with the item's name: its id where every item has one of its own, or its number."""
+    """The rows of a task with the item's name: its id if the ids are unique, else its number."""
     ids = {row["doc_id"]: str(row["doc"].get("id", row["doc_id"])) for row in rows}
-    own = ids if len(set(ids.values())) == len(ids) else {number: str(number) for number in ids}
-    return [{**row, "item": f"{task}/{own[row['doc_id']]}" if task else own[row["doc_id"]]} for row in rows]
+    unique = len(set(ids.values())) == len(ids)
+    named = []
+    for row in rows:
+        name = ids[row["doc_id"]] if unique else str(row["doc_id"])
+        named.append({**row, "item": f"{task}/{name}" if task else name})
+    return named
 
 
 def _rows_with(metric: str, rows: Sequence[Row], benchmark: BenchmarkConfig) -> list[Row]:
@@ -213,7 +219,7 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
         value = -value[0] / value[1]
     else:
         likelihoods = [float(answer[0][0]) for answer in row["resps"]]
-        # The space in front of an answer does not count.
+        # lm-eval does not count the space in front of an answer.
         lengths = [len(answer) - 1 if metric == "acc_norm" else 1 for _, answer in row["arguments"]]
         output = json.dumps([round(likelihood, 4) for likelihood in likelihoods])
         extracted = str(int(np.argmax(np.array(likelihoods) / lengths)))
@@ -228,39 +234,23 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
     )
 
 
-def _result(
-    name: str, metric: str, rows: Sequence[Row], samples: Sequence[Sample], benchmark: BenchmarkConfig
-) -> Result:
-    """The mean outcome; for documents, whose outcome is nats per word or byte, what lm-eval makes of their mean."""
-    if not isinstance(rows[0][metric.partition(",")[0]], tuple):
-        return mean_result(name, metric, samples, benchmark)
-    loss, error = weighted_loss([sample["outcome"] for sample in samples], [row[metric][1] for row in rows])
-    bits = metric == "bits_per_byte"
-    value = loss / math.log(2) if bits else math.exp(loss)
-    slope = 1 / math.log(2) if bits else value
-    stderr = None if error is None else error * slope
-    return Result(
-        benchmark=name, metric=metric, score=value, stderr=stderr, n=len(samples), expected=benchmark.expected
-    )
-
-
-# What lm-eval would do to the process around it.
-
-
-def _no_bar(*arguments: Any, **settings: Any) -> Any:
-    return tqdm(*arguments, **{**settings, "disable": True})
+# Side effects of lm-eval that are undone.
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Only errors from lm-eval, and no progress bars."""
+    """No messages of lm-eval but errors, and no progress bars."""
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, not datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
+
+    def no_bar(*arguments: Any, **settings: Any) -> Any:
+        return tqdm(*arguments, **{**settings, "disable": True})
+
     with ExitStack() as stack:
         for module in (lm_eval.api.task, lm_eval.models.huggingface):
-            stack.enter_context(patch.object(module, "tqdm", _no_bar))
+            stack.enter_context(patch.object(module, "tqdm", no_bar))
         stack.callback(logger.setLevel, level)
         if bars:
             stack.callback(datasets.enable_progress_bars)
@@ -269,11 +259,11 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Python's, numpy's and torch's generators are afterwards as they were."""
-    python, arrays = random.getstate(), np.random.get_state()
+    """Restore the random number generators of Python, numpy and torch."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,4 +1,4 @@
-"""lm-eval's own task definitions, as files: where they are, and what is wrong with a benchmark that uses one."""
+"""Folders of lm-eval's own task definitions, and problems of benchmarks that use one. Does not import lm-eval."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NAME = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one called like the task.
+    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one named like the task.
 
-    Only it is indexed: indexing all of lm-eval's 14,000 files takes ten seconds. UserError when the task is not there.
+    Only it is indexed: indexing all of lm-eval's 14,000 files takes ten seconds. UserError without such a task.
     """
     package = find_spec("lm_eval")
     if package is None or package.origin is None:
@@ -36,7 +36,7 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def problems(benchmark: BenchmarkConfig) -> Iterator[str]:
-    """One sentence per thing that is wrong with a benchmark of lm-eval's that reads a mirror."""
+    """Problems of a benchmark of lm-eval that reads a mirror, one sentence each."""
     yield from user_errors(lambda: folder(benchmark))
     if benchmark.chat and not benchmark.max_new_tokens:
         yield (

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval, its own and files in its format, on data from a mirror or from beside the file.
+"""Tasks of lm-eval, with data from a mirror, and files in lm-eval's format, with data beside the file.
 
-Built by its public `TaskManager`; `datasets.load_dataset`, through which tasks ask for their data, is ours meanwhile:
-no hub, no cache on disk, no look at the working folder.
+They are built by lm-eval's public `TaskManager`. `datasets.load_dataset`, from which tasks get their data, is replaced
+meanwhile, so that neither the hub nor a cache on disk nor the current folder is used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.suite import data_digest, data_files
 
 _SEED = 1234
-"""What lm-eval's own command line draws examples with."""
+"""The default of lm-eval's own command line."""
 _built: dict[str, dict[str, Any]] = {}
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task, several for a group such as mmlu; built once a process for the same data and settings.
+    """Name -> task, several for a group such as mmlu. Built once per process for the same data and settings.
 
-    Examples are drawn as in a fresh process each time. UserError when the task asks another split than the benchmark,
-    or lacks the examples it should show.
+    Examples are drawn as in a new process each time. UserError when the task's split is not the benchmark's, or when
+    the task lacks examples to show.
     """
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
     key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens}"
@@ -44,7 +44,7 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """lm-eval's own task or group; only its folder is indexed."""
+    """A task or group of lm-eval; only its folder is indexed."""
     manager = TaskManager(include_path=str(lm_eval_folders.folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
@@ -61,13 +61,10 @@ def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """A file in lm-eval's format; whatever split it names is the JSON lines beside it."""
+    """A file in lm-eval's format; every split that it names is the JSON lines file beside it."""
     definition, items = data_files(benchmark)
-
-    def from_beside(path: str, name: str | None = None, **_: Any) -> _Splits:
-        return _Splits({}, otherwise=items)
-
-    return _load(TaskManager(include_defaults=False), str(definition), from_beside)
+    manager = TaskManager(include_defaults=False)
+    return _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
 
 
 def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[s
 
 
 class _Splits(dict[str, Any]):
-    """Splits of a data set, read when first asked for; one that the mirror lacks is empty."""
+    """Splits of a data set, each read at its first use; one that the mirror lacks is empty."""
 
     def __init__(self, files: Mapping[str, list[Path]], otherwise: Path | None = None) -> None:
         super().__init__()

@@ -13,11 +13,11 @@ from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import Graded, prompt_hash, weighted_loss
+from moe_lab.evaluation.harness import Graded, loss_result, prompt_hash
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import data_files
-from moe_lab.results import Result, Sample
+from moe_lab.results import Sample
 
 _USUAL_LENGTH = 2048
 
@@ -25,12 +25,16 @@ _USUAL_LENGTH = 2048
 def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Token-weighted loss in nats; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
 
-    The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read); within a
-    window every token but the first is predicted, and the last, shorter window counts too.
+    The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read), the last of
+    which may be shorter. Every token of a window but the first is predicted.
     """
     place, text = _text(benchmark)
     tokens = torch.tensor(model.tokenizer(text, verbose=False).input_ids)
-    length = _length(model, benchmark)
+    longest = model.max_length
+    length = int(benchmark.parameters.get("length", min(_USUAL_LENGTH, longest or _USUAL_LENGTH)))
+    if length < 2 or (longest is not None and length > longest):
+        expected = f"2 to {longest or 'any number of'} tokens"
+        raise UserError(f"benchmark {benchmark.name}: length={length}: expected {expected}")
     windows = [window for window in tokens.split(length) if len(window) > 1][: benchmark.limit]
     if not windows:
         raise UserError(f"{place} has {len(tokens)} tokens: perplexity needs at least two")
@@ -53,27 +57,20 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
     ]
     tokens_per_byte = len(tokens) / len(text.encode("utf-8"))
     results = [
-        _result(name, metric, losses, counts, tokens_per_byte, benchmark) for name, metric in benchmark.reports.items()
+        loss_result(name, metric, losses, counts, benchmark, tokens_per_byte)
+        for name, metric in benchmark.reports.items()
     ]
     protocol = {"length": length, "predicted_tokens": sum(counts), "prompt": text[:200]}
     return Graded(results, samples, protocol)
 
 
 def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
-    """Where it is from, and the whole text; rows of a mirror are joined by blank lines, as papers read WikiText
-    and as `calibration.joined` reads it, and so are the documents of a JSON file."""
+    """The source of the text, and the text. Rows of a mirror, and documents of a JSON file, are joined by blank lines,
+    as papers read WikiText and as `calibration.joined` does."""
     if benchmark.data is None:
         file = data_files(benchmark)[-1]
         return str(file), whole_text(file, "suite.path")
     return str(mirror.folder(benchmark)), BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
-
-
-def _length(model: LocalModel, benchmark: BenchmarkConfig) -> int:
-    most = model.max_length
-    length = int(benchmark.parameters.get("length", min(_USUAL_LENGTH, most or _USUAL_LENGTH)))
-    if length < 2 or (most is not None and length > most):
-        raise UserError(f"benchmark {benchmark.name}: length={length}: expected 2 to {most or 'any number of'} tokens")
-    return length
 
 
 def _losses(model: LocalModel, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
@@ -88,23 +85,3 @@ def _losses(model: LocalModel, windows: list[torch.Tensor], batch_size: int) -> 
         for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
             loss = functional.cross_entropy(row.float(), targets, reduction="none")
             yield loss.double().mean().cpu()
-
-
-def _result(
-    name: str, metric: str, losses: list[float], counts: list[int], tokens_per_byte: float, benchmark: BenchmarkConfig
-) -> Result:
-    """One metric; its standard error is that of the loss over windows, carried over by the metric's slope."""
-    loss, error = weighted_loss(losses, counts)
-    value, slope = {
-        "loss": (loss, 1.0),
-        "perplexity": (math.exp(loss), math.exp(loss)),
-        "bits_per_byte": (loss * tokens_per_byte / math.log(2), tokens_per_byte / math.log(2)),
-    }[metric]
-    return Result(
-        benchmark=name,
-        metric=metric,
-        score=value,
-        stderr=None if error is None else error * slope,
-        n=len(losses),
-        expected=benchmark.expected,
-    )

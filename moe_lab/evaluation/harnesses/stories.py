@@ -9,17 +9,16 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.generation import Answer, GenSpec
+from moe_lab.evaluation.harness import Graded, graded_by_mean
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count, data_files
-from moe_lab.results import Sample
 
 
 def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Score of a story: the share of its rules that it keeps. The data file has lines {"id", "prompt", "checklist"}; a
-    "reference", a story as it follows the prompt, is what the loss on answers is of."""
+    """Score of a story: the share of the rules in its checklist that it keeps. The data file has lines {"id", "prompt",
+    "checklist"} and possibly "reference", a story that follows the prompt and whose loss is measured."""
     file = data_files(benchmark)[-1]
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     check_count(benchmark, len(rows))
@@ -35,45 +34,22 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
     for name in benchmark.reports:
         for row, story, loss in zip(rows, stories, losses, strict=True):
             kept = grade(story, row["checklist"])
-            samples.append(
-                Sample(
-                    benchmark=name,
-                    item=str(row["id"]),
-                    outcome=sum(kept) / len(kept),
-                    prompt_hash=prompt_hash(row["prompt"]),
-                    output=story,
-                    extracted=json.dumps(kept),
-                    answer_loss=loss,
-                )
-            )
-    results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
-    return Graded(results, samples, {"prompt": rows[0]["prompt"]})
+            answer = Answer(str(row["id"]), row["prompt"], story, loss=loss)
+            samples.append(answer.sample(name, sum(kept) / len(kept), json.dumps(kept)))
+    return graded_by_mean(samples, benchmark, {"prompt": rows[0]["prompt"]})
 
 
 # Rules of a checklist.
 
 
 def sentences(story: str) -> list[str]:
-    """The sentences of a story, each with the mark that ends it; a last one that was cut off is not a sentence."""
+    """The complete sentences of a story, each with the mark that ends it."""
     return [sentence.strip() for sentence in re.findall(r"[^.!?]+[.!?]", story)]
 
 
 def _mentions(story: str, text: str) -> bool:
     """Whether the text occurs as whole words."""
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", story) is not None
-
-
-def _opens_with(story: str, text: str) -> bool:
-    parts = sentences(story)
-    return bool(parts) and _mentions(parts[0], text)
-
-
-def _ends_with(story: str, text: str) -> bool:
-    return story.strip().endswith(text)
-
-
-def _enough_sentences(story: str, least: int) -> bool:
-    return len(sentences(story)) >= least
 
 
 def _no_repeats(story: str) -> bool:
@@ -83,15 +59,15 @@ def _no_repeats(story: str) -> bool:
 
 RULES: dict[str, Callable[..., bool]] = {
     "mentions": _mentions,
-    "opens_with": _opens_with,
-    "ends_with": _ends_with,
-    "sentences": _enough_sentences,
+    "opens_with": lambda story, text: any(_mentions(sentence, text) for sentence in sentences(story)[:1]),
+    "ends_with": lambda story, text: story.strip().endswith(text),
+    "sentences": lambda story, least: len(sentences(story)) >= least,
     "no_repeats": _no_repeats,
 }
 
 
 def grade(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which rules the story keeps, in the checklist's order; the score of a story is their share.
+    """Whether the story keeps each rule of the checklist.
 
     Each entry is {"rule": name, ...arguments}:
     mentions(text)    the text occurs as whole words;

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError, unknown
 from moe_lab.evaluation import mirror, rubric
-from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harness import Graded, mean_result, prompt_hash
+from moe_lab.evaluation.generation import Answer, Question, replace_surrogates
+from moe_lab.evaluation.harness import Graded, graded_by_mean
 from moe_lab.evaluation.judge import Judge, Verdict
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.results import Sample
+from moe_lab.paths import cache
 
 TOLERATED = 0.01
 """Share of the items that may go without a score; more fail the benchmark."""
@@ -24,7 +22,7 @@ TOO_LONG = Verdict(
     rubric.LOWEST, "the conversation and max_new_tokens do not fit max_length, which is 1 without asking"
 )
 SKIPS_LONG = True
-"""A conversation that is too long is an answer with nothing in it, as HELM takes a request that is refused."""
+"""A conversation that is too long counts as an empty answer, as in HELM."""
 
 
 def ask(benchmark: BenchmarkConfig) -> list[Question]:
@@ -39,74 +37,54 @@ def ask(benchmark: BenchmarkConfig) -> list[Question]:
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """Nothing but an end token ends a text."""
+    """None: only an end token ends a text."""
     return ()
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """The judge's score of each answer, as a share; nothing written, for any reason, scores 1 of 10 without asking.
+    """The judge's score of each answer, rescaled to [0, 1]. An empty answer scores 1 of 10 without a request.
 
-    Items without a score are left out, and named in the protocol; Unavailable when they are more than 1 %.
+    Items without a score are left out and named in the protocol. Raises Unavailable when they are more than 1 %.
     """
     for sentence in rubric.problems(benchmark, policy):
-        raise Unavailable(sentence)  # leave, address and key are no part of the step: another run may have them
+        raise Unavailable(sentence)  # permission, address and key are no part of the step: another run may have them
     assert benchmark.judge is not None
     rows = {row["session_id"]: row for row in _rows(benchmark)}
     if [answer.item for answer in answers] != list(rows):
         raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(rows)} questions")
     template = rubric.template(benchmark)
-    prompts = {
-        answer.item: rubric.question(
-            template, rows[answer.item]["conversation_input"], _sendable(answer.output), rows[answer.item]["checklist"]
-        )
-        for answer in answers
-    }
+    prompts = {}
+    for answer in answers:
+        row, text = rows[answer.item], replace_surrogates(answer.output)
+        prompts[answer.item] = rubric.question(template, row["conversation_input"], text, row["checklist"])
     items = [answer.item for answer in answers if answer.output.strip()]
-    judge = Judge(benchmark.judge, _cache())
+    judge = Judge(benchmark.judge, cache("judge"))
     tolerated = math.floor(TOLERATED * len(answers))
     judged = judge.verdicts([prompts[item] for item in items], tolerated)
     unasked = {answer.item: TOO_LONG if answer.too_long else EMPTY for answer in answers}
     verdicts = {**unasked, **dict(zip(items, judged, strict=True))}
-    samples = [
-        _sample(name, answer, verdicts[answer.item])
-        for name in benchmark.reports
-        for answer in answers
-        if verdicts[answer.item].score is not None
-    ]
-    results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
+    samples = []
+    for name in benchmark.reports:
+        for answer in answers:
+            verdict = verdicts[answer.item]
+            if verdict.score is not None:
+                samples.append(answer.sample(name, rubric.rescaled(verdict.score), verdict.said))
     protocol = {
         **rubric.identity(benchmark),
         "coverage": _coverage(verdicts, items),
         "judge_prompt": prompts[items[0]] if items else None,
     }
-    return Graded(results, samples, protocol, tolerated)
+    return graded_by_mean(samples, benchmark, protocol, tolerated)
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows of the data set that have the benchmark's tag; all without one. UserError for a tag nothing has."""
+    """The rows with the benchmark's tag, or all rows if it names none. UserError for a tag that no row has."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")
     chosen = [row for row in rows if tag is None or row["primary_tag"] == tag]
     if not chosen:
         raise unknown(f"benchmark {benchmark.name}: parameters.tag", str(tag), {row["primary_tag"] for row in rows})
     return chosen[: benchmark.limit]
-
-
-def _sample(name: str, answer: Answer, verdict: Verdict) -> Sample:
-    assert verdict.score is not None
-    return Sample(
-        benchmark=name,
-        item=answer.item,
-        outcome=rubric.rescaled(verdict.score),
-        prompt_hash=prompt_hash(answer.prompt),
-        output=answer.output,
-        extracted=verdict.said,
-    )
-
-
-def _sendable(text: str) -> str:
-    """Text without half characters, which a model may write and no request can hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _coverage(verdicts: Mapping[str, Verdict], judged: Sequence[str]) -> dict[str, Any]:
@@ -119,8 +97,3 @@ def _coverage(verdicts: Mapping[str, Verdict], judged: Sequence[str]) -> dict[st
         "unscored": {item: verdict.said for item, verdict in verdicts.items() if verdict.score is None},
         "mean": math.fsum(scores) / len(scores),
     }
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "moe_lab", "judge")

@@ -96,7 +96,7 @@ class Runner:
 
 
 class Runners:
-    """A pool of runners for several threads: one for each program that runs at the same time. A dead one is replaced."""
+    """A pool of runners for several threads, one per program that runs at the same time. A dead one is replaced."""
 
     def __init__(self, *, confined: bool) -> None:
         self._confined = confined
