@@ -27,7 +27,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harnesses import evalscope, evalscope_tasks
+from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
@@ -43,7 +43,7 @@ def main() -> int:
     arguments = _arguments()
     failed = False
     if "programs" in arguments.parts:
-        python = evalscope_tasks.interpreter(BenchmarkConfig(name="programs"))
+        python = evalscope.interpreter(BenchmarkConfig(name="programs"))
         walls = "limits" if namespaces_missing() else "namespaces"
         program = Path(__file__).with_name("contest_programs.py")
         failed |= subprocess.run([python, "-s", str(program), walls], check=False).returncode != 0

@@ -28,7 +28,7 @@ from moe_lab import compose as composition
 from moe_lab import config, grid
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
-from moe_lab.evaluation.harnesses import evalscope_tasks
+from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.study import record, run
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.preflight import preflight
@@ -75,7 +75,7 @@ def started() -> Iterator[None]:
     Hydra.create_main_hydra2("sweeps", search_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(suite, "installed", lambda package: "any")
-        patch.setattr(evalscope_tasks, "installed", lambda benchmark: "any")
+        patch.setattr(evalscope, "installed", lambda benchmark: "any")
         yield
     GlobalHydra.instance().clear()
 

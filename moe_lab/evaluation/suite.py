@@ -13,7 +13,7 @@ from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.harness import HARNESSES, installed
-from moe_lab.evaluation.harnesses import evalscope_tasks, lm_eval_folders
+from moe_lab.evaluation.harnesses import evalscope, lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 
@@ -70,7 +70,7 @@ def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
-        "version": installed(harness.package) if harness.package else evalscope_tasks.installed(benchmark),
+        "version": installed(harness.package) if harness.package else evalscope.installed(benchmark),
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, harness.question_parameters),
@@ -137,7 +137,7 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
         yield from user_errors(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
     if benchmark.harness == "evalscope":
-        yield from evalscope_tasks.wrong(benchmark)
+        yield from evalscope.wrong(benchmark)
 
 
 def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if benchmark.harness == "wildbench":
         yield from rubric.problems(benchmark, policy)
     if benchmark.harness == "evalscope":
-        yield from evalscope_tasks.lacking(benchmark, policy)
+        yield from evalscope.lacking(benchmark, policy)
     if runs_programs(benchmark):
         yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
 

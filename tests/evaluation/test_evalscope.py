@@ -21,7 +21,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, run, suite
 from moe_lab.evaluation.generation import Answer, Generator, GenSpec, Messages
-from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_tasks, evalscope_worker
+from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror.make import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
@@ -29,7 +29,7 @@ from moe_lab.start import command
 
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
-    evalscope_tasks.installed(BenchmarkConfig(name="any", harness="evalscope")) is None,
+    evalscope.installed(BenchmarkConfig(name="any", harness="evalscope")) is None,
     reason="no EvalScope: make evalscope",
 )
 
@@ -313,9 +313,9 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
     assert f"benchmark live_code_bench: {pickled}" in said
     missing = replace(code, python=str(tmp_path / "nowhere"))
     assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
-    monkeypatch.setattr(evalscope_tasks, "OWN", tmp_path / "none")
-    monkeypatch.setattr(evalscope_tasks, "find_spec", lambda name: None)
-    lacking = list(evalscope_tasks.lacking(replace(code, python=None), ALLOWED))
+    monkeypatch.setattr(evalscope, "OWN", tmp_path / "none")
+    monkeypatch.setattr(evalscope, "find_spec", lambda name: None)
+    lacking = list(evalscope.lacking(replace(code, python=None), ALLOWED))
     assert lacking == [
         "benchmark live_code_bench needs EvalScope, which is not here: run make evalscope, or name an interpreter that "
         "has it, interpreters.evalscope=PYTHON"
@@ -328,14 +328,14 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
         executes_code=False,
         parameters={"end_date": "2025-04-31", "processes": 1},
     )
-    assert list(evalscope_tasks.wrong(bad)) == [
+    assert list(evalscope.wrong(bad)) == [
         "benchmark live_code_bench: split=train, and live_code_bench asks test: set split=test",
         "benchmark live_code_bench: shots=2, but EvalScope's live_code_bench shows 0 examples",
         "benchmark live_code_bench: executes_code=False, but answers to live_code_bench are programs",
         "benchmark live_code_bench: parameters.start_date is missing: expected a day, such as 2025-01-31",
         "benchmark live_code_bench: parameters.end_date=2025-04-31: expected a day, such as 2025-01-31",
     ]
-    [unknown_task] = evalscope_tasks.wrong(replace(code, task="gsm8"))
+    [unknown_task] = evalscope.wrong(replace(code, task="gsm8"))
     assert "task=gsm8" in unknown_task and "did you mean gsm8k" in unknown_task
 
 
@@ -343,7 +343,7 @@ def test_the_published_benchmarks_are_as_large_as_the_papers_say(tmp_path: Path)
     sizes = {"livecodebench": 182, "gsm8k": 1319, "math500": 500, "aime25": 30, "gpqa": 198}
     found = benchmarks(list(sizes), str(tmp_path))
     assert {benchmark.name: benchmark.expected for benchmark in found} == sizes
-    assert [list(evalscope_tasks.wrong(benchmark)) for benchmark in found] == [[]] * 5
+    assert [list(evalscope.wrong(benchmark)) for benchmark in found] == [[]] * 5
     assert all(benchmark.chat and not benchmark.shots for benchmark in found)
     at_most = {benchmark.name: (benchmark.max_new_tokens, benchmark.max_length) for benchmark in found}
     assert {at_most[name] for name in ("livecodebench", "gsm8k", "math500")} == {(2048, 4096)}

@@ -1,4 +1,7 @@
-"""EvalScope's tasks: its process (`evalscope_worker.py`) says what to ask, and later grades what was generated."""
+"""EvalScope's tasks: their settings and problems, known before EvalScope is started, and their questions and grades.
+
+EvalScope runs in a process of its own (`evalscope_worker.py`): it gives the questions, and later grades the answers.
+"""
 
 from __future__ import annotations
 
@@ -8,64 +11,179 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harness import HARNESSES, Graded, mean_result, prompt_hash
+from moe_lab.evaluation.generation import Answer, Question, replace_surrogates
+from moe_lab.evaluation.harness import HARNESSES, Graded, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings
-from moe_lab.evaluation.harnesses.evalscope_tasks import TASKS, interpreter
 from moe_lab.evaluation.harnesses.evalscope_worker import Reply, Request
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
-"""Share of answers that EvalScope may fail to compare (its time for one is limited); they count as wrong."""
+"""Share of answers that EvalScope may fail to compare, because its time for one is limited. They count as wrong."""
 _TESTS_SECONDS = 6.0  # EvalScope's own limit
-_SAME = 1e-4  # EvalScope rounds its means to so much
+_ROUNDING = 1e-4  # of EvalScope's means
+
+
+@dataclass(frozen=True)
+class Task:
+    """Properties of a task of EvalScope."""
+
+    split: str
+    """Split whose items are asked."""
+    shots: tuple[int, ...] | None = (0,)
+    """Numbers of examples it can show; None: any number."""
+    code: bool = False
+    """Answers are programs."""
+    own_subsets: bool = False
+    """EvalScope splits the items into subsets of its own."""
+
+
+TASKS: Mapping[str, Task] = {
+    "gsm8k": Task("test", shots=None),
+    "math_500": Task("test", own_subsets=True),
+    "aime25": Task("test"),
+    "gpqa_diamond": Task("train", shots=(0, 5)),
+    "live_code_bench": Task("test", code=True),
+}
+"""Tasks by EvalScope's name. Others may work, but nobody has checked what they ask and how they grade."""
+OWN = Path(__file__).resolve().parents[3] / ".venv-evalscope" / "bin" / "python"
+"""The interpreter of the environment that `make evalscope` creates."""
+
+
+def interpreter(benchmark: BenchmarkConfig) -> str:
+    """The Python with EvalScope: interpreters.evalscope, or that of `make evalscope`, or this one."""
+    if benchmark.python is not None:
+        python = Path(benchmark.python).expanduser()
+        if not python.is_file():
+            raise UserError(f"interpreters.evalscope={benchmark.python}, and there is no such file: run make evalscope")
+        return str(python.absolute())
+    if OWN.is_file():
+        return str(OWN)
+    if find_spec("evalscope") is not None:
+        return sys.executable
+    raise UserError(
+        f"benchmark {benchmark.name} needs EvalScope, which is not here: run make evalscope, or name an interpreter "
+        f"that has it, interpreters.evalscope=PYTHON"
+    )
+
+
+def installed(benchmark: BenchmarkConfig) -> str | None:
+    """EvalScope's version under the benchmark's interpreter; None for other harnesses, or where there is none."""
+    if benchmark.harness != "evalscope":
+        return None
+    try:
+        return _version(interpreter(benchmark)) or None
+    except UserError:
+        return None
+
+
+@lru_cache(maxsize=8)
+def _version(python: str) -> str:
+    program = "from importlib.metadata import version; print(version('evalscope'))"
+    return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout.strip()
+
+
+def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
+    """Wrong settings for EvalScope's task, one sentence each."""
+    name = f"benchmark {benchmark.name}"
+    if benchmark.task not in TASKS:
+        yield str(unknown(f"{name}: task", benchmark.task, TASKS))
+        return
+    task = TASKS[benchmark.task]
+    if benchmark.data is None:
+        yield f"{name}: data is null, and EvalScope reads a mirror: expected a hub repository, such as openai/gsm8k"
+    if benchmark.split != task.split:
+        yield f"{name}: split={benchmark.split}, and {benchmark.task} asks {task.split}: set split={task.split}"
+    if task.shots is not None and benchmark.shots not in task.shots:
+        numbers = " or ".join(map(str, task.shots))
+        yield f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows {numbers} examples"
+    if benchmark.executes_code != task.code:
+        yield f"{name}: executes_code={benchmark.executes_code}, but answers to {benchmark.task} are " + (
+            "programs" if task.code else "no programs"
+        )
+    if task.code:
+        for parameter in HARNESSES["evalscope"].question_parameters:
+            value = benchmark.parameters.get(parameter)
+            try:
+                date.fromisoformat(str(value))
+            except ValueError:
+                problem = " is missing" if value is None else f"={value}"
+                yield f"{name}: parameters.{parameter}{problem}: expected a day, such as 2025-01-31"
+
+
+def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    """A missing EvalScope, or the permission to read pickled tests where it is needed, one sentence each."""
+    yield from user_errors(lambda: _check_interpreter(benchmark))
+    task = TASKS.get(benchmark.task)
+    if task and task.code and benchmark.data is not None and not policy.allow_pickled_data:
+        yield from user_errors(lambda: _check_pickles(benchmark))
+
+
+def _check_interpreter(benchmark: BenchmarkConfig) -> None:
+    python = interpreter(benchmark)
+    if not _version(python):
+        raise UserError(f"interpreters.evalscope={python} has no EvalScope: run make evalscope, or name another")
+
+
+def _check_pickles(benchmark: BenchmarkConfig) -> None:
+    """UserError when the private tests of the first row are not JSON."""
+    import pyarrow.parquet as parquet
+
+    for files in mirror.subsets(benchmark).get(benchmark.subset or "default", {}).values():
+        for file in filter(Path.is_file, files):
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=1, columns=["private_test_cases"]):
+                if not batch.column(0)[0].as_py().lstrip().startswith("["):
+                    raise UserError(
+                        f"benchmark {benchmark.name}: {file} holds pickled tests: set allow_pickled_data=true, "
+                        f"and only text is read of them"
+                    )
+                return
+
+
+# Questions and grades.
 
 
 def ask(benchmark: BenchmarkConfig) -> list[Question]:
     """EvalScope's prompts: conversations for a chat template, or their text where benchmark.chat is off."""
-    reply = _run(benchmark, None, None)
-    return [Question(each["item"], _prompt(each["messages"], benchmark.chat)) for each in reply.questions]
-
-
-def _prompt(messages: list[dict[str, str]], chat: bool) -> str | list[dict[str, str]]:
-    return messages if chat else "\n\n".join(message["content"] for message in messages) + "\n"
+    questions = []
+    for question in _run(benchmark, None, None).questions:
+        messages = question["messages"]
+        text = "\n\n".join(message["content"] for message in messages) + "\n"
+        questions.append(Question(question["item"], messages if benchmark.chat else text))
+    return questions
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """Nothing: EvalScope reads whole answers."""
+    """None: EvalScope reads whole answers."""
     return ()
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """EvalScope's verdicts. RuntimeError when it could not compare more than 1 % of the answers, or did not grade each
-    of them once."""
+    """EvalScope's verdicts. RuntimeError when it could not compare more than 1 % of the answers."""
     code = TASKS[benchmark.task].code
     protection = policy.protection(closed_world=False) if code else None
-    reply = _run(benchmark, {answer.item: _whole(answer.output) for answer in answers}, policy)
+    reply = _run(benchmark, {answer.item: replace_surrogates(answer.output) for answer in answers}, policy)
     verdicts = {sample["item"]: sample for sample in reply.samples}
     unscored = [item for item, verdict in verdicts.items() if verdict["outcome"] is None]
     _check(reply, unscored, benchmark)
     samples = [_sample(name, answer, verdicts[answer.item], code) for name in benchmark.reports for answer in answers]
-    results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
     protocol = {"evalscope": reply.versions, "unscored": unscored, **({"sandbox": protection} if code else {})}
-    return Graded(results, samples, protocol)
-
-
-def _whole(text: str) -> str:
-    """Text that can be written: a model, or its server, may send half a character."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return graded_by_mean(samples, benchmark, protocol)
 
 
 def _check(reply: Reply, unscored: Sequence[str], benchmark: BenchmarkConfig) -> None:
@@ -76,7 +194,7 @@ def _check(reply: Reply, unscored: Sequence[str], benchmark: BenchmarkConfig) ->
         )
     scored = [sample["outcome"] for sample in reply.samples if sample["outcome"] is not None]
     mean = math.fsum(scored) / len(scored)
-    if reply.score is None or abs(mean - reply.score) > _SAME:
+    if reply.score is None or abs(mean - reply.score) > _ROUNDING:
         raise RuntimeError(
             f"benchmark {benchmark.name}: EvalScope's mean is {reply.score}, that of its verdicts {mean}"
         )
@@ -85,40 +203,41 @@ def _check(reply: Reply, unscored: Sequence[str], benchmark: BenchmarkConfig) ->
 def _sample(name: str, answer: Answer, verdict: Mapping[str, Any], code: bool) -> Sample:
     outcome = verdict["outcome"]
     extracted = ("pass" if outcome else verdict["why"]) if code else verdict["extracted"]
-    return Sample(
-        benchmark=name,
-        item=answer.item,
-        outcome=outcome or 0.0,
-        prompt_hash=prompt_hash(answer.prompt),
-        output=answer.output,
-        extracted=extracted if outcome is not None else f"not compared: {verdict['why']}",
-    )
+    if outcome is None:
+        extracted = f"not compared: {verdict['why']}"
+    return answer.sample(name, outcome or 0.0, extracted)
 
 
 def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Policy | None) -> Reply:
-    """One run of EvalScope's process. UserError for what is wrong with the data, RuntimeError with its last words."""
+    """Run EvalScope's process. UserError for a problem of the data, RuntimeError with the last line of its log."""
+    task = TASKS[benchmark.task]
+    dataset_args: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
+    if not task.own_subsets:
+        dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as folder:
         place = Path(folder)
         request = Request(
             task=benchmark.task,
             folder=str(_view(benchmark, place / "data")),
             work=str(place / "work"),
-            dataset_args=_dataset_args(benchmark),
+            dataset_args=dataset_args,
             settings={"max_tokens": benchmark.max_new_tokens, "temperature": 0.0},
             limit=benchmark.limit,
             texts=texts,
-            code=_code(benchmark, policy),
+            code=_code(benchmark, policy) if task.code else None,
         )
-        (place / "request.json").write_text(json.dumps(asdict(request)), encoding="utf-8")
-        _wait(_command(benchmark, place), place, benchmark)
-        reply = Reply(**json.loads((place / "reply.json").read_text(encoding="utf-8")))
+        files = place / "request.json", place / "reply.json"
+        files[0].write_text(json.dumps(asdict(request)), encoding="utf-8")
+        worker = "moe_lab.evaluation.harnesses.evalscope_worker"
+        _wait(command(worker, *map(str, files), python=interpreter(benchmark)), place, benchmark)
+        reply = Reply(**json.loads(files[1].read_text(encoding="utf-8")))
     if reply.error:
         raise UserError(f"benchmark {benchmark.name}: {reply.error}")
     return reply
 
 
 def _view(benchmark: BenchmarkConfig, place: Path) -> Path:
-    """The mirror's data as EvalScope can read it, in links: it deletes files of folders that it reads."""
+    """A folder of links to the mirror's data: EvalScope may delete files in a folder that it reads."""
     configs = []
     for subset, splits in mirror.subsets(benchmark).items():
         files = []
@@ -133,35 +252,20 @@ def _view(benchmark: BenchmarkConfig, place: Path) -> Path:
     return place
 
 
-def _dataset_args(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
-    return arguments if TASKS[benchmark.task].parted else {**arguments, "subset_list": [benchmark.subset or "default"]}
-
-
-def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings | None:
-    if not TASKS[benchmark.task].code:
-        return None
-    limits = {
-        name: benchmark.parameters[name]
-        for name in HARNESSES["evalscope"].grading_parameters
-        if benchmark.parameters.get(name)
-    }
+def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
+    limits = {name: benchmark.parameters.get(name) for name in HARNESSES["evalscope"].grading_parameters}
+    given = {name: value for name, value in limits.items() if value}
     return CodeSettings(
         start_date=str(benchmark.parameters["start_date"]),
         end_date=str(benchmark.parameters["end_date"]),
         pickles=policy is not None and policy.allow_pickled_data,
         confined=policy is not None and policy.protection(closed_world=False) == NAMESPACES,
-        **{"processes": cores(), "seconds": _TESTS_SECONDS, **limits},
+        **{"processes": cores(), "seconds": _TESTS_SECONDS, **given},
     )
 
 
-def _command(benchmark: BenchmarkConfig, place: Path) -> list[str]:
-    files = [str(place / name) for name in ("request.json", "reply.json")]
-    return command("moe_lab.evaluation.harnesses.evalscope_worker", *files, python=interpreter(benchmark))
-
-
 def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
-    """Run the process to its end; nothing of this environment reaches it, and nothing of it outlives this."""
+    """Run the process to its end, with a minimal environment, and end everything that it started."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     caches = {name: str(place / "cache") for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
@@ -179,7 +283,7 @@ def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
         try:
             code = process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # what it started, if it left anything
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             assert process.stdin is not None
