@@ -66,8 +66,9 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
         own = [_sample(result, metric, row) for row in of_metric]
         samples += own
         if isinstance(of_metric[0][metric.partition(",")[0]], tuple):  # of a document: its likelihood, words or bytes
-            losses, weights = [sample["outcome"] for sample in own], [row[metric][1] for row in of_metric]
-            scores.append(loss_result(result, metric, losses, weights, benchmark))
+            nats = [sample["outcome"] for sample in own]
+            weights = [row[metric][1] for row in of_metric]
+            scores.append(loss_result(result, metric, nats, weights, benchmark))
         else:
             scores.append(mean_result(result, metric, own, benchmark))
     protocol = {
