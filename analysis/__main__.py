@@ -14,8 +14,8 @@ from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened
 
 if TYPE_CHECKING:
-    from analysis.publish import Publisher
     from analysis.render.table import Table
+    from analysis.report import Publisher
 
 USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]
        python -m analysis diff A B [store=store] [out=FOLDER] [format=svg]"""
@@ -128,8 +128,8 @@ def _unwritable(out: Path, error: OSError) -> Exception:
 
 def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
     """Published numbers beside measured ones; whether every table that was named has some."""
-    from analysis.publish import write
     from analysis.published.tables import published_tables
+    from analysis.render.page import write_files
 
     study, comparisons = publisher.results.study, publisher.results.comparisons
     tables: dict[str, Table] = {}
@@ -137,7 +137,7 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
         compare = partial(published_tables, study, comparisons, [name])
         tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
-    for path in write((table for table in tables.values() if len(table.frame)), publisher.out):
+    for path in write_files((table for table in tables.values() if len(table.frame)), publisher.out):
         print(path)
     lacking = [name for name in request.names if name in tables and tables[name].frame.empty]
     for name in lacking:
@@ -160,8 +160,8 @@ def _run(request: argparse.Namespace) -> int:
         return _diff(request)
     from analysis.load.studies import studies
     from analysis.load.study import load
-    from analysis.publish import Publisher
     from analysis.registry import Results, find
+    from analysis.report import Publisher
 
     for name in set(request.names) - {"all", "report"}:
         find(name)

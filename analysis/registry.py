@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -173,6 +173,30 @@ def output(
         return make
 
     return register
+
+
+PARTS: dict[str, Callable[[Results], Iterable[Any]]] = {}
+"""What the report shows besides tables and figures, as the modules imported so far register it."""
+
+
+def part(name: str) -> Callable[[Callable[[Results], Iterable[Any]]], Callable[[Results], Iterable[Any]]]:
+    """Register the function below as what makes a part of the report's page.
+
+    name: `text.headline` for the findings at its head, each a word on its subject and a sentence; `text.CHAPTER` for a
+    chapter's sentences; `views.CHAPTER` for its interactive maps.
+    """
+
+    def register(make: Callable[[Results], Iterable[Any]]) -> Callable[[Results], Iterable[Any]]:
+        PARTS[name] = make
+        return make
+
+    return register
+
+
+def parts() -> Mapping[str, Callable[[Results], Iterable[Any]]]:
+    """Every part of the report's page that some module of `analysis.outputs` makes, by name."""
+    _import_modules()
+    return PARTS
 
 
 def outputs() -> Mapping[str, Output]:

@@ -2,26 +2,87 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
-from analysis import findings, names
+from analysis import names
 from analysis.load.evaluations import versions
+from analysis.load.reader import groups
+from analysis.load.settings import removed
 from analysis.load.study import Study, load
-from analysis.outputs.convergence import finding as convergence_finding
-from analysis.outputs.recovery import recovery_findings
-from analysis.outputs.winners import winner_views
-from analysis.publish import Publisher
+from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
-from analysis.registry import Item, Results, outputs
-from analysis.render.page import Page, Section, html
+from analysis.registry import Item, Results, find, outputs, parts
+from analysis.render.page import Page, Section, html, write_files
+from moe_lab.errors import DISK_FULL
+
+T = TypeVar("T")
+UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
+"""Error numbers of a folder that takes no file."""
+FAILED = "failed"
+"""Folder beside the tables and figures: NAME.log has the traceback of what could not be made."""
+
+
+class Publisher:
+    """Writes outputs of a study into `out`, figures in `figure_format`, and remembers what failed."""
+
+    def __init__(self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> None:
+        self.results = results
+        self.out = out
+        self.figure_format = figure_format
+        self.attempted: dict[str, Exception | None] = {}
+        """What was attempted -> why it failed, if it did."""
+
+    def attempt(self, name: str, make: Callable[[], T]) -> T | None:
+        """What `make` gives. Where it raises: None, and a gap with the name and the reason. A disk that takes nothing
+        is no matter of one output, and is raised."""
+        self.attempted.setdefault(name, None)
+        try:
+            return make()
+        except Exception as error:  # a bug in one output must not take the others with it
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                raise
+            self.attempted[name] = error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.results.study.reader.gap(f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name)
+            return None
+
+    @property
+    def failed(self) -> list[str]:
+        """What could not be made."""
+        return [name for name, error in self.attempted.items() if error]
+
+    def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
+        """Make the named outputs and write their files: name -> those that were written, and all files."""
+        items_by_name: dict[str, list[Item]] = {}
+        written: list[Path] = []
+        for output in dict.fromkeys(map(find, wanted)):
+            items_by_name[output.name] = []
+            for item in self.attempt(output.name, partial(output.items, self.results)) or []:
+                files = self.attempt(item.name, partial(write_files, [item], self.out, self.figure_format)) or []
+                items_by_name[output.name] += [item] if files else []
+                written += files
+        return items_by_name, written
+
+    def log_failures(self) -> None:
+        """Write OUT/failed/NAME.log for what could not be made, and remove that of what could be made this time."""
+        for name, error in self.attempted.items():
+            log = self.out / FAILED / f"{name}.log"
+            if error is None:
+                log.unlink(missing_ok=True)
+            else:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+
 
 PAGE = "report.html"
 GAPS = "gaps"
@@ -49,13 +110,13 @@ def write_report(publisher: Publisher) -> Path:
 
 def _page(publisher: Publisher, items_by_name: Made) -> Page:
     study = publisher.results.study
-    headline = publisher.attempt("text.headline", lambda: findings.headline(publisher.results))
+    headline = _part("text.headline", publisher)
     chapters = _sections(publisher, items_by_name)
     return Page(
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
-        lead=findings.what_was_run(study),
-        findings=headline or [],
+        lead=what_was_run(study),
+        findings=[*headline, ("Completeness", completeness(study))],
         tiles=_tiles(study),
         chapters=chapters,
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
@@ -67,9 +128,10 @@ def _sections(publisher: Publisher, items_by_name: Made) -> list[Section]:
     """All sections of the page; the comparison with the papers and what is missing stand before how it came about."""
     study = publisher.results.study
     sections = [_section(chapter, publisher, items_by_name) for chapter in CHAPTERS]
-    published = publisher.attempt("text.published", lambda: [published_chapter(publisher.results)]) or []
+    results = publisher.results
+    published = publisher.attempt("text.published", lambda: [published_chapter(study, results.comparisons)]) or []
     missing, _ = publisher.publish([GAPS])
-    text = [findings.completeness(study), *study.notes]
+    text = [completeness(study), *study.notes]
     gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
     return [*sections, *published, gaps, _provenance(study, items_by_name)]
 
@@ -93,27 +155,32 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of the page. It shows the outputs that are registered with its anchor."""
+    """A chapter of the page. It shows the outputs that are registered with its anchor, and the parts `text.ANCHOR` and
+    `views.ANCHOR`."""
 
     anchor: str
     short: str
     title: str
-    text: Callable[[Results, Made], Iterable[str]] = lambda results, made: ()
-    """Its sentences."""
-    views: Callable[[Results], Sequence[Mapping[str, Any]]] = lambda results: ()
-    """Its interactive maps."""
+    note: str = ""
+    """How to read its tables and figures."""
 
 
 def _section(chapter: Chapter, publisher: Publisher, items_by_name: Made) -> Section:
-    """The chapter with what it shows. Sentences that cannot be made are gaps, as outputs are."""
-    results, name = publisher.results, f"text.{chapter.anchor}"
-    text = publisher.attempt(name, lambda: list(chapter.text(results, items_by_name))) or []
-    views = publisher.attempt(f"{name}.views", lambda: chapter.views(results)) or ()
-    return _shown(chapter.anchor, results.study, items_by_name)(chapter.short, chapter.title, text, views=views)
+    section = _shown(chapter.anchor, publisher.results.study, items_by_name)
+    views = _part(f"views.{chapter.anchor}", publisher)
+    note = [chapter.note] if chapter.note and (section.outputs or views) else []
+    text = [*note, *_part(f"text.{chapter.anchor}", publisher)]
+    return replace(section, short=chapter.short, title=chapter.title, text=text, views=views)
 
 
-def _shown(anchor: str, study: Study, items_by_name: Made) -> Callable[..., Section]:
-    """The section `anchor` with the tables and figures that it shows; lacks its titles and sentences."""
+def _part(name: str, publisher: Publisher) -> list[Any]:
+    """What some module registered as this part of the page. One that cannot be made is a gap, as an output is."""
+    make = parts().get(name, lambda results: ())
+    return publisher.attempt(name, lambda: list(make(publisher.results))) or []
+
+
+def _shown(anchor: str, study: Study, items_by_name: Made) -> Section:
+    """The tables and figures of the section `anchor`, and by which columns they are filtered."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -121,33 +188,14 @@ def _shown(anchor: str, study: Study, items_by_name: Made) -> Callable[..., Sect
             shown = output.shown(study, items_by_name[name])
             items += shown
             filters |= {item.name: output.filters for item in shown}
-    return partial(Section, anchor, outputs=items, filters=filters)
+    return Section(anchor, outputs=items, filters=filters)
 
 
 def _provenance(study: Study, items_by_name: Made) -> Section:
     section = _shown("provenance", study, items_by_name)
-    title = "Provenance and files"
-    return section("Provenance", title, facts=_facts(study), details=_details(study))
-
-
-def _map_text(results: Results, items_by_name: Made) -> list[str]:
-    return [MAP] if len(results.winners) else []
-
-
-def _claim_text(results: Results, items_by_name: Made) -> list[str]:
-    return [CLAIMS] if items_by_name["claims"] else []
-
-
-def _recovery_text(results: Results, items_by_name: Made) -> list[str]:
-    return [line for one in results.comparisons for line in recovery_findings(results.study, one)]
-
-
-def _task_text(results: Results, items_by_name: Made) -> list[str]:
-    return [line for one in results.comparisons for line in findings.calibration_effect(one)]
-
-
-def _coverage_text(results: Results, items_by_name: Made) -> list[str]:
-    return [*findings.coverage_finding(results.study), *convergence_finding(results.study)]
+    return replace(
+        section, short="Provenance", title="Provenance and files", facts=_facts(study), details=_details(study)
+    )
 
 
 MAP = (
@@ -166,24 +214,19 @@ KEPT = (
     "pruned one overlap widely, pruning cost nothing that these benchmarks can show."
 )
 CHAPTERS = (
-    Chapter("winners", "Winners", "Best criterion by task and calibration set", _map_text, winner_views),
-    Chapter("kept", "Averages", "Averages with 95 % confidence intervals", lambda results, made: [KEPT]),
+    Chapter("winners", "Winners", "Best criterion by task and calibration set", MAP),
+    Chapter("kept", "Averages", "Averages with 95 % confidence intervals", KEPT),
     Chapter("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
-    Chapter("claims", "Claims", "The papers' claims, tested on this study", _claim_text),
+    Chapter("claims", "Claims", "The papers' claims, tested on this study", CLAIMS),
     Chapter("channels", "Channels", "Channel criteria and channel budgets"),
-    Chapter("recovery", "Recovery", "Recovery: quantisation and fine-tuning", _recovery_text),
+    Chapter("recovery", "Recovery", "Recovery: quantisation and fine-tuning"),
     Chapter("weights", "Weights", "Criteria that read weights alone"),
     Chapter("ranks", "Ranks", "Scores and ranks"),
     Chapter("search", "Search", "Searched allocations versus uniform"),
-    Chapter("task", "By task", "Task-specific calibration", _task_text),
+    Chapter("task", "By task", "Task-specific calibration"),
     Chapter("benchmarks", "Benchmarks", "All benchmarks"),
-    Chapter(
-        "overlap",
-        "Overlap",
-        "Overlap of pruned experts across calibration sets",
-        lambda results, made: findings.overlap_finding(results.overlaps),
-    ),
-    Chapter("coverage", "Coverage", "Tokens per expert in calibration", _coverage_text),
+    Chapter("overlap", "Overlap", "Overlap of pruned experts across calibration sets"),
+    Chapter("coverage", "Coverage", "Tokens per expert in calibration"),
     Chapter("inside", "Internals", "Hidden states and routing of pruned models"),
     Chapter("attribution", "Attribution", "Attributions by layer and channel"),
     Chapter("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
@@ -225,3 +268,59 @@ def _calibration(report: Mapping[str, Any]) -> str:
 def _details(study: Study) -> list[tuple[str, str]]:
     config = study.document.get("config")
     return [("Configuration of the study", json.dumps(config, indent=2))] if config else []
+
+
+def what_was_run(study: Study) -> str:
+    """Models, criteria, allocations, calibration sets, ratios, bits, benchmarks and items in two or three sentences."""
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    sizes = sorted(study.results["n"].unique())
+    items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
+    kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
+    models = names.listing(dict.fromkeys(study.cells["model"]))
+    benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
+    return capitalised(
+        f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove ({_how_much(pruned)})."
+        f"{_stored(pruned)} That gave {count(len(pruned), kind)}, each evaluated like the unpruned one on "
+        f"{benchmarks} of {items} items."
+    )
+
+
+def _who_chose(pruned: pd.DataFrame) -> str:
+    criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
+    allocations = pruned["allocation"].nunique()
+    return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
+
+
+def _how_much(pruned: pd.DataFrame) -> str:
+    """Ratios, of what, and the calibration sets."""
+    ratios = names.listing(names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})) or "none"
+    return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"
+
+
+def _by_data(pruned: pd.DataFrame) -> str:
+    """The calibration sets, of each model where they differ."""
+    models: dict[str, list[str]] = {}
+    for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
+        sets = names.calibrations_in_order(cells["calibration"])
+        models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(key["model"])
+    sets_of_models = (
+        f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}" for sets, of in models.items()
+    )
+    return f", with {names.listing(sets_of_models)}" if models else ""
+
+
+def _stored(pruned: pd.DataFrame) -> str:
+    """How weights were treated after pruning, where that differs."""
+    recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
+    spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in recoveries)
+    words = [f"with {word}" if word else "as they are" for word in spelled]
+    return "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
+
+
+def completeness(study: Study) -> str:
+    """Whether anything is missing."""
+    if not study.gaps:
+        return "Nothing is missing: every result that was asked for is here."
+    return capitalised(
+        f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never as zero."
+    )

@@ -14,8 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis.diff import sides
-from analysis.diff.sides import LayerPlan, Layers
-from analysis.diff.tables import BETTER, CELL, DIFFERENCE, WORSE
+from analysis.diff.sides import BETTER, CELL, DIFFERENCE, WORSE, LayerPlan, Layers
 from analysis.load.reader import records
 from analysis.render import style
 from analysis.render.style import Figure

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from analysis import names, publish
+from analysis import names
 from analysis.diff import sides
 from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
-from analysis.diff.sides import Sides, beside, side
-from analysis.diff.tables import BETTER, CELL, WORSE, kept_table, named, plan_pairs, plan_table, score_table, unmatched
+from analysis.diff.sides import BETTER, CELL, WORSE, Sides, beside, side
+from analysis.diff.tables import kept_table, named, plan_pairs, plan_table, score_table, unmatched
 from analysis.load.evaluations import versions
 from analysis.load.study import Study
-from analysis.registry import with_content
-from analysis.render.page import Page, Section, html
+from analysis.render.page import Page, Section, html, write_files
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from moe_lab.errors import UserError
@@ -57,7 +56,7 @@ PAGE = "diff.html"
 
 def write(changes: Changes, out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
     """Write the page, its tables and its figures into `out`."""
-    written = publish.write(changes.outputs, out, figure_format)
+    written = write_files(changes.outputs, out, figure_format)
     page = out / PAGE
     page.write_text(
         html(
@@ -106,7 +105,7 @@ def _of_plans(first: Path, second: Path) -> Changes:
         lead=f"A: {first}. B: {second}.",
         findings=[("Kept", sentence) for sentence in _plan_sentences(table)],
         tiles=[*counts, (int(table.frame["In both"].sum()), "experts in both")],
-        chapters=[Section("kept", "Kept", "Experts and channels in and out", outputs=with_content([*figures, table]))],
+        chapters=[Section("kept", "Kept", "Experts and channels in and out", outputs=_with_rows([*figures, table]))],
         complete=True,
         folder=Path("diff"),
     )
@@ -155,24 +154,24 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
             "averages",
             "Averages",
             "Averages in A and in B",
-            outputs=with_content([scores, averages]),
+            outputs=_with_rows([scores, averages]),
             filters={averages.name: f"{block}|Of"},
         ),
         Section(
             "kept",
             "Kept",
             "Experts and channels in and out",
-            outputs=with_content([*plans, kept]),
+            outputs=_with_rows([*plans, kept]),
             filters={kept.name: block},
         ),
         Section(
             "benchmarks",
             "Benchmarks",
             "All benchmarks",
-            outputs=with_content([benchmarks]),
+            outputs=_with_rows([benchmarks]),
             filters={benchmarks.name: f"{block}|Of"},
         ),
-        Section("settings", "Settings", "Settings and versions that differ", outputs=with_content([settings])),
+        Section("settings", "Settings", "Settings and versions that differ", outputs=_with_rows([settings])),
     ]
 
 
@@ -181,6 +180,11 @@ def _named_pairs(sides: Sides) -> list[tuple[str, sides.Layers, sides.Layers]]:
     pairs = list(plan_pairs(sides))
     called = words(pd.DataFrame([text for text, _ in pairs], columns=list(CELL)))
     return [(name, *plans) for name, (_, plans) in zip(called, pairs, strict=True)]
+
+
+def _with_rows(items: Iterable[Table | Figure | None]) -> list[Table | Figure]:
+    """Figures, and tables that have a row."""
+    return [item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))]
 
 
 def _tiles(sides: Sides, averages: Table, kept: Table, settings: Table) -> list[tuple[int, str]]:

@@ -19,6 +19,10 @@ from analysis.stats.comparison import Comparison, compare
 from moe_lab.errors import UserError, nearest
 
 FILE = "plan.json"
+CELL = ("Model", "Pruned", "Calibration", "Criterion")
+"""Columns that name a pair of cells."""
+DIFFERENCE = "B − A"
+BETTER, WORSE = "better beyond noise", "worse beyond noise"
 
 
 @dataclass(frozen=True)

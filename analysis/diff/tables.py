@@ -11,7 +11,7 @@ from scipy.special import ndtr, ndtri
 
 from analysis import names
 from analysis.diff import sides
-from analysis.diff.sides import OFFSET, Layers, Sides
+from analysis.diff.sides import BETTER, CELL, DIFFERENCE, OFFSET, WORSE, Layers, Sides
 from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import reading, setting
@@ -21,11 +21,7 @@ from analysis.stats.cell_scores import benchmark_targets, group_targets, not_ave
 from analysis.stats.comparison import Comparison, Target
 from analysis.stats.winners import LEVEL
 
-CELL = ("Model", "Pruned", "Calibration", "Criterion")
-"""Columns that name a pair of cells."""
 PAIRED, UNPAIRED, UNTESTED, SAME = "paired", "unpaired", "none", "same answers"
-DIFFERENCE = "B − A"
-BETTER, WORSE = "better beyond noise", "worse beyond noise"
 _NUMBERS = ("A", "B", DIFFERENCE, "p", "p (Holm)")
 
 

@@ -16,6 +16,14 @@ from analysis import names
 from analysis.load.reader import records
 
 
+def removed(cells: pd.DataFrame) -> str:
+    """What was removed in these cells: experts, channels, or both."""
+    granularities = set(cells["granularity"]) & {"expert", "channel"}
+    return {frozenset({"channel"}): "channels", frozenset({"expert", "channel"}): "experts or channels"}.get(
+        frozenset(granularities), "experts"
+    )
+
+
 def labels(cells: pd.DataFrame) -> dict[int, str]:
     """Cells in words: their axes that matter."""
     varying = gate_and_seed(cells)

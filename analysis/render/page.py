@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ class Section:
     """A chapter of the page."""
 
     anchor: str
-    short: str
-    title: str
+    short: str = ""
+    title: str = ""
     text: Sequence[str] = ()
     outputs: Sequence[Table | Figure] = ()
     views: Sequence[Mapping[str, Any]] = ()
@@ -150,3 +150,14 @@ def _without_constant_model(table: Table) -> Table:
 
 def _data(text: str, media: str) -> str:
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def write_files(items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
+    """Write tables into OUT/tables and figures, in one of `names.FIGURE_FORMATS`, into OUT/figures."""
+    written: list[Path] = []
+    for item in items:
+        if isinstance(item, Figure):
+            written += style.write(item, out / "figures", figure_format)
+        else:
+            written += tables.write(item, out / "tables")
+    return written

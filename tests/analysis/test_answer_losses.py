@@ -13,8 +13,9 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from analysis import findings, names
+from analysis import names
 from analysis.load.study import load
+from analysis.outputs import findings
 from analysis.registry import Results, make
 from analysis.render.table import Table
 from analysis.stats import uncertainty, winners

@@ -6,7 +6,8 @@ from typing import Any
 
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
-from analysis import findings
+from analysis import report
+from analysis.outputs import findings
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import decided_pairs
 
@@ -25,7 +26,7 @@ def study(axes: list[dict[str, Any]], solved: list[int]) -> tuple[Any, Any]:
 
 def test_experts_under_one_allocation_are_said_as_ever() -> None:
     found, _ = study([UNPRUNED, cell("reap", ratio=0.25), cell("man", ratio=0.25)], [40, 20, 10])
-    assert findings.what_was_run(found) == (
+    assert report.what_was_run(found) == (
         "Two criteria chose which experts of m to remove (25 % of each layer, with code calibration). That gave two "
         "pruned models, each evaluated like the unpruned one on one benchmark of 40 items."
     )
@@ -34,23 +35,23 @@ def test_experts_under_one_allocation_are_said_as_ever() -> None:
 def test_channels_and_allocations_are_counted() -> None:
     axes = [UNPRUNED, cell("heapr", "global"), cell("heapr", "layerwise"), cell("camera", "layerwise")]
     found, _ = study(axes, [40, 20, 10, 5])
-    assert findings.what_was_run(found).startswith(
+    assert report.what_was_run(found).startswith(
         "Two criteria and two allocations chose which channels of m to remove (50 % in all, with code calibration). "
         "That gave three pruned models"
     )
     both, _ = study([*axes, cell("reap")], [40, 20, 10, 5, 4])
-    assert "which experts or channels of m" in findings.what_was_run(both)
+    assert "which experts or channels of m" in report.what_was_run(both)
 
 
 def test_bits_are_said_and_ratio_zero_is_no_pruning() -> None:
     axes = [cell("snip", "coverage", ratio=ratio, recovery=bits) for ratio in (0.0, 0.5) for bits in ("none", "nf4")]
     found, comparison = study([UNPRUNED, *axes], [40, 40, 39, 20, 18])
-    said = findings.what_was_run(found)
+    said = report.what_was_run(found)
     assert "(50 % in all, with code calibration). Pruned models were evaluated as they are and with NF4. That" in said
     assert "That gave four models, each" in said
     about = headline(found, comparison)
     assert not any("With 0 %" in sentence for _, sentence in about)
-    assert [word for word, _ in about] == ["Winners", "Best average", "Recovery", "Completeness"]
+    assert [word for word, _ in about] == ["Winners", "Best average", "Recovery"]
 
 
 def test_wins_and_averages_name_what_was_removed_and_who_competes() -> None:

@@ -15,11 +15,11 @@ from scipy.stats import binomtest
 
 from analysis.diff.sides import beside
 from analysis.diff.tables import score_table
-from analysis.findings import best_plan
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
 from analysis.outputs.averages import averages_figure
+from analysis.outputs.findings import best_plan
 from analysis.outputs.pareto import against_cost, pareto_table
 from analysis.outputs.ranks import rank_table
 from analysis.registry import Results

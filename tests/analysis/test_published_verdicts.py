@@ -14,9 +14,8 @@ import pytest
 from printed_comparisons import of_tables, share
 
 from analysis.__main__ import main
-from analysis.published.numbers import Printed, numbers, split
+from analysis.published.numbers import READS_GATES, Printed, numbers, split
 from analysis.published.tables import published_table
-from analysis.published.verdicts import READS_GATES
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria

@@ -24,9 +24,9 @@ from analysis import names
 from analysis.load.reader import Reader
 from analysis.load.study import load
 from analysis.outputs import recovery, search, search_settings
-from analysis.published.cells import key_of
 from analysis.published.numbers import FOLDER, counterparts
-from analysis.registry import DEFAULT, REGISTERED, also, find, make, outputs
+from analysis.published.tables import key_of
+from analysis.registry import DEFAULT, REGISTERED, also, find, make, outputs, parts
 from analysis.render.table import Table
 from analysis.report import CHAPTERS
 from analysis.stats.cell_scores import CODING, MEAN, column_targets
@@ -74,6 +74,12 @@ def test_what_lacks_data_says_what_makes_it() -> None:
         name for name in outputs() if name.startswith(("unified.", "coverage.fig"))
     }
     assert find("coverage.table19").needs == find("coverage.table9").needs != DEFAULT
+
+
+def test_every_part_of_the_page_has_a_place() -> None:
+    places = {"headline", *(chapter.anchor for chapter in CHAPTERS)}
+    assert {name.partition(".")[2] for name in parts()} <= places
+    assert {name.partition(".")[0] for name in parts()} <= {"text", "views"}
 
 
 def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> None:

@@ -15,10 +15,10 @@ from budgets import within
 from matplotlib.figure import Figure as Drawing
 from synthetic import write_store
 
-from analysis import findings, report
+from analysis import report
 from analysis.__main__ import main
-from analysis.published import cells
-from analysis.registry import REGISTERED, Item, Results, find
+from analysis.published import tables
+from analysis.registry import PARTS, REGISTERED, Item, Results, find
 from analysis.render.table import Table
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
@@ -166,7 +166,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=_cannot_be_written))
-        broken.setattr(findings, "headline", _raises)
+        broken.setitem(PARTS, "text.headline", _raises)
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
     for name, reason in {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}.items():
@@ -194,7 +194,7 @@ def test_one_output_by_name_that_cannot_be_made_says_why_in_a_sentence(
 def test_a_comparison_with_the_papers_that_fails_is_a_gap(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells, "key_of", _raises)
+    monkeypatch.setattr(tables, "key_of", _raises)
     assert main(["unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
     assert "unified.table1.published: could not be made (KeyError: 'cell')" in capsys.readouterr().err
     assert (tmp_path / "tables" / "unified.table1.csv").exists()

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 from synthetic import write_store
 
-from analysis.findings import what_was_run
 from analysis.load import passes, settings
 from analysis.load.settings import labels
 from analysis.load.study import Study, load
@@ -19,6 +18,7 @@ from analysis.outputs.winners import who_won, winner_views
 from analysis.registry import Results, make
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from analysis.report import what_was_run
 from analysis.stats.overlap import proxy_overlap
 
 

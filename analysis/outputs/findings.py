@@ -1,8 +1,4 @@
-"""Plans by their loss on right answers, beside right-or-wrong items; and how many pairs of criteria each tells apart.
-
-An item's loss is in bits per byte of its right answer, so that lower is better. It grades every item, where right or
-wrong tells two plans apart only on items that one of them solves and the other does not.
-"""
+"""Sentences of the report: what won, by how much, and what depends on the calibration set."""
 
 from __future__ import annotations
 
@@ -13,16 +9,59 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.reader import groups, records
+from analysis.load.settings import removed
 from analysis.load.study import Study
-from analysis.names import capitalised, count
+from analysis.names import capitalised
 from analysis.outputs.claims import claims, sentences
+from analysis.outputs.convergence import finding as convergence_finding
 from analysis.outputs.coverage import coverage_summary
 from analysis.outputs.recovery import recovery_findings
-from analysis.outputs.winners import competitor, where_pruned, who_won
-from analysis.registry import Results
+from analysis.outputs.winners import competitor, where_pruned, who_won, winner_views
+from analysis.registry import Results, part
 from analysis.stats import overlap
 from analysis.stats.comparison import Comparison, Panel
 from analysis.stats.winners import LEVEL, MEAN
+
+
+@part("text.headline")
+def headline(results: Results) -> list[tuple[str, str]]:
+    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
+    study, comparisons, found = results.study, results.comparisons, results.winners
+    lines = [("Claim", sentence) for sentence in sentences(claims(comparisons, study.costs, study.family))]
+    pruned = found[found["ratio"] > 0] if len(found) else found
+    lines += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
+    lines += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
+    for comparison in comparisons:
+        lines += [("Best average", sentence) for sentence in best_plan(comparison)]
+        lines += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]
+    return lines
+
+
+@part("text.recovery")
+def recovery_text(results: Results) -> list[str]:
+    """What recovery changed, model by model."""
+    return [sentence for one in results.comparisons for sentence in recovery_findings(results.study, one)]
+
+
+@part("text.task")
+def task_text(results: Results) -> list[str]:
+    """What task-specific calibration changed, model by model."""
+    return [sentence for one in results.comparisons for sentence in calibration_effect(one)]
+
+
+@part("text.overlap")
+def overlap_text(results: Results) -> list[str]:
+    """What makes the choice of experts depend on the calibration set."""
+    return overlap_finding(results.overlaps)
+
+
+@part("text.coverage")
+def coverage_text(results: Results) -> list[str]:
+    """Experts that no token reached, and how many tokens scores need."""
+    return [*coverage_finding(results.study), *convergence_finding(results.study)]
+
+
+part("views.winners")(winner_views)
 
 
 def pair_finding(pairs: pd.DataFrame) -> list[str]:
@@ -36,61 +75,6 @@ def pair_finding(pairs: pd.DataFrame) -> list[str]:
         f"apart by their average score and {row['loss']:.0f} by their mean loss on right answers; {row['both']:.0f} by "
         f"both alike, {row['opposite']:.0f} by both with opposite signs."
     ]
-
-
-def removed(cells: pd.DataFrame) -> str:
-    """What was removed in these cells: experts, channels, or both."""
-    granularities = set(cells["granularity"]) & {"expert", "channel"}
-    return {frozenset({"channel"}): "channels", frozenset({"expert", "channel"}): "experts or channels"}.get(
-        frozenset(granularities), "experts"
-    )
-
-
-def what_was_run(study: Study) -> str:
-    """Models, criteria, allocations, calibration sets, ratios, bits, benchmarks and items in two or three sentences."""
-    pruned = study.cells[study.cells["criterion"] != "none"]
-    sizes = sorted(study.results["n"].unique())
-    items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
-    kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
-    models = names.listing(dict.fromkeys(study.cells["model"]))
-    benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
-    return capitalised(
-        f"{_who_chose(pruned)} chose which {removed(pruned)} of {models} to remove ({_how_much(pruned)})."
-        f"{_stored(pruned)} That gave {count(len(pruned), kind)}, each evaluated like the unpruned one on "
-        f"{benchmarks} of {items} items."
-    )
-
-
-def _who_chose(pruned: pd.DataFrame) -> str:
-    criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
-    allocations = pruned["allocation"].nunique()
-    return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
-
-
-def _how_much(pruned: pd.DataFrame) -> str:
-    """Ratios, of what, and the calibration sets."""
-    ratios = names.listing(names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})) or "none"
-    return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"
-
-
-def _by_data(pruned: pd.DataFrame) -> str:
-    """The calibration sets, of each model where they differ."""
-    models: dict[str, list[str]] = {}
-    for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
-        sets = names.calibrations_in_order(cells["calibration"])
-        models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(key["model"])
-    sets_of_models = (
-        f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}" for sets, of in models.items()
-    )
-    return f", with {names.listing(sets_of_models)}" if models else ""
-
-
-def _stored(pruned: pd.DataFrame) -> str:
-    """How weights were treated after pruning, where that differs."""
-    recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
-    spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in recoveries)
-    words = [f"with {word}" if word else "as they are" for word in spelled]
-    return "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(words)}."
 
 
 def best_plan(comparison: Comparison) -> list[str]:
@@ -197,25 +181,3 @@ def coverage_finding(study: Study) -> list[str]:
         f"{row['unseen'] or 'none'} of {row['experts']} experts without a token."
         for row in records(coverage_summary(study.coverage))
     ]
-
-
-def completeness(study: Study) -> str:
-    """Whether anything is missing."""
-    if not study.gaps:
-        return "Nothing is missing: every result that was asked for is here."
-    return capitalised(
-        f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never as zero."
-    )
-
-
-def headline(results: Results) -> list[tuple[str, str]]:
-    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
-    study, comparisons, found = results.study, results.comparisons, results.winners
-    lines = [("Claim", sentence) for sentence in sentences(claims(comparisons, study.costs, study.family))]
-    pruned = found[found["ratio"] > 0] if len(found) else found
-    lines += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
-    lines += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
-    for comparison in comparisons:
-        lines += [("Best average", sentence) for sentence in best_plan(comparison)]
-        lines += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]
-    return [*lines, ("Completeness", completeness(study))]
