@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,10 @@ from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_plan
-from moe_lab.search.ablation import ablate
-from moe_lab.statistics.damage import measure_damage
-from moe_lab.statistics.forward import gather
+from moe_lab.search.ablation import loss_rises
+from moe_lab.statistics.damage import DamageTap
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import gather
 
 MODELS = ("olmoe", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
 SKILLS = {"math": ("gsm8k", "math500"), "code": ("humaneval", "mbpp")}
@@ -138,14 +138,13 @@ def rankings(subject: LocalModel, skill: str, tokens: int, ablation_tokens: int)
     """The exact ablation, then every criterion of whole experts that reads the calibration set of the skill."""
     model, tokenizer = subject.model, subject.tokenizer
     few = _rows(skill, ablation_tokens, tokenizer)
-    silent = ablate(model, few, fingerprint={}).layers
+    silent = loss_rises(model, "ablation", few, fingerprint={}).layers
     yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
     rows = _rows(skill, tokens, tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        passes: dict[Need, Mapping[int, Mapping[str, Any]]] = {
-            "statistics": gather(model, rows, out=Path(folder), fingerprint={}, groups=len(rows)).layers,
-            "damage": measure_damage(model, rows, fingerprint={}).layers,
-        }
+    passes: dict[Need, Mapping[int, Mapping[str, Any]]] = {
+        "statistics": gather(model, ForwardTap, rows, fingerprint={}).layers,
+        "damage": gather(model, DamageTap, rows, fingerprint={}).layers,
+    }
     for need, sums in passes.items():
         for name in criteria.of_experts_from(need):
             yield name, _score(name, sums, model)

@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +36,8 @@ from moe_lab.search.prefix import Relatives, Schedule, States
 from moe_lab.search.schedules import Problem, space_of
 from moe_lab.search.screening import Screen, reconstruction
 from moe_lab.search.settings import EvolutionSettings, FitnessSettings
-from moe_lab.statistics.forward import gather
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import gather
 
 BAR_CHILD, BAR_FILTER, BAR_SEEDS = 0.75, 0.5, 8
 SEEDS = 10
@@ -200,9 +199,7 @@ def _shipped(rows: int) -> tuple[Plans, list[AnswerBatch], Any]:
     text = CalibrationConfig(
         "math", "pocket:calibration/math.jsonl", packing="chunk", length=512, tokens=32768, gap="eos", seed=42
     )
-    with tempfile.TemporaryDirectory() as folder:
-        read = batches(text, tokenizer).rows
-        found = gather(model, read, out=Path(folder), fingerprint={}, groups=len(read))
+    found = gather(model, ForwardTap, batches(text, tokenizer).rows, fingerprint={})
     experts = {layer: 32 for layer in found.layers}
     scores = criteria.score("reap", found.layers, experts=experts, gate="model")
     tasks = CalibrationConfig(

@@ -139,8 +139,8 @@ def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
 
 def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
     """The pass with all gradient statistics."""
-    with differentiable(model), Observer(model, GradientTap, reading=forward_and_backward) as observer:
-        observer.read(*batch)
+    with differentiable(model), Observer(model, GradientTap) as observer:
+        observer.read(*batch, forward_and_backward)
 
 
 def _every_expert(model: PreTrainedModel, batch: Batch) -> None:

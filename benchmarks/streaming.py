@@ -35,7 +35,8 @@ from benchmarks.statistics import batch
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import use_cpu_experts
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.statistics.forward import ForwardTap, gather
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
 Made = TypeVar("Made")
@@ -139,10 +140,7 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
-    with tempfile.TemporaryDirectory() as folder:
-        _, found = _timed(
-            arguments.device, lambda: gather(model, batches, out=Path(folder), fingerprint={}, groups=len(batches))
-        )
+    _, found = _timed(arguments.device, lambda: gather(model, ForwardTap, batches, fingerprint={}))
     weights = sum(weight.nbytes for weight in model.parameters())
     return {**found, "weights GiB": weights / GIB, "loading": loading}
 
@@ -164,7 +162,7 @@ def _stream(
 
     def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
-        stream(model, ForwardTap, given, kind="forward", out=Path(folder), fingerprint={}, budget=GIB)
+        stream(model, ForwardTap, given, out=Path(folder), fingerprint={}, budget=GIB)
         return model
 
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moe_lab.pruning.mask import mask
     from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.prune import prune
+    from moe_lab.statistics.sums import Statistics
 
 __version__ = "0.1.0"
 __all__ = ["ModelStatistics", "Plan", "calibrate", "export", "load", "mask", "plan", "prune", "score"]
@@ -96,7 +97,7 @@ def calibrate(
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.models.facts import model_facts
-    from moe_lab.statistics.file import by_layer
+    from moe_lab.statistics.sums import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     facts = model_facts(model)
@@ -128,19 +129,21 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     """Layer -> the sums of one pass, as numpy arrays."""
-    from moe_lab.statistics.damage import measure_damage
-    from moe_lab.statistics.forward import gather
-    from moe_lab.statistics.gradients import gather_gradients, gather_weight_gradients
+    from moe_lab.statistics.damage import DamageTap
+    from moe_lab.statistics.forward import ForwardTap
+    from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
+    from moe_lab.statistics.observe import gather
     from moe_lab.statistics.weights import weigh_channels, weigh_experts
 
-    common: dict[str, Any] = {"fingerprint": {}}
-    if need in ("weights", "channel_weights"):
-        sums = (weigh_experts if need == "weights" else weigh_channels)(_checkpoint(model), **common)
-    elif need == "weight_gradients":
-        sums = gather_weight_gradients(model, rows, **common)
-    else:
-        passes: Mapping[str, Any] = {"statistics": gather, "gradients": gather_gradients, "damage": measure_damage}
-        sums = passes[need](model, rows, out=None, groups=len(rows), **common)
+    passes: Mapping[str, Callable[[], Statistics]] = {
+        "statistics": lambda: gather(model, ForwardTap, rows, fingerprint={}),
+        "damage": lambda: gather(model, DamageTap, rows, fingerprint={}),
+        "gradients": lambda: gather_gradients(model, GradientTap, rows, fingerprint={}),
+        "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows, fingerprint={}),
+        "weights": lambda: weigh_experts(_checkpoint(model), fingerprint={}),
+        "channel_weights": lambda: weigh_channels(_checkpoint(model), fingerprint={}),
+    }
+    sums = passes[need]()
     return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
 
 

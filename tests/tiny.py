@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -190,3 +191,22 @@ def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> Pre
     )
     tokenizer.save_pretrained(folder)
     return model
+
+
+class Killed(BaseException):
+    """Not an error anybody handles: as abrupt as an exception can be."""
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, kill_at: int | None = None) -> list[int]:
+    """The numbers of the calls of a method from now on, from 1; the call `kill_at` raises Killed instead of running."""
+    calls: list[int] = []
+    original = getattr(owner, name)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if len(calls) == kill_at:
+            raise Killed
+        return original(*given, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls

@@ -92,6 +92,63 @@ def post_expert_norm(module: Any) -> nn.Module | None:
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
+def expert_output(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
+    """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n, H)."""
+    return output(module, intermediate(module, hidden, expert), expert)
+
+
+def routed_output(
+    hidden: torch.Tensor,
+    rows: Rows,
+    weights: torch.Tensor,
+    compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
+) -> torch.Tensor:
+    """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
+
+    `weights` (T, K) are the gates. `compute(expert, part, states)` gives an expert's output (n, H) for its slice `part`
+    of `rows`, whose hidden states are `states` (n, H), or None for an expert that adds nothing.
+    """
+    gates = weights[rows.token, rows.column, None]
+    mixed = torch.zeros_like(hidden)
+    for expert, part in rows.parts():
+        token = rows.token[part]
+        f = compute(expert, part, hidden.index_select(0, token))  # much faster than hidden[token]
+        if f is not None:
+            mixed.index_add_(0, token, (f * gates[part]).to(mixed.dtype))
+    return mixed
+
+
+def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Each row of `gates` (t, R, E) applied to the outputs of the experts for `hidden` (t, H): (t, R, H), fp32 or more.
+
+    Only experts with a gate somewhere are run.
+    """
+    n_experts = gates.shape[2]
+    used = (gates != 0).any(1)
+    n = max(int(used.sum(1).max()), 1)
+    order = used.int().sort(dim=1, descending=True, stable=True)
+    is_used, chosen = order.values[:, :n].bool(), order.indices[:, :n]
+    outputs = torch.zeros(*chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device)
+    rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
+    for expert, part in rows.parts():
+        if expert < n_experts:
+            token = rows.token[part]
+            outputs[token, rows.column[part]] = wide(expert_output(module, hidden[token], expert))
+    picked = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
+    return torch.bmm(picked.to(outputs.dtype), outputs)
+
+
+def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """Gates (T, K) at expert ids (T, K) as (T, E), at least fp32, 0 elsewhere."""
+    gates = wide(weights)
+    return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """At least fp32: sums and squares of half precision numbers are not taken in half precision."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
+
+
 def _project(module: torch.nn.Module, rows: torch.Tensor, name: str, expert: int) -> torch.Tensor:
     weight = getattr(module, name)[expert]
     projected = rows @ weight if module.is_transposed else linear(rows, weight)
@@ -123,7 +180,7 @@ def cpu_experts(
 ) -> torch.Tensor:
     """Gated sum (T, H) of the outputs of experts `index` (T, K) with gates `weights` (T, K), for hidden states (T, H).
 
-    For gated experts without biases, not transposed, without a norm behind them, as `choose` makes sure.
+    For gated experts without biases, not transposed, without a norm behind them, as `use_cpu_experts` makes sure.
     """
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
@@ -157,13 +214,7 @@ def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tens
 
 def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
     """One expert after the other; needs no memory for the outputs of all."""
-    gates = weights[rows.token, rows.column, None]
-    mixed = torch.zeros_like(hidden)
-    for expert, part in rows.parts():
-        token = rows.token[part]
-        phi = intermediate(module, hidden.index_select(0, token), expert)  # much faster than hidden[token]
-        mixed.index_add_(0, token, output(module, phi, expert) * gates[part])
-    return mixed
+    return routed_output(hidden, rows, weights, lambda expert, _, states: expert_output(module, states, expert))
 
 
 def _is_plain(module: Any) -> bool:

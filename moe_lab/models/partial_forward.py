@@ -23,16 +23,21 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 
-def stand_in(layer: nn.Module, state: torch.Tensor, undo: ExitStack) -> None:
+def stand_in(layer: nn.Module, state: Any, undo: ExitStack) -> None:
     """Let `layer` return `state` without computing anything, until `undo` is closed."""
-    own = vars(layer).get("forward")
-    vars(layer)["forward"] = lambda *inputs, **named: state
+    replace_forward(layer, lambda *inputs, **named: state, undo)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    """Let `module` compute `forward` until `undo` is closed."""
+    own = vars(module).get("forward")
 
     def restore() -> None:
-        del vars(layer)["forward"]
+        del vars(module)["forward"]
         if own is not None:  # such as that of a model spread over devices
-            vars(layer)["forward"] = own
+            vars(module)["forward"] = own
 
+    vars(module)["forward"] = forward
     undo.callback(restore)
 
 

@@ -93,7 +93,7 @@ class StreamedModel:
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         compute_buffers(self.model, self.model, device)
         self._read_ahead(REST)
-        self.prefetch(0)
+        self._read_ahead(0)
         self._fill(REST, self.model)
 
     def _by_layer(self) -> dict[int, list[str]]:
@@ -107,12 +107,15 @@ class StreamedModel:
         return by_layer
 
     @contextmanager
-    def layer(self, number: int) -> Iterator[nn.Module]:
-        """Load the weights of one decoder layer while open.
+    def layer(self, number: int, *, then: int = -1) -> Iterator[nn.Module]:
+        """Load the weights of one decoder layer while open; those of the layer `then` are read ahead meanwhile.
 
         UserError naming a weight that is missing, of the wrong shape, NaN or infinite.
         """
         module: nn.Module = self.layers[number]
+        self._read_ahead(number)
+        if 0 <= then < len(self.layers):
+            self._read_ahead(then)
         compute_buffers(self.model, module, self.device)
         self._fill(number, module)
         try:
@@ -149,14 +152,8 @@ class StreamedModel:
             logits: torch.Tensor = self.model(ids.to(state.device), attention_mask=mask, use_cache=False).logits
             return logits
 
-    def prefetch(self, number: int) -> None:
-        """Start reading a layer's bytes from the disk; numbers outside the model are ignored."""
-        if 0 <= number < len(self.layers):
-            self._read_ahead(number)
-
     def _fill(self, number: int, module: nn.Module) -> None:
         """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
-        self._read_ahead(number)
         self._ahead.wait(number)  # converted from the system's cache, which leaves the disk to the next layer
         with ExitStack() as files, quiet():
             tensors = self._slices(number, files)
@@ -173,6 +170,7 @@ class StreamedModel:
         check_finite(self.model, within=beginning if number != REST else "")
 
     def _read_ahead(self, number: int) -> None:
+        """Start reading the bytes of a layer from the disk."""
         entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
         folder = self.checkpoint.folder
         self._ahead.start(number, [(folder / entry.shard, entry.start, entry.size) for entry in entries])

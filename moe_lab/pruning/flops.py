@@ -27,13 +27,13 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
 from moe_lab.models.experts import watch_routing
 from moe_lab.models.families import DISK_SHARED
-from moe_lab.models.partial_forward import run
+from moe_lab.models.partial_forward import replace_forward, run
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask, mask_layer
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics.observe import Batch
-from moe_lab.statistics.streaming import States
+from moe_lab.statistics.streaming import LayerPass
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
 """attention: all that mixes tokens, its projections and what is recurrent; attention_scores: products of activations
@@ -73,7 +73,7 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            _leave_out(layer.experts, undo)
+            replace_forward(layer.experts, _zeros, undo)
         counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
         with counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -156,20 +156,8 @@ def _router_flops_dropped(layer: MoELayer, plan: Plan | None) -> int:
     return 2 * weight.numel() // layer.n_experts * dropped
 
 
-def _leave_out(experts: nn.Module, undo: ExitStack) -> None:
-    """`experts` give something of the right shape without computing anything, until `undo` is closed."""
-    own = vars(experts).get("forward")
-
-    def forward(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
-        return torch.zeros_like(hidden_states)
-
-    def restore() -> None:
-        del vars(experts)["forward"]
-        if own is not None:  # such as that of a model spread over devices
-            vars(experts)["forward"] = own
-
-    vars(experts)["forward"] = forward
-    undo.callback(restore)
+def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden_states)
 
 
 def _vocabulary_weights(model: PreTrainedModel) -> int:
@@ -248,27 +236,18 @@ def layered_routing(
         check_fit(plan, moe_layers(streamed.model))
     layers = routed_layers(streamed.model)
     routed = Routed(layers)
-    states = States(out / "states", budget)
+    rows = LayerPass(streamed, batches, out / "states", budget)
     last = max(streamed.moe)
     with watch_routing(layers, routed.add), torch.no_grad():
         for number in range(last + 1):
-            if number < last:
-                streamed.prefetch(number + 1)
-            with _masked(streamed, number, plan):
-                for index, (ids, valid) in enumerate(batches):
+            with ExitStack() as stack:
+                stack.enter_context(streamed.layer(number, then=number + 1))
+                if plan is not None and number in streamed.moe:
+                    stack.enter_context(mask_layer(streamed.model, streamed.moe[number], plan))
+                for index, (_, valid) in enumerate(batches):
                     routed.valid = valid.flatten()
-                    state = states.get(number, index, streamed.device) if number else None
-                    result = streamed.through(number, ids, valid, state)
+                    output = rows.read(number, index, rows.entering(number, index), None)
                     if number < last:
-                        states.put(number + 1, index, result)
-            states.drop(number)
+                        rows.states.put(number + 1, index, output)
+            rows.states.drop(number)
     return routed.under(plan, batches)
-
-
-def _masked(streamed: StreamedModel, number: int, plan: Plan | None) -> ExitStack:
-    """A decoder layer with its weights, and the plan's mask on it if it has routed experts."""
-    with ExitStack() as stack:
-        stack.enter_context(streamed.layer(number))
-        if plan is not None and number in streamed.moe:
-            stack.enter_context(mask_layer(streamed.model, streamed.moe[number], plan))
-        return stack.pop_all()

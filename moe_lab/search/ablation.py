@@ -8,7 +8,6 @@ over the N valid tokens that have a valid one before them in their row. Gates st
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,9 +23,8 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import chosen_experts, watch_routing
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
-from moe_lab.statistics.file import header
-from moe_lab.statistics.observe import CHECKPOINT, Batch, description
-from moe_lab.statistics.sums import Layers, Statistics, check_finite
+from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
+from moe_lab.statistics.sums import Statistics, check_finite
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Expert ids and gates (T, K) -> other gates (T, K)."""
@@ -40,76 +38,44 @@ LOGITS = 1 << 30
 """Bytes of the logits of one forward pass, unless a single row has more."""
 
 
-def ablate(
+def loss_rises(
     model: PreTrainedModel,
+    kind: str,
     batches: Sequence[Batch],
     *,
     fingerprint: Mapping[str, Any],
     out: Path | None = None,
-    groups: int = 1,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Statistics:
-    """`ablation` (E,) fp64 of every layer: the rise of the mean loss, in nats per token, without that expert's output.
+    """What the mean loss gains, in nats per token, for each layer; fp64. `kind` is one of KINDS:
+
+    ablation (E,)  without the output of each expert
+    scaling ()     with the routed output times SCALE, shared experts and all other layers as they are
 
     A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers from there on are
-    run again for each expert that got a token: at most E (L + 1) / 2 layers for L MoE layers, instead of E L. After
-    every `groups` layers the sums are saved in the folder `out`, if there is one; a pass that finds its own sums there
-    goes on from them. `progress` is called with (layers done, of how many), where every few rows count all layers anew.
+    run again: with L MoE layers (L + 1) / 2 times all of them for scaling, and as often for each expert that got a
+    token for ablation. After every layer the sums are saved in the folder `out`, if there is one; a pass that finds
+    its own sums there goes on from them.
 
     UserError for no batches, for a text without two adjacent tokens, for losses that are not finite (naming layer and
-    expert), and for models whose layers cannot be run one by one. The result holds means and cannot be merged.
+    expert), and for models whose layers cannot be run one by one.
     """
-    return _rises(model, batches, "ablation", fingerprint, out, groups, progress)
-
-
-def scale_layers(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    *,
-    fingerprint: Mapping[str, Any],
-    out: Path | None = None,
-    groups: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Statistics:
-    """`scaling` () fp64 of every layer: the rise of the mean loss, in nats per token, with its routed output times
-    SCALE, shared experts and all other layers as they are.
-
-    As `ablate`, with one run of the layers from each MoE layer on: (L + 1) / 2 times all L of them.
-    """
-    return _rises(model, batches, "scaling", fingerprint, out, groups, progress)
-
-
-def _rises(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    kind: str,
-    fingerprint: Mapping[str, Any],
-    out: Path | None,
-    groups: int,
-    progress: Callable[[int, int], None] | None,
-) -> Statistics:
-    """The rises of the loss that the function `kind` of `RISES` gives, layer by layer, as means over all tokens."""
     rows = _few_rows(model, batches)
-    about = {**description(batches, kind, fingerprint, 0), "pieces": len(rows)}
+    about = {**description(batches, kind, fingerprint), "pieces": len(rows)}
     predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
     if not predicted:
         raise UserError("calibration gives no two adjacent tokens: expected rows in which a token follows another")
     layers = moe_layers(model)
-    checkpoint = None if out is None else out / CHECKPOINT
-    done, sums = _resume(checkpoint, about)
+    done, sums = resume(out, about)
     reader = None
     for step in range(done, len(rows) * len(layers)):
         number, place = divmod(step, len(layers))
         if reader is None or place == 0:
             reader = _Reader(model, layers, *rows[number])
         index = layers[place].index
-        rise = RISES[kind](reader, place)
+        rise = KINDS[kind](reader, place)
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
-        if checkpoint is not None and (step + 1) % groups == 0:
-            Statistics(sums, {**about, "done": step + 1}).save(checkpoint)
-        if progress is not None:
-            progress(step + 1, len(rows) * len(layers))
+        save_checkpoint(out, sums, about, step + 1)
     return Statistics({index: {kind: named[kind] / predicted} for index, named in sums.items()}, about)
 
 
@@ -123,14 +89,11 @@ class _Reader:
         self.copies = max(1, _tokens_at_once(model) // ids.numel())
         self.states: States = {}
         self.used: dict[int, torch.Tensor] = {}
-        with watch_routing(layers, self._note):
+        """Layer -> experts that got a token, ascending."""
+        with watch_routing(layers, lambda layer, index: self.used.update({layer.index: index.unique().cpu()})):
             self.whole = self._likelihood(1, (0,) * len(layers), self.states)
         if not bool(self.whole.isfinite().all()):
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
-
-    def _note(self, layer: MoELayer, index: torch.Tensor) -> None:
-        """Remember which experts got a token, ascending."""
-        self.used[layer.index] = index.unique().cpu()
 
     def without_each(self, place: int) -> torch.Tensor:
         """(E,) fp64: what the summed loss gains without each expert of the MoE layer number `place`, 0 for those that
@@ -164,7 +127,7 @@ class _Reader:
         return row_sums("nll", None, logits, Contexts(where, places[:, 0], targets, torch.zeros(len(places))))
 
 
-RISES = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
+KINDS = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
 """Name of a sum, and kind of its step -> what it is of a few rows."""
 
 
@@ -205,22 +168,9 @@ def _tokens_at_once(model: PreTrainedModel) -> int:
 
 def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
     """The batches in parts of no more than one forward pass, but at least a row."""
-    most = _tokens_at_once(model)
-    return [
-        part
-        for ids, valid in batches
-        for part in zip(ids.split(max(1, most // ids.shape[1])), valid.split(max(1, most // ids.shape[1])), strict=True)
-    ]
-
-
-def _resume(checkpoint: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers]:
-    """(layers done, sums) of this very pass from a checkpoint; (0, {}) when there is none."""
-    if checkpoint is None or not checkpoint.exists():
-        return 0, {}
-    try:
-        saved = header(checkpoint)
-        done = saved.pop("done", 0)
-        same = saved == json.loads(json.dumps(about))
-        return (done, Statistics.load(checkpoint).layers) if same else (0, {})
-    except UserError:  # damaged: what it held is computed again
-        return 0, {}
+    tokens = _tokens_at_once(model)
+    parts: list[Batch] = []
+    for ids, valid in batches:
+        n_rows = max(1, tokens // ids.shape[1])
+        parts += zip(ids.split(n_rows), valid.split(n_rows), strict=True)
+    return parts

@@ -11,26 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import intermediate, output
+from moe_lab.models.experts import expert_output, spread, wide
 from moe_lab.pruning.mask import slice_router
 from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
-from moe_lab.statistics.forward import wide
-from moe_lab.statistics.observe import Batch, Tap, read_all
+from moe_lab.statistics.observe import Tap
 from moe_lab.statistics.sums import Layers, Statistics
 
 BUDGET = 1 << 28
 """Bytes for the outputs of all experts, and for the products between them, of the tokens handled at once."""
-RESIDENT = partial(read_all, groups=8)
-"""A pass with the whole model, saved every eight batches."""
 COLUMNS = ("layer", "kept", "error", "relative", "chosen")
 
 
@@ -45,26 +40,20 @@ class Reconstruction:
 
 
 def reconstruct(
-    model: Any,
-    batches: Sequence[Batch],
+    read: Callable[[type[Tap]], Statistics],
     *,
     facts: Mapping[str, Any],
     ratio: float,
     limit: int = LIMIT,
     multiple_of: int = 1,
-    fingerprint: Mapping[str, Any] | None = None,
-    out: Path | None = None,
-    read: Callable[..., Statistics] = RESIDENT,
-    **reading: Any,
 ) -> Reconstruction:
-    """Try all choices of experts in every layer, in one pass over `batches`, and keep the best of each layer.
+    """Try all choices of experts in every layer, in the one pass that `read` makes, and keep the best of each layer.
 
     Each layer loses the share `ratio` as in allocation=uniform (group-limited routers equally in each group); of equal
     errors the choice that loses the lower ids wins. `facts` are the model's. The pass runs every expert on every
     token, a router once for each choice, and compares choices by the inner products of the experts' outputs (fp64), so
-    memory does not grow with the text or the choices. With a folder `out` it survives being killed, as `gather` does.
-    `read` makes the pass, and `model` is what it reads with: `read_all` with the whole model, or `stream` with one that
-    is streamed; `reading` are settings of its own.
+    memory does not grow with the text or the choices. `read` sums what a tap collects in a forward pass, by `gather`
+    or `stream`.
 
     UserError before anything is run when a layer has more than `limit` choices (see check_removals), for routers that
     cannot be repeated, and for experts that give NaN.
@@ -78,16 +67,7 @@ def reconstruct(
     class Choices(SubsetTap):
         subsets = choices
 
-    sums = read(
-        model,
-        Choices,
-        batches,
-        kind="reconstruction",
-        fingerprint={**(fingerprint or {}), "removed": {str(layer): count for layer, count in removed.items()}},
-        out=out,
-        **reading,
-    ).layers
-    return _best(choices, sums)
+    return _best(choices, read(Choices).layers)
 
 
 def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
@@ -105,6 +85,7 @@ def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Rec
 class SubsetTap(Tap):
     """Adds `error` (S,), the squared error of each choice, and `square` (), that of losing everything."""
 
+    kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
     """Layer -> the choices: experts that stay."""
 
@@ -116,7 +97,7 @@ class SubsetTap(Tap):
         """The routed output (T, H), the same as the eager one up to rounding."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
-        gates = _spread(index, weights, n)
+        gates = spread(index, weights, n)
         if not torch.equal(route(self.layer, tuple(range(n)), *self.call), gates):
             raise UserError(
                 f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this model is not supported"
@@ -145,9 +126,7 @@ class SubsetTap(Tap):
         mixed, products = [], []
         for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * width))):
             part = hidden[token]
-            f = torch.stack(
-                [wide(output(module, intermediate(module, part, expert), expert)) for expert in range(n)], 1
-            )
+            f = torch.stack([wide(expert_output(module, part, expert)) for expert in range(n)], 1)
             if not bool(f.isfinite().all()):
                 expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
                 raise UserError(f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not finite")
@@ -169,13 +148,7 @@ def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs:
         given = [sliced.get(id(value), value) for value in args]
         named = {name: sliced.get(id(value), value) for name, value in kwargs.items()}
         _, weights, chosen = layer.router.forward(*given, **named)
-    return _spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
-
-
-def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Gates (T, K) at expert ids (T, K) as (T, E), 0 elsewhere."""
-    gates = wide(weights)
-    return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
+    return spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from moe_lab.calibration.answers import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import intermediate, output, sort_by_expert
+from moe_lab.models.experts import mix_outputs, spread
 from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans
@@ -96,33 +96,11 @@ def _losses(
     """Chunk by chunk of the tokens: squared losses (R,) fp64, the square of the whole output, pairs computed."""
     hidden = routings[0][0]
     for token in valid.nonzero()[:, 0].split(TOKENS):
-        gates = torch.stack(
-            [_spread(index[token], weights[token], layer.n_experts) for _, index, weights in routings], 1
-        )
-        outputs, pairs = _outputs(layer, hidden[token], (gates != 0).any(1))
-        mixed = torch.bmm(gates, outputs)
+        by_removal = [spread(index[token], weights[token], layer.n_experts) for _, index, weights in routings]
+        gates = torch.stack(by_removal, 1)
+        mixed = mix_outputs(layer.experts, hidden[token], gates)
         squares = (mixed - mixed[:, :1]).double().square().sum((0, 2)).cpu()
-        yield squares, float(mixed[:, 0].double().square().sum()), pairs
-
-
-def _spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Gates (t, K) at expert ids (t, K) as (t, E) fp32, 0 elsewhere."""
-    gates = torch.zeros(len(index), n_experts, device=index.device)
-    return gates.scatter_(1, index, weights.float())
-
-
-def _outputs(layer: MoELayer, hidden: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Outputs (t, E, H) fp32 of the experts `used` (t, E) for hidden states (t, H), 0 elsewhere; and how many."""
-    outputs = torch.zeros(*used.shape, layer.hidden, device=hidden.device)
-    chosen = torch.where(used, torch.arange(layer.n_experts, device=used.device), layer.n_experts)
-    rows = sort_by_expert(chosen, layer.n_experts + 1)
-    for expert, part in rows.parts():
-        if expert < layer.n_experts:
-            token = rows.token[part]
-            outputs[token, expert] = output(
-                layer.experts, intermediate(layer.experts, hidden[token], expert), expert
-            ).float()
-    return outputs, int(used.sum())
+        yield squares, float(mixed[:, 0].double().square().sum()), int((gates != 0).any(1).sum())
 
 
 Screen = Callable[[Sequence[Schedule]], list[float]]

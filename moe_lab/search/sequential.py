@@ -7,7 +7,7 @@ the activations that it will really be given: those of a model whose layers belo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask_layer
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.observe import Batch
-from moe_lab.statistics.streaming import stream_pruned
+from moe_lab.statistics.observe import Batch, description
+from moe_lab.statistics.streaming import FinishedLayers, LayerPass
+from moe_lab.statistics.sums import Layers
 
 Sums = Mapping[str, torch.Tensor]
 """Forward statistics of one layer by name, fp64."""
@@ -37,17 +38,24 @@ def prune_sequentially(
     """The plan of all MoE layers, from the first to the last; one decoder layer is in memory at a time.
 
     `choose` is given the number and the sums of a layer and returns a plan of that layer alone; the same sums must give
-    the same plan. Each MoE layer runs twice over `batches`: once observed, once pruned. `fingerprint`, `out` and
-    `budget` are those of `stream`: an interrupted pass goes on from its last finished layer.
+    the same plan. Each MoE layer runs twice over `batches`: once observed, once pruned, and that output is what the
+    next layer reads. `fingerprint`, `out` and `budget` are those of `stream`: an interrupted pass goes on from its last
+    finished layer.
     """
-
-    def prune(layer: int, sums: Sums) -> AbstractContextManager[None]:
-        return mask_layer(streamed.model, streamed.moe[layer], choose(layer, sums))
-
-    statistics = stream_pruned(
-        streamed, ForwardTap, batches, prune, kind="sequential", fingerprint=fingerprint, out=out, budget=budget
-    )
-    plans = [choose(layer, sums) for layer, sums in statistics.layers.items()]
+    finished = FinishedLayers(out, description(batches, "sequential", fingerprint))
+    rows = LayerPass(streamed, batches, finished.folder / "states", budget)
+    for number in finished.missing("pruned", range(len(streamed.layers))):
+        sums: Layers = {}
+        with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
+            if number in streamed.moe:
+                sums = rows.run(number, ForwardTap, keep=False)
+                plan = choose(number, sums[number])
+                masked.enter_context(mask_layer(streamed.model, streamed.moe[number], plan))
+            if number + 1 < len(streamed.layers):
+                rows.run(number, None, keep=True)
+        finished.add("pruned", number, sums)
+        rows.states.drop(number)
+    plans = [choose(layer, sums) for layer, sums in finished.result(streamed).layers.items()]
     return Plan(
         experts={layer: kept for plan in plans for layer, kept in plan.experts.items()},
         n_experts={layer: count for plan in plans for layer, count in plan.n_experts.items()},

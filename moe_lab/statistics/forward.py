@@ -7,17 +7,14 @@ those the model's own router gave, so no routing rule is known here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import Rows, intermediate, output, parts, sort_by_expert
-from moe_lab.statistics.observe import Batch, Observer, Tap, read_all
-from moe_lab.statistics.sums import Snapshots, Statistics
+from moe_lab.models.experts import Rows, intermediate, output, parts, routed_output, sort_by_expert, wide
+from moe_lab.statistics.observe import Observer, Tap
 
 ENTROPY_BINS = 50
 """Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
@@ -25,46 +22,13 @@ EPSILON = 1e-6
 """Added to ||y||^2 in the denominators of the ala sums and the layer loss, as in the released code of MoE-Slimming."""
 
 
-def gather(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    *,
-    out: Path | None,
-    fingerprint: Mapping[str, Any],
-    groups: int,
-    first_row: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-    snapshots: Snapshots | None = None,
-) -> Statistics:
-    """Gather all forward statistics of `model` over `batches`.
-
-    Every `groups` batches the sums are saved in the folder `out`, unless it is None; a pass that finds sums there, of
-    the same fingerprint and the same batches, goes on from them, to the very numbers of a pass that was never stopped.
-    Anything else it finds is another pass's and is overwritten. `first_row` is the number of the first row within the
-    whole calibration set, if `batches` are a part of it whose statistics will be merged. `progress` is called with
-    (batches done, of how many). `snapshots` are told the sums after every batch they look at.
-
-    UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
-    """
-    return read_all(
-        model,
-        ForwardTap,
-        batches,
-        kind="forward",
-        fingerprint=fingerprint,
-        out=out,
-        groups=groups,
-        first_row=first_row,
-        progress=progress,
-        snapshots=snapshots,
-    )
-
-
 class ForwardTap(Tap):
     """Adds all statistics of a forward pass; see sums.py.
 
     A forward pass that autograd repeats inside a backward pass (gradient checkpointing) is not counted again.
     """
+
+    kind = "forward"
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
@@ -89,14 +53,15 @@ class ForwardTap(Tap):
         if not inside_backward():
             gates = weights.detach()
             call = Call(self.layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden))
-        mixed = torch.zeros_like(hidden)
-        for expert, part in rows.parts():
-            token = rows.token[part]
-            phi = intermediate(module, hidden[token], expert)
+
+        def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
+            phi = intermediate(module, states, expert)
             f = output(module, phi, expert)
             if call is not None:
                 call.add(expert, part, phi.detach(), f.detach())
-            mixed.index_add_(0, token, (f * weights[token, rows.column[part], None]).to(mixed.dtype))
+            return f
+
+        mixed = routed_output(hidden, rows, weights, compute)
         if call is not None:
             for name, sums in call.finish(mixed.detach()).items():
                 self.add(name, sums)
@@ -187,7 +152,8 @@ class Call:
         self.outputs.append((part, f))
         torch.sum(f.square(), -1, out=self.norm_square[part])
         if not self.columns:
-            self._allocate(phi, f)
+            self.columns["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
+            self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
         gate_squares = [square[part] for square in self.gate_squares]
         if self.valid_rows is not None:
             keep = self.valid_rows[part]
@@ -258,10 +224,6 @@ class Call:
             torch.mm(gates[part].t(), norms[part], out=moments[expert])
         return moments
 
-    def _allocate(self, phi: torch.Tensor, f: torch.Tensor) -> None:
-        self.columns["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
-        self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
-
 
 class Channels:
     """channel_square, channel_max and the same weighed with one or several `gates`, (E, I) each, of one call.
@@ -295,8 +257,3 @@ class Channels:
             if name.endswith("_max"):  # maxima of squares until here
                 column.sqrt_()
         return self.columns
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """At least fp32: sums and squares of half precision numbers are not taken in half precision."""
-    return tensor.float() if tensor.element_size() < 4 else tensor

@@ -8,10 +8,9 @@ with the number of channels, and one forward and backward pass does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import intermediate, output, sort_by_expert
-from moe_lab.models.partial_forward import run
+from moe_lab.models.experts import expert_output, intermediate, output, routed_output, sort_by_expert, wide
+from moe_lab.models.partial_forward import run, stand_in
 from moe_lab.models.transformers_private import recomputed
-from moe_lab.statistics.forward import Channels, inside_backward, wide
-from moe_lab.statistics.observe import Batch, Observer, Tap, description, read_all
-from moe_lab.statistics.sums import Snapshots, Statistics, check_finite
+from moe_lab.statistics.forward import Channels, inside_backward
+from moe_lab.statistics.observe import Batch, Observer, Tap, gather
+from moe_lab.statistics.sums import Statistics
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 LOSS_SCALE = 2.0**8
@@ -36,39 +35,18 @@ LOGITS = 1 << 26
 
 
 def gather_gradients(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    *,
-    out: Path | None,
-    fingerprint: Mapping[str, Any],
-    groups: int,
-    first_row: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-    checkpointing: bool = False,
-    snapshots: Snapshots | None = None,
+    model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], *, checkpointing: bool = False, **settings: Any
 ) -> Statistics:
-    """Channel sums of a forward and a backward pass of `model` over `batches`; see sums.py for the names.
+    """Sum what `tap` collects in a forward and a backward pass of `model` over `batches`.
 
-    L is the next-token cross-entropy summed over pairs of neighbouring valid tokens, in nats. Weights stay frozen, the
-    model in eval mode. Arguments, resuming and errors are those of `gather`; `checkpointing` keeps the activations of
-    one decoder layer at a time and costs one more forward pass, with the same sums. UserError when no valid token
+    The loss is the next-token cross-entropy summed over pairs of neighbouring valid tokens, in nats. Weights stay
+    frozen, the model in eval mode. `settings` and errors are those of `gather`; `checkpointing` keeps the activations
+    of one decoder layer at a time and costs one more forward pass, with the same sums. UserError when no valid token
     follows another.
     """
     check_loss(batches)
     with differentiable(model, checkpointing=checkpointing):
-        return read_all(
-            model,
-            GradientTap,
-            batches,
-            kind="gradients",
-            fingerprint=fingerprint,
-            out=out,
-            groups=groups,
-            first_row=first_row,
-            progress=progress,
-            reading=forward_and_backward,
-            snapshots=snapshots,
-        )
+        return gather(model, tap, batches, reading=forward_and_backward, **settings)
 
 
 def check_loss(batches: Sequence[Batch]) -> None:
@@ -84,6 +62,8 @@ class GradientTap(Tap):
     of the loss.
     """
 
+    kind = "gradients"
+
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H), observed on the way there and back."""
         module, n_experts = self.layer.experts, self.layer.n_experts
@@ -92,19 +72,22 @@ class GradientTap(Tap):
         keep = None if valid is None else valid[rows.token]
         channels = None if inside_backward() else Channels(n_experts, self.layer.width, hidden)
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
-        mixed = torch.zeros_like(hidden)
-        for expert, part in rows.parts():
-            token = rows.token[part]
+
+        def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             counted = None if keep is None else keep[part]
-            phi = intermediate(module, hidden[token], expert)
+            phi = intermediate(module, states, expert)
             if channels is not None:
-                some, gates = wide(phi.detach()), gate_square[part]
-                channels.add(expert, *((some, gates) if counted is None else (some[counted], gates[counted])))
-            f = output(module, _Watch.apply(phi, counted, self, expert), expert)
-            mixed.index_add_(0, token, (f * weights[token, rows.column[part], None]).to(mixed.dtype))
+                values, gates = wide(phi.detach()), gate_square[part]
+                channels.add(expert, *((values, gates) if counted is None else (values[counted], gates[counted])))
+            return output(module, _Watch.apply(phi, counted, self, expert), expert)
+
+        mixed = routed_output(hidden, rows, weights, compute)
         if channels is not None:
-            counts = torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts)
-            self._add_forward({**channels.finish(), "tokens": counts})
+            for name, part in channels.finish().items():
+                self.add(name, part)
+            self.add("tokens", torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts))
+            for name in GRADIENT_SUMS:  # new tensors for the backward pass to add to, where the activations are
+                self.add(name, torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device))
         return mixed
 
     def add_gradient(self, expert: int, phi: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -114,12 +97,6 @@ class GradientTap(Tap):
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True):
             self.sums[name][expert] += part.double() / scale
-
-    def _add_forward(self, sums: Mapping[str, torch.Tensor]) -> None:
-        for name, part in sums.items():
-            self.add(name, part)
-        for name in GRADIENT_SUMS:  # new tensors for the backward pass to add to, where the activations are
-            self.add(name, torch.zeros_like(sums["channel_square"], dtype=torch.float64))
 
 
 class _Watch(torch.autograd.Function):
@@ -176,17 +153,10 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
     The model's own forward is called, its decoder standing still: it gives `states` in the place of `output`.
     """
-    decoder = model.base_model
-    before = decoder.__dict__.get("forward")
-    still = type(output)(last_hidden_state=states)
-    decoder.__dict__["forward"] = lambda *given, **named: still
-    try:
+    with ExitStack() as undo:
+        stand_in(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
         return logits
-    finally:
-        del decoder.__dict__["forward"]
-        if before is not None:
-            decoder.__dict__["forward"] = before
 
 
 @contextmanager
@@ -211,36 +181,15 @@ def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> It
         yield
 
 
-def gather_weight_gradients(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    *,
-    fingerprint: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
-) -> Statistics:
-    """SNIP's sums `snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I) of every layer.
-
-    Each is the sum of |w dL/dw| over a channel's weights in that projection (Lee et al. 2019, by channel).
-
-    L is the loss of `gather_gradients` over all `batches`; the absolute value is taken of the whole set's gradient, so
-    parts of a set cannot be merged and a stopped pass starts again. Memory: the gradients of all routed experts'
-    weights are held in fp32, 4 bytes each, beside the model. `progress` is called with (batches done, of how many).
-
-    UserError for no batches and for NaN or infinite sums, naming layer and expert.
-    """
-    about = description(batches, "weight_gradients", fingerprint)
-    with differentiable(model), Observer(model, WeightGradientTap, reading=forward_and_backward) as observer:
-        for number, (ids, valid) in enumerate(batches, 1):
-            observer.read(ids, valid)
-            if progress is not None:
-                progress(number, len(batches))
-        layers = observer.layers()
-    check_finite(layers, "all batches")
-    return Statistics(layers, about)
-
-
 class WeightGradientTap(Tap):
-    """Collects LOSS_SCALE * dL/dw of the layer's routed experts over all passes, at least in fp32."""
+    """SNIP's sums `snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I): of |w dL/dw| over a channel's
+    weights in that projection (Lee et al. 2019, by channel).
+
+    LOSS_SCALE * dL/dw of all routed experts is held, at least in fp32, because the absolute value is taken of the
+    gradient of the whole set. So a stopped pass starts again: `gather_gradients` is called without a folder `out`.
+    """
+
+    kind = "weight_gradients"
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
@@ -248,14 +197,12 @@ class WeightGradientTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H), each used expert's weights taking part in gradients."""
-        rows = sort_by_expert(index, self.layer.n_experts)
-        mixed = torch.zeros_like(hidden)
-        for expert, part in rows.parts():
-            token = rows.token[part]
+
+        def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
             module: Any = _OneExpert(self.layer.experts, expert, self._add)
-            f = output(module, intermediate(module, hidden[token], expert), expert)
-            mixed.index_add_(0, token, (f * weights[token, rows.column[part], None]).to(mixed.dtype))
-        return mixed
+            return expert_output(module, states, expert)
+
+        return routed_output(hidden, sort_by_expert(index, self.layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
         """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
@@ -269,12 +216,14 @@ class WeightGradientTap(Tap):
                 sums[f"snip_{projection}"][expert] = part.double().cpu() / LOSS_SCALE
         return sums
 
-    def _add(self, name: str, expert: int, gradient: torch.Tensor) -> None:
-        total = self.gradients.get((name, expert))
-        if total is None:
-            self.gradients[name, expert] = wide(gradient)
+    def _add(self, name: str, expert: int, leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        gradient = wide(leaf.grad)
+        leaf.grad = None
+        if (name, expert) in self.gradients:
+            self.gradients[name, expert] += gradient
         else:
-            total += gradient
+            self.gradients[name, expert] = gradient
 
 
 class _OneExpert:
@@ -284,17 +233,11 @@ class _OneExpert:
         self.module = module
         for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
             leaf = getattr(module, name)[expert].detach().requires_grad_()
-            leaf.register_post_accumulate_grad_hook(partial(_hand_over, name, expert, take))
+            leaf.register_post_accumulate_grad_hook(partial(take, name, expert))
             setattr(self, name, {expert: leaf})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
-
-
-def _hand_over(name: str, expert: int, take: Callable[[str, int, torch.Tensor], None], leaf: torch.Tensor) -> None:
-    assert leaf.grad is not None
-    take(name, expert, leaf.grad)
-    leaf.grad = None
 
 
 def by_channel(layer: MoELayer, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:

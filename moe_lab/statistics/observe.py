@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -22,16 +22,15 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.partial_forward import run
 from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
-from moe_lab.statistics.file import header
-from moe_lab.statistics.sums import Layers, Snapshots, Statistics, check_finite, combine
+from moe_lab.statistics.sums import Layers, Snapshots, Statistics, check_finite
 
 REGISTERED_NAME = "moe_lab"
 SLOT = "_moe_lab_experts_function"
 
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
-Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], None]
-"""A pass over one batch: model, input_ids (B, S), valid (B, S)."""
+Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
+"""What is done with one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
@@ -98,11 +97,19 @@ class Tap:
     device of the activations they came from.
     """
 
+    kind: ClassVar[str]
+    """What the header of the sums says that they are."""
+
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         self.observer = observer
         self.layer = layer
         self.sums = dict(start)
         self.calls = 0
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the registry calls in the place of the layer's experts."""
+        self.calls += 1
+        return self.experts(hidden, index, weights)
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H) from hidden states (T, H), expert ids (T, K) and gates (T, K)."""
@@ -119,9 +126,12 @@ class Tap:
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part` to the statistic `name` (or take the maximum), in fp64."""
-        total = self.sums.get(name)
-        self.sums[name] = part.double() if total is None else combine(name, total.to(part.device), part.double())
+        """Add `part` to the statistic `name`, in fp64; take the maximum where the name ends in _max."""
+        part = part.double()
+        if name in self.sums:
+            total = self.sums[name].to(part.device)
+            part = total.maximum(part) if name.endswith("_max") else total + part
+        self.sums[name] = part
 
     def valid(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(T,) bool: which of the tokens in `hidden` (T, H) count; None when all of them do."""
@@ -141,19 +151,17 @@ class Observer:
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
     Whatever else runs the model meanwhile is observed too, under the `valid` mask set last. `start` are sums to go on
-    from; `reading` is what `read` does with the model, which may be more than a forward pass.
+    from.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tap: Callable[[Observer, MoELayer, dict[str, torch.Tensor]], Tap],
+        tap: type[Tap],
         start: Layers | None = None,
-        reading: Reading = forward,
         layers: Sequence[MoELayer] | None = None,
     ) -> None:
         self.model = model
-        self.reading = reading
         observed = moe_layers(model) if layers is None else layers
         self.taps = [tap(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
         self.valid: torch.Tensor | None = None
@@ -162,7 +170,7 @@ class Observer:
 
     def __enter__(self) -> Observer:
         with ExitStack() as stack:
-            functions = {tap.layer.index: self._counted(tap) for tap in self.taps}
+            functions = {tap.layer.index: tap for tap in self.taps}
             stack.enter_context(replaced_experts(self.model, [tap.layer for tap in self.taps], functions))
             for tap in self.taps:
                 around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
@@ -176,18 +184,20 @@ class Observer:
     ) -> None:
         self._open.close()
 
-    def read(self, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
+    def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
         """Add one batch: `input_ids` (B, S) int64, `valid` (B, S) bool, which is the attention mask too.
 
-        UserError when an experts module was not called through the registry.
+        Gives what `reading` does, which runs the model. UserError when an experts module was not called through the
+        registry.
         """
         self.valid = valid
         for tap in self.taps:
             tap.calls = 0
-        self.reading(self.model, input_ids, valid)
+        result = reading(self.model, input_ids, valid)
         for tap in self.taps:
             if tap.calls == 0:
                 raise not_called(tap.layer)
+        return result
 
     def layers(self) -> Layers:
         """The sums so far: layer -> name -> fp64 tensor on the CPU."""
@@ -197,84 +207,73 @@ class Observer:
             layers[tap.layer.index] = {name: part.cpu() for name, part in sums.items()}
         return layers
 
-    @staticmethod
-    def _counted(tap: Tap) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        def experts(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            tap.calls += 1
-            return tap.experts(hidden, index, weights)
 
-        return experts
-
-
-def read_all(
+def gather(
     model: PreTrainedModel,
     tap: type[Tap],
     batches: Sequence[Batch],
     *,
-    kind: str,
     fingerprint: Mapping[str, Any],
-    out: Path | None,
-    groups: int,
-    first_row: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    out: Path | None = None,
+    groups: int = 8,
     reading: Reading = forward,
     snapshots: Snapshots | None = None,
 ) -> Statistics:
-    """Sum what `tap` collects over `batches`, each read by `reading`, with checkpoints.
+    """Sum what `tap` collects over `batches`, each read by `reading`.
 
-    `kind` goes into the header, the rest is as in `gather`.
+    Every `groups` batches the sums are saved in the folder `out`, unless it is None; a pass that finds sums there, of
+    the same fingerprint and the same batches, goes on from them, to the very numbers of a pass that was never stopped.
+    Anything else it finds is another pass's and is overwritten. `snapshots` are given the sums after each of their
+    points.
+
+    UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
-    about = description(batches, kind, fingerprint, first_row)
-    checkpoint = None if out is None else out / CHECKPOINT
-    done, start = _resume(checkpoint, about)
-    with Observer(model, tap, start, reading) as observer:
+    about = description(batches, tap.kind, fingerprint)
+    done, layers = resume(out, about)
+    with Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
-            observer.read(ids, valid)
+            observer.read(ids, valid, reading)
             if snapshots is not None and number in snapshots.points:  # before the sums to go on from, so none is missed
                 snapshots.save(observer.layers(), about, number)
-            if number % groups == 0 or number == len(batches):
+            if number == len(batches) or (out is not None and number % groups == 0):
                 layers = observer.layers()
                 check_finite(layers, f"batches {done + 1} to {number}")
                 done = number
-                if checkpoint is not None:
-                    Statistics(layers, {**about, "done": done}).save(checkpoint)
-            if progress is not None:
-                progress(number, len(batches))
-    return Statistics(observer.layers(), about)
+                save_checkpoint(out, layers, about, done)
+    return Statistics(layers, about)
 
 
-def description(
-    batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, Any], first_row: int = 0
-) -> dict[str, Any]:
-    """The header of sums of that kind over `batches`. UserError when there are none."""
+def description(batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of sums of that kind over `batches`, as it comes back from a file. UserError when there are none."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
-    rows = [first_row, first_row + sum(len(ids) for ids, _ in batches)]
-    return {"kind": kind, "fingerprint": dict(fingerprint), "rows": [rows], "batches": digest(batches)}
+    tensors = [tensor for batch in batches for tensor in batch]
+    about: dict[str, Any] = {"kind": kind, "fingerprint": dict(fingerprint), "batches": digest(tensors)}
+    return dict(json.loads(json.dumps(about)))
 
 
-def digest(batches: Sequence[Batch]) -> str:
-    """sha256 of the token ids, the masks, and how they are cut into batches."""
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """sha256 of the shapes, types and bytes of tensors on the CPU."""
     content = hashlib.sha256()
-    for tensors in batches:
-        for tensor in tensors:
-            content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-            content.update(tensor.contiguous().numpy().tobytes())
+    for tensor in tensors:
+        content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        content.update(tensor.contiguous().numpy().tobytes())
     return content.hexdigest()
 
 
-def _resume(checkpoint: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers | None]:
-    """(batches done, their sums) from a checkpoint of this very pass; (0, None) when there is none."""
-    if checkpoint is None or not checkpoint.exists():
-        return 0, None
+def save_checkpoint(out: Path | None, layers: Layers, about: Mapping[str, Any], done: int) -> None:
+    """Save the sums after `done` parts of a pass in the folder `out`, if there is one."""
+    if out is not None:
+        Statistics(layers, {**about, "done": done}).save(out / CHECKPOINT)
+
+
+def resume(out: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers]:
+    """(parts done, their sums) from the checkpoint of this very pass in the folder `out`; (0, {}) without one."""
+    if out is None or not (out / CHECKPOINT).exists():
+        return 0, {}
     try:
-        content = header(checkpoint)
-        done = content.pop("done", 0)
-        return (done, Statistics.load(checkpoint).layers) if content == _as_json(about) else (0, None)
+        saved = Statistics.load(out / CHECKPOINT)
     except UserError:  # damaged: what it held is computed again
-        return 0, None
-
-
-def _as_json(about: Mapping[str, Any]) -> Any:
-    """`about` as it comes back from a file."""
-    return json.loads(json.dumps(about))
+        return 0, {}
+    done = saved.header.pop("done", 0)
+    return (done, saved.layers) if saved.header == about else (0, {})

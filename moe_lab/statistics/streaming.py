@@ -6,18 +6,16 @@ computed, and in which order it is summed, is the same as when the whole model i
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-from moe_lab.json_files import Damaged, read_json
+from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.partial_forward import run, stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics.gradients import check_loss, differentiable, loss_gradient
@@ -66,64 +64,23 @@ def stream(
     tap: type[Tap],
     batches: Sequence[Batch],
     *,
-    kind: str,
     out: Path,
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """Sum what `tap` collects in a forward pass, as `read_all` does, with one decoder layer in memory.
+    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
 
     Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. A pass that finds
     there what an interrupted one of the same kind, fingerprint and batches left goes on from its last finished layer.
     """
-    work = _Work(out, description(batches, kind, fingerprint))
-    states = States(work.folder / "states", budget)
-    for number in work.missing("forward", range(len(streamed.layers))):
-        with _layer(streamed, number, tap, batches, then=number + 1) as read, torch.no_grad():
-            for index in range(len(batches)):
-                result = read(index, _state(states, streamed, number, index))
-                if number + 1 < len(streamed.layers):
-                    states.put(number + 1, index, result)
-            sums = read.sums()
-        work.finish("forward", number, sums)
-        states.drop(number)
-    return work.result(streamed)
-
-
-def stream_pruned(
-    streamed: StreamedModel,
-    tap: type[Tap],
-    batches: Sequence[Batch],
-    prune: Callable[[int, Mapping[str, torch.Tensor]], AbstractContextManager[None]],
-    *,
-    kind: str,
-    out: Path,
-    fingerprint: Mapping[str, Any],
-    budget: float,
-) -> Statistics:
-    """Sum what `tap` collects where each layer reads the output of the pruned layers below; else as `stream`.
-
-    After a layer with routed experts is read, `prune` is given its number and sums. In the context that it returns the
-    layer runs once more, and that output is what the next layer reads.
-    """
-    work = _Work(out, description(batches, kind, fingerprint))
-    states = States(work.folder / "states", budget)
-    for number in work.missing("pruned", range(len(streamed.layers))):
-        sums: Layers = {}
-        with _weights(streamed, number, then=number + 1), torch.no_grad(), ExitStack() as pruned:
-            if number in streamed.moe:
-                with _reading(streamed, number, tap, batches) as read:
-                    for index in range(len(batches)):
-                        read(index, _state(states, streamed, number, index))
-                    sums = read.sums()
-                pruned.enter_context(prune(number, sums[number]))
-            if number + 1 < len(streamed.layers):
-                with _reading(streamed, number, None, batches) as read:
-                    for index in range(len(batches)):
-                        states.put(number + 1, index, read(index, _state(states, streamed, number, index)))
-        work.finish("pruned", number, sums)
-        states.drop(number)
-    return work.result(streamed)
+    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
+    rows = LayerPass(streamed, batches, finished.folder / "states", budget)
+    for number in finished.missing("forward", range(len(streamed.layers))):
+        with streamed.layer(number, then=number + 1), torch.no_grad():
+            sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
+        finished.add("forward", number, sums)
+        rows.states.drop(number)
+    return finished.result(streamed)
 
 
 def stream_back(
@@ -131,115 +88,98 @@ def stream_back(
     tap: type[Tap],
     batches: Sequence[Batch],
     *,
-    kind: str,
     out: Path,
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
     """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
 
-    Channel sums are those of `gather_gradients`, SNIP's those of `gather_weight_gradients`; the rest is as in `stream`.
-    Forward through all layers, keeping what enters each; then backward from the last to the first MoE layer, each of
-    which runs once more.
+    The sums are those of `gather_gradients`; the rest is as in `stream`. Forward through all layers, keeping what
+    enters each; then backward from the last to the first MoE layer, each of which runs once more.
     """
     check_loss(batches)
-    work = _Work(out, description(batches, kind, fingerprint))
-    states = States(work.folder / "states", budget / 2)
-    gradients = States(work.folder / "gradients", budget / 2)
+    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
+    rows = LayerPass(streamed, batches, finished.folder / "states", budget / 2)
+    gradients = States(finished.folder / "gradients", budget / 2)
     first, last = min(streamed.moe), len(streamed.layers)
-    for number in work.missing("forward", range(last)):
-        with _layer(streamed, number, None, batches, then=number + 1) as read, torch.no_grad():
-            for index in range(len(batches)):
-                states.put(number + 1, index, read(index, _state(states, streamed, number, index)))
-        work.finish("forward", number, {})
+    for number in finished.missing("forward", range(last)):
+        with streamed.layer(number, then=number + 1), torch.no_grad():
+            rows.run(number, None, keep=True)
+        finished.add("forward", number, {})
         if number < first:
-            states.drop(number)
+            rows.states.drop(number)
     with differentiable(streamed.model):
-        for _ in work.missing("head", [last]):
+        for _ in finished.missing("head", [last]):
             for index, (ids, valid) in enumerate(batches):
-                gradients.put(last, index, _at_head(streamed, ids, valid, states.get(last, index, streamed.device)))
-            work.finish("head", last, {})
-        for number in work.missing("backward", reversed(range(first, last))):
-            with _layer(streamed, number, tap, batches, then=number - 1) as read:
+                output = rows.states.get(last, index, streamed.device)
+                gradients.put(last, index, _gradient_at_head(streamed, ids, valid, output))
+            finished.add("head", last, {})
+        for number in finished.missing("backward", reversed(range(first, last))):
+            with streamed.layer(number, then=number - 1), rows.observer(number, tap) as observer:
                 for index in range(len(batches)):
-                    state = _state(states, streamed, number, index)
-                    leaf = None if state is None else state.requires_grad_()
-                    read(index, leaf).backward(gradients.get(number + 1, index, streamed.device))
-                    if number > first and leaf is not None and leaf.grad is not None:
-                        gradients.put(number, index, leaf.grad)
-                sums = read.sums()
-            work.finish("backward", number, sums)
-            states.drop(number + 1)
+                    state = rows.entering(number, index)
+                    if state is not None:
+                        state.requires_grad_()
+                    output = rows.read(number, index, state, observer)
+                    output.backward(gradients.get(number + 1, index, streamed.device))
+                    if number > first and state is not None and state.grad is not None:
+                        gradients.put(number, index, state.grad)
+                sums = _sums(observer)
+            finished.add("backward", number, sums)
+            rows.states.drop(number + 1)
             gradients.drop(number + 1)
-    return work.result(streamed)
+    return finished.result(streamed)
 
 
-def _state(states: States, streamed: StreamedModel, number: int, index: int) -> torch.Tensor | None:
-    """What enters a layer; None for the first, which the embeddings feed."""
-    return states.get(number, index, streamed.device) if number else None
+class LayerPass:
+    """Batches on their way through a streamed model, one decoder layer after the other."""
 
+    def __init__(self, streamed: StreamedModel, batches: Sequence[Batch], folder: Path, budget: float) -> None:
+        self.streamed, self.batches = streamed, batches
+        self.states = States(folder, budget)
+        """(layer, batch) -> the hidden states (B, S, H) that enter the layer; those after the last layer too."""
 
-class _Read:
-    """Reads batches through one decoder layer, under observation if it has routed experts."""
+    def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:
+        """Run all batches through a layer that has its weights, and `keep` what it gives for the next layer.
 
-    def __init__(self, streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch]) -> None:
-        self.streamed, self.number, self.batches = streamed, number, batches
-        self.observer = None
-        if tap is not None and number in streamed.moe:
-            self.observer = Observer(streamed.model, tap, layers=[streamed.moe[number]], reading=self._run)
-        self.state: torch.Tensor | None = None
-        self.output: torch.Tensor | None = None
+        Returns the sums that `tap` collects in a layer with routed experts; empty for others and without a tap.
+        """
+        with self.observer(number, tap) as observer:
+            for index in range(len(self.batches)):
+                output = self.read(number, index, self.entering(number, index), observer)
+                if keep:
+                    self.states.put(number + 1, index, output)
+            return _sums(observer)
 
-    def __call__(self, index: int, state: torch.Tensor | None) -> torch.Tensor:
+    def observer(self, number: int, tap: type[Tap] | None) -> AbstractContextManager[Observer | None]:
+        """Observe the layer by `tap` while open, if it has routed experts."""
+        if tap is None or number not in self.streamed.moe:
+            return nullcontext()
+        return Observer(self.streamed.model, tap, layers=[self.streamed.moe[number]])
+
+    def entering(self, number: int, index: int) -> torch.Tensor | None:
+        """What enters a layer; None for the first, which the embeddings feed."""
+        return self.states.get(number, index, self.streamed.device) if number else None
+
+    def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer | None) -> torch.Tensor:
         """What the layer makes of a batch (B, S, H), given what enters it."""
         ids, valid = self.batches[index]
-        self.state = state
-        if self.observer is None:
-            self._run(self.streamed.model, ids, valid)
-        else:
-            self.observer.read(ids, valid)
-        assert self.output is not None
-        return self.output
-
-    def _run(self, model: PreTrainedModel, ids: torch.Tensor, valid: torch.Tensor) -> None:
-        self.output = self.streamed.through(self.number, ids, valid, self.state)
-
-    def sums(self) -> Layers:
-        """The layer's sums over the batches read; empty where it was not observed."""
-        if self.observer is None:
-            return {}
-        layers = self.observer.layers()
-        check_finite(layers, "all batches")
-        return layers
+        if observer is None:
+            return self.streamed.through(number, ids, valid, state)
+        output: torch.Tensor = observer.read(ids, valid, lambda *_: self.streamed.through(number, ids, valid, state))
+        return output
 
 
-@contextmanager
-def _weights(streamed: StreamedModel, number: int, *, then: int) -> Iterator[None]:
-    """The layer has its weights; those of the layer `then` are fetched meanwhile."""
-    streamed.prefetch(number)
-    streamed.prefetch(then)
-    with streamed.layer(number):
-        yield
+def _sums(observer: Observer | None) -> Layers:
+    """The sums over the batches read; empty where nothing was observed."""
+    layers = observer.layers() if observer else {}
+    check_finite(layers, "all batches")
+    return layers
 
 
-@contextmanager
-def _reading(streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch]) -> Iterator[_Read]:
-    """Read batches through a layer that has its weights."""
-    read = _Read(streamed, number, tap, batches)
-    with nullcontext() if read.observer is None else read.observer:
-        yield read
-
-
-@contextmanager
-def _layer(
-    streamed: StreamedModel, number: int, tap: type[Tap] | None, batches: Sequence[Batch], *, then: int
-) -> Iterator[_Read]:
-    """Read batches through a layer while it has its weights."""
-    with _weights(streamed, number, then=then), _reading(streamed, number, tap, batches) as read:
-        yield read
-
-
-def _at_head(streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def _gradient_at_head(
+    streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
     """The gradient of the loss, times LOSS_SCALE, at the output of the last decoder layer, (B, S, H)."""
     leaf = state.requires_grad_()
     with ExitStack() as undo:
@@ -252,11 +192,12 @@ def _at_head(streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, st
     return leaf.grad
 
 
-class _Work:
-    """What is finished, in a folder: a file of sums per layer, and a list that is replaced when one is added."""
+class FinishedLayers:
+    """What a pass has finished, in a folder: a file of sums per layer, and a list of the layers of each phase."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.folder, self.about = folder / "streamed", json.loads(json.dumps(about))
+        """What the pass that `about` describes left in the folder; anything of another one is removed."""
+        self.folder, self.about = folder / "streamed", about
         self.list = self.folder / "finished.json"
         content: dict[str, Any] = {}
         with suppress(FileNotFoundError, Damaged):  # what cannot be read is computed again
@@ -271,14 +212,12 @@ class _Work:
         """The layers that are not finished in a phase, in their order."""
         return [number for number in numbers if [phase, number] not in self.finished]
 
-    def finish(self, phase: str, number: int, sums: Layers) -> None:
+    def add(self, phase: str, number: int, sums: Layers) -> None:
         """Save a layer's sums, then note that it is finished."""
         if sums:
-            Statistics(sums, self.about).save(self._file(number))
+            Statistics(sums, dict(self.about)).save(self._file(number))
         self.finished.append([phase, number])
-        beside = self.list.with_suffix(".partial")
-        beside.write_text(json.dumps({"about": self.about, "finished": self.finished}))
-        beside.replace(self.list)
+        write_json(self.list, {"about": self.about, "finished": self.finished})
 
     def result(self, streamed: StreamedModel) -> Statistics:
         """The sums of all MoE layers."""

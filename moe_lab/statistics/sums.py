@@ -1,4 +1,4 @@
-"""Sums over tokens, a set of tensors per MoE layer: kept, saved, loaded, merged.
+"""Sums over tokens, a set of tensors per MoE layer: kept, saved, loaded. Reading them takes no torch.
 
 Names and shapes for a layer of E experts, hidden size H and I channels per expert; t runs over the valid tokens that
 the router sent to expert j, f is the expert's output before the gate, g the gate, phi the input of down_proj:
@@ -50,18 +50,17 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
 
 from moe_lab.errors import UserError
-from moe_lab.statistics.file import SCHEMA, header, read
 
-Layers = dict[int, dict[str, torch.Tensor]]
+if TYPE_CHECKING:
+    import torch
 
-WHOLE = ("weights", "channel_weights", "weight_gradients")
-"""Kinds that are no sums over tokens: parts of them do not add up."""
+Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
+SCHEMA = 1
 SNAPSHOT_INDEX = "snapshots.json"
 """Which snapshots a finished pass has: {"asked": how many parts, "files": [name, ...]}, the first part first."""
 _OF_CHANNELS = "channel_"
@@ -72,8 +71,7 @@ class Statistics:
     """Sums per MoE layer, and what they are sums of.
 
     `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
-    damage, gradients, weight_gradients, weights or channel_weights), `fingerprint` (model, data and settings: only
-    equal ones can be merged) and `rows` (ranges [start, stop) of the calibration rows that were summed).
+    damage, gradients, weight_gradients, weights or channel_weights) and `fingerprint` (model, data and settings).
     """
 
     layers: Layers
@@ -81,12 +79,14 @@ class Statistics:
 
     def save(self, path: Path | str) -> None:
         """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
+        from safetensors.torch import save
+
         path = Path(path)
         tensors = {}
         for layer, sums in self.layers.items():
             for name, part in sums.items():
                 # safetensors takes neither views nor tensors that share memory
-                tensors[f"{layer}/{name}"] = part.clone(memory_format=torch.contiguous_format)
+                tensors[f"{layer}/{name}"] = part.clone().contiguous()
         metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -104,45 +104,52 @@ class Statistics:
         """Read what `save` wrote. UserError when it is missing, damaged, foreign, or of a newer moe_lab."""
         return cls(read(path, framework="pt"), header(path))
 
-    def merge(self, other: Statistics) -> Statistics:
-        """Sums of both: added, names ending in _max by maximum. UserError when they are not parts of one whole."""
-        for key in ("fingerprint", "kind"):
-            if self.header.get(key) != other.header.get(key):
-                raise UserError(f"statistics with different {key} cannot be merged: {_difference(self, other, key)}")
-        if self.header.get("kind") in WHOLE:
-            raise UserError(f"statistics of kind {self.header['kind']} cannot be merged: they are no sums over tokens")
-        rows = _union(self.header.get("rows", []), other.header.get("rows", []))
-        merged = {"kind": self.header.get("kind"), "fingerprint": self.header.get("fingerprint"), "rows": rows}
-        return Statistics(merge_layers(self.layers, other.layers), merged)
+
+def read(path: Path | str, framework: str = "np") -> dict[int, dict[str, Any]]:
+    """Layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above.
+
+    UserError when the file is missing, damaged, not statistics, or written by a newer moe_lab.
+    """
+    header(path)
+    layers: dict[int, dict[str, Any]] = {}
+    with safe_open(path, framework=framework) as file:
+        for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+            layer, name = key.split("/")
+            layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
+    return dict(sorted(layers.items()))
 
 
-def merge_layers(
-    first: Mapping[int, Mapping[str, torch.Tensor]], second: Mapping[int, Mapping[str, torch.Tensor]]
-) -> Layers:
-    """Tensor by tensor: the sum, or the maximum where the name ends in _max."""
-    if first.keys() != second.keys():
-        raise UserError(f"statistics of layers {sorted(first)} and {sorted(second)} cannot be merged")
-    merged: Layers = {}
-    for layer in first:
-        if first[layer].keys() != second[layer].keys():
-            names = sorted(first[layer].keys() ^ second[layer].keys())
-            raise UserError(f"statistics cannot be merged: layer {layer} has {', '.join(names)} on one side only")
-        merged[layer] = {name: combine(name, a, second[layer][name]) for name, a in first[layer].items()}
+def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """Layer -> the arrays of several passes over one model, by name."""
+    merged: dict[int, dict[str, Any]] = {}
+    for layers in passes:
+        for layer, arrays in layers.items():
+            merged.setdefault(layer, {}).update(arrays)
     return merged
 
 
-def combine(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Two parts of one statistic as one: maximum for maxima, sum for everything else."""
-    return torch.maximum(first, second) if name.endswith("_max") else first + second
+def header(path: Path | str) -> dict[str, Any]:
+    """What the sums in a file are sums of: kind and fingerprint. Errors as `read`."""
+    try:
+        with safe_open(path, framework="np") as file:
+            content: dict[str, Any] = dict(json.loads((file.metadata() or {}).get("moe_lab", "{}")))
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise UserError(f"statistics={path} cannot be read: {error}") from error
+    schema = content.pop("schema", None)
+    if schema is None or schema > SCHEMA:
+        raise UserError(
+            f"statistics={path} has schema {schema}, expected at most {SCHEMA}: it is of a newer moe_lab or none"
+        )
+    return content
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
     """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` says what was being read."""
     for layer, named in layers.items():
         for name, tensor in named.items():
-            if torch.isfinite(tensor).all():
+            if tensor.isfinite().all():
                 continue
-            bad = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+            bad = (~tensor.isfinite()).nonzero()[0].tolist()
             expert = f", expert {bad[0]}" if bad else ""
             raise UserError(f"NaN or Inf in layer {layer}{expert}: {name} of {where} is not finite")
 
@@ -156,50 +163,16 @@ def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
     ]
 
 
-def unseen(statistics: Statistics) -> dict[int, list[int]]:
-    """Layer -> experts that saw no token; layers without any are left out."""
-    empty: dict[int, list[int]] = {}
-    for layer, expert, tokens in coverage(statistics):
-        if tokens == 0:
-            empty.setdefault(layer, []).append(expert)
-    return empty
-
-
-def _union(first: Iterable[Iterable[int]], second: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Ranges [start, stop) of both, joined where they touch; UserError where they overlap."""
-    union: list[list[int]] = []
-    for start, stop in sorted([*map(list, first), *map(list, second)]):
-        if union and start < union[-1][1]:
-            raise UserError(f"statistics cannot be merged: row {start} is in both, its tokens would count twice")
-        if union and start == union[-1][1]:
-            union[-1][1] = stop
-        else:
-            union.append([start, stop])
-    return union
-
-
-def _difference(first: Statistics, second: Statistics, key: str) -> str:
-    """The first entry in which two headers differ, both values shown."""
-    a, b = first.header.get(key), second.header.get(key)
-    if isinstance(a, dict) and isinstance(b, dict):
-        name = next(name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name))
-        return f"{name} is {a.get(name)!r} in one and {b.get(name)!r} in the other"
-    return f"{a!r} and {b!r}"
-
-
-def snapshot_points(batches: int, parts: int) -> list[int]:
-    """Batches after which to look, the end left out: `parts` parts as equal as whole batches allow, each once."""
-    return sorted({-(-batches * part // parts) for part in range(1, parts)} - {0, batches})
-
-
 class Snapshots:
     """Saves the sums of one pass at its points into a folder."""
 
     def __init__(self, folder: Path, batches: Sequence[Any], parts: int) -> None:
         self.folder = folder
         self.parts = parts
-        self.points = snapshot_points(len(batches), parts) if parts > 1 else []
         self.batches = batches
+        ends = {-(-len(batches) * part // parts) for part in range(1, parts)}
+        self.points = sorted(ends - {0, len(batches)})
+        """Numbers of batches after which to save: parts as equal as whole batches allow, the end left out."""
 
     def file(self, done: int) -> Path:
         """Where the sums after so many batches are."""

@@ -15,8 +15,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
 from moe_lab.models.checkpoint_reader import read_tensors
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.experts import wide
 from moe_lab.models.load import skeleton
-from moe_lab.statistics.forward import wide
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16

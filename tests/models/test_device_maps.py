@@ -16,7 +16,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.mask import mask
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.gradients import gather_gradients
+from moe_lab.statistics.gradients import GradientTap, gather_gradients
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.sums import Layers
 
@@ -35,7 +35,7 @@ def forward(model: Any, out: Path) -> Layers:
 
 def backward(model: Any, out: Path) -> Layers:
     ids = tiny.tokens()
-    return gather_gradients(model, [(ids, ids != 5)], out=out, fingerprint={}, groups=1).layers
+    return gather_gradients(model, GradientTap, [(ids, ids != 5)], out=out, fingerprint={}, groups=1).layers
 
 
 def split(model: Any) -> dict[str, str]:

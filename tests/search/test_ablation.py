@@ -13,9 +13,14 @@ from torch.nn.functional import cross_entropy
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.search import ablation
-from moe_lab.search.ablation import ablate, scale_layers
-from moe_lab.statistics.observe import CHECKPOINT
+from moe_lab.search.ablation import loss_rises
+from moe_lab.statistics.observe import CHECKPOINT, Batch
 from moe_lab.statistics.sums import Statistics
+
+
+def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
+    return loss_rises(model, "ablation", batches, **settings)
+
 
 SMALL: dict[str, dict[str, int]] = {
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
@@ -105,7 +110,8 @@ def naive_scaling(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[in
 def test_scaling_is_the_loss_with_one_layer_scaled(name: str) -> None:
     model = tiny.build(name, **SMALL[name])
     ids, valid = (part[:2, 2:14] for part in naive.batch())
-    found = scale_layers(model, [(ids[:1], valid[:1]), (ids[1:], valid[1:])], fingerprint={})
+    batches = [(ids[:1], valid[:1]), (ids[1:], valid[1:])]
+    found = loss_rises(model, "scaling", batches, fingerprint={})
     expected = naive_scaling(model, ids, valid)
     assert found.header["kind"] == "scaling" and found.layers.keys() == expected.keys()
     for index, value in expected.items():
@@ -149,31 +155,25 @@ def test_an_expert_without_tokens_makes_no_difference() -> None:
     assert all((named["ablation"] == 0).sum() >= 16 - 3 * 4 for named in found.values())
 
 
-def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     batches = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     whole = ablate(model, batches, fingerprint={"model": 1})
 
-    class Killed(Exception):
-        pass
-
-    def kill(done: int, of: int) -> None:
-        if done == 4:
-            raise Killed
-
-    with pytest.raises(Killed):
-        ablate(model, batches, fingerprint={"model": 1}, out=tmp_path, progress=kill)
-    done: list[tuple[int, int]] = []
-    rest = ablate(model, batches, fingerprint={"model": 1}, out=tmp_path, progress=lambda at, of: done.append((at, of)))
-    assert done == [(5, 6), (6, 6)]
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, ablation, "save_checkpoint", kill_at=5)
+        ablate(model, batches, fingerprint={"model": 1}, out=tmp_path)
+    calls = tiny.count_calls(monkeypatch, ablation, "save_checkpoint")
+    rest = ablate(model, batches, fingerprint={"model": 1}, out=tmp_path)
+    assert len(calls) == 2
     assert rest.header == whole.header
     assert all(torch.equal(rest.layers[at]["ablation"], whole.layers[at]["ablation"]) for at in whole.layers)
-    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path, progress=lambda at, of: done.append((at, of)))
-    assert len(done) == 8
+    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path)
+    assert len(calls) == 8
     (tmp_path / CHECKPOINT).write_bytes(b"damaged")
-    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path, progress=lambda at, of: done.append((at, of)))
-    assert len(done) == 14
+    ablate(model, batches, fingerprint={"model": 2}, out=tmp_path)
+    assert len(calls) == 14
     rest.save(tmp_path / "statistics.safetensors")
     assert Statistics.load(tmp_path / "statistics.safetensors").header == rest.header
 
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     broken = torch.tensor([0.0, 0.0, 0.0, float("nan")]).repeat(2)
-    monkeypatch.setitem(ablation.RISES, "ablation", lambda self, place: broken)
+    monkeypatch.setitem(ablation.KINDS, "ablation", lambda self, place: broken)
     with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the changed loss"):
         ablate(model, [(ids, valid)], fingerprint={})
     moe_layers(model)[2].experts.down_proj[3] = float("inf")  # type: ignore[operator, index]

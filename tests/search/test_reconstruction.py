@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.search import reconstruction
-from moe_lab.search.reconstruction import SubsetTap, reconstruct
+from moe_lab.search.reconstruction import Reconstruction, SubsetTap, reconstruct
 from moe_lab.search.subsets import check_removals, count_subsets, kept_subsets
-from moe_lab.statistics.observe import CHECKPOINT, Observer
+from moe_lab.statistics.observe import CHECKPOINT, Batch, Observer, gather
 from moe_lab.statistics.streaming import stream
 
 FEW: dict[str, tuple[float, dict[str, int]]] = {
@@ -78,16 +79,20 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
     return errors
 
 
+def reconstructed(model: Any, batches: list[Batch], ratio: float, **settings: Any) -> Reconstruction:
+    read = partial(gather, model, batches=batches, **{"fingerprint": {}, **settings})
+    return reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=ratio)
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
 def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
     ratio, changes = FEW[name]
     model = tiny.build(name, **changes)
-    expected = reconstruct(model, [naive.batch()], facts=facts(model), ratio=ratio)
+    expected = reconstructed(model, [naive.batch()], ratio=ratio)
     tiny.save(name, tmp_path / "model", **changes)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    found = reconstruct(
-        streamed, [naive.batch()], facts=facts(model), ratio=ratio, out=tmp_path / "out", read=stream, budget=0.0
-    )
+    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={}, budget=0.0)
+    found = reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=ratio)
     assert found == expected
 
 
@@ -95,7 +100,7 @@ def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
 def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     ratio, changes = FEW[name]
     model = tiny.build(name, **changes)
-    found = reconstruct(model, [naive.batch()], facts=facts(model), ratio=ratio)
+    found = reconstructed(model, [naive.batch()], ratio=ratio)
     layer = moe_layers(model)[-1]
     expected = brute_force(model, layer, int(layer.n_experts * ratio))
     rows = {tuple(kept): (error, chosen) for index, kept, error, _, chosen in found.errors if index == layer.index}
@@ -110,7 +115,7 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
 
 def test_relative_errors_are_shares_of_the_output() -> None:
     model = tiny.build("mixtral")
-    found = reconstruct(model, [naive.batch()], facts=facts(model), ratio=0.25)
+    found = reconstructed(model, [naive.batch()], ratio=0.25)
     layer = moe_layers(model)[-1]
     seen = naive.routed("mixtral")[layer.index]
     whole = float(seen.mixed[seen.valid].norm())
@@ -122,9 +127,9 @@ def test_relative_errors_are_shares_of_the_output() -> None:
 def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
-    whole = reconstruct(model, [(ids, valid)], facts=facts(model), ratio=0.5)
+    whole = reconstructed(model, [(ids, valid)], ratio=0.5)
     monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)  # 7 tokens of outputs, 28 of products at once
-    parts = reconstruct(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], facts=facts(model), ratio=0.5)
+    parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
     assert parts.kept == whole.kept
     for one, other in zip(parts.errors, whole.errors, strict=True):
         assert one[1] == other[1] and one[2] == pytest.approx(other[2], rel=1e-5)
@@ -132,7 +137,7 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_lost_costs_nothing() -> None:
     model = tiny.build("mixtral")
-    found = reconstruct(model, [naive.batch()], facts=facts(model), ratio=0.0)
+    found = reconstructed(model, [naive.batch()], ratio=0.0)
     assert all(kept == tuple(range(8)) for kept in found.kept.values())
     assert [row[2] for row in found.errors] == [0.0] * 3
 
@@ -154,28 +159,21 @@ def test_the_model_computes_what_it_always_does(name: str) -> None:
     assert all(after[key] is before[key] for key in before)
 
 
-def test_a_killed_pass_goes_on(tmp_path: Path) -> None:
+def test_a_killed_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     batches = [(ids[row : row + 1], valid[row : row + 1]) for row in range(4)]
-    about: dict[str, Any] = {"facts": facts(model), "ratio": 0.5, "out": tmp_path, "groups": 2, "fingerprint": {"m": 1}}
-    whole = reconstruct(model, batches, **{**about, "out": None})
-
-    class Killed(Exception):
-        pass
-
-    def kill(done: int, of: int) -> None:
-        if done == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        reconstruct(model, batches, **about, progress=kill)
+    settings: Any = {"out": tmp_path, "groups": 2, "fingerprint": {"m": 1}}
+    whole = reconstructed(model, batches, ratio=0.5)
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, Observer, "read", kill_at=4)
+        reconstructed(model, batches, ratio=0.5, **settings)
     assert (tmp_path / CHECKPOINT).exists()
-    read: list[int] = []
-    rest = reconstruct(model, batches, **about, progress=lambda done, of: read.append(done))
-    assert read == [3, 4] and rest == whole
-    other = reconstruct(model, batches, **{**about, "ratio": 0.25}, progress=lambda done, of: read.append(done))
-    assert read == [3, 4, 1, 2, 3, 4] and len(other.kept[0]) == 6
+    calls = tiny.count_calls(monkeypatch, Observer, "read")
+    assert reconstructed(model, batches, ratio=0.5, **settings) == whole
+    assert len(calls) == 2
+    other = reconstructed(model, batches, ratio=0.25, **{**settings, "fingerprint": {"m": 2}})
+    assert len(calls) == 6 and len(other.kept[0]) == 6
 
 
 def test_subsets() -> None:
@@ -210,11 +208,11 @@ def test_a_router_that_cannot_be_repeated_is_refused() -> None:
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
     with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
-        reconstruct(model, [naive.batch()], facts=facts(model), ratio=0.5)
+        reconstructed(model, [naive.batch()], ratio=0.5)
 
 
 def test_an_expert_that_gives_nan_is_named() -> None:
     model = tiny.build("mixtral")
     moe_layers(model)[1].experts.down_proj[5] = float("nan")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="NaN or Inf in layer 1, expert 5"):
-        reconstruct(model, [naive.batch()], facts=facts(model), ratio=0.25)
+        reconstructed(model, [naive.batch()], ratio=0.25)

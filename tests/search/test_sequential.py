@@ -18,8 +18,8 @@ from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
 from moe_lab.pruning.prune import prune
 from moe_lab.search import sequential
 from moe_lab.search.sequential import Sums, prune_sequentially
-from moe_lab.statistics.forward import gather
-from moe_lab.statistics.observe import Batch
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import Batch, gather
 
 NAMES = ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"]
 RATIO = 0.25
@@ -66,12 +66,11 @@ def pruned(model: Any, plans: dict[int, Plan]) -> Any:
     return prune(changed, Plan(kept, {i: layer.n_experts for i, layer in layers.items()}))
 
 
-def one_after_the_other(model: Any, choose: Any, batches: list[Batch], folder: Path) -> dict[int, Plan]:
+def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[int, Plan]:
     """The definition: statistics of a model whose layers below are pruned, read anew for each layer."""
     plans: dict[int, Plan] = {}
     for layer in moe_layers(model):
-        out = folder / str(layer.index)
-        statistics = gather(pruned(model, plans), batches, out=out, fingerprint={}, groups=9)
+        statistics = gather(pruned(model, plans), ForwardTap, batches, fingerprint={})
         plans[layer.index] = choose(layer.index, statistics.layers[layer.index])
     return plans
 
@@ -91,7 +90,7 @@ def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
 ) -> None:
     model = tiny.build(name)
     choose = chooser(model, criterion)
-    expected = one_after_the_other(model, choose, batches, tmp_path / "whole")
+    expected = one_after_the_other(model, choose, batches)
     found = run(name, choose, batches, tmp_path)
     assert found.provenance == {"of": "a test"}
     for layer, plan in expected.items():
@@ -103,7 +102,7 @@ def test_layers_above_the_first_are_scored_anew(batches: list[Batch], tmp_path: 
     """Scores of one pass over the unpruned model give the first layer, and not all of the others."""
     model = tiny.build("olmoe")
     choose = chooser(model, "camera")
-    statistics = gather(model, batches, out=tmp_path / "once", fingerprint={}, groups=9)
+    statistics = gather(model, ForwardTap, batches, fingerprint={})
     once = {layer: choose(layer, sums) for layer, sums in statistics.layers.items()}
     found = run("olmoe", choose, batches, tmp_path)
     same = [bool((found.channels[layer] == plan.channels[layer]).all()) for layer, plan in once.items()]

@@ -15,7 +15,7 @@ from cluster import LONG, Cluster, until
 from instant_studies import InstantStudies
 from studies import asked, command, jobs, moe_lab
 
-from moe_lab.statistics.file import header
+from moe_lab.statistics.sums import header
 from tests.test_secrets import PLANTED, SERVER, secrets
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]

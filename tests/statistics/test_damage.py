@@ -15,8 +15,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics.damage import DamageTap, Rerouting, coefficients, measure_damage
-from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.damage import DamageTap, Rerouting, coefficients
+from moe_lab.statistics.observe import Observer, gather
 
 UNGROUPED = [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")]
 GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
@@ -26,7 +26,7 @@ GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
 def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     """Reference: in fp64, the block run again on the rows of a router that has lost the expert's row."""
     model, (ids, valid) = naive.model(name), naive.batch()
-    measured = measure_damage(model, [(ids, valid)], fingerprint={}).layers
+    measured = gather(model, DamageTap, [(ids, valid)], fingerprint={}).layers
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
     layer = layers[-1]
@@ -53,7 +53,7 @@ def block(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
 def test_damage_of_group_limited_routers(name: str) -> None:
     """Reference: the routing rule by hand, token by token, with sets of experts."""
     model, (ids, valid) = naive.model(name), naive.batch()
-    measured = measure_damage(model, [(ids, valid)], fingerprint={}).layers
+    measured = gather(model, DamageTap, [(ids, valid)], fingerprint={}).layers
     layer = moe_layers(model)[-1]
     seen = naive.routed(name)[layer.index]
     experts = copy.deepcopy(layer.experts).double()
@@ -172,4 +172,4 @@ def test_a_router_that_cannot_be_repeated_is_refused(monkeypatch: pytest.MonkeyP
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
     with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
-        measure_damage(model, [(ids, valid)], fingerprint={})
+        gather(model, DamageTap, [(ids, valid)], fingerprint={})

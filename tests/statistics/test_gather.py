@@ -13,11 +13,10 @@ import tiny
 import torch
 
 from moe_lab.errors import UserError
-from moe_lab.statistics.damage import measure_damage
-from moe_lab.statistics.file import header
-from moe_lab.statistics.forward import gather
-from moe_lab.statistics.observe import CHECKPOINT, Observer
-from moe_lab.statistics.sums import Layers, Statistics
+from moe_lab.statistics.damage import DamageTap
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import CHECKPOINT, Observer, gather
+from moe_lab.statistics.sums import Layers, Statistics, header
 
 FINGERPRINT = {"model": "tiny", "data": "random"}
 
@@ -36,51 +35,34 @@ def equal(first: Layers, second: Layers) -> bool:
     return all(torch.equal(first[layer][name], part) for layer in second for name, part in second[layer].items())
 
 
-def test_parts_add_up_to_the_whole(tmp_path: Path) -> None:
+def test_parts_add_up_to_the_whole() -> None:
     model = naive.model("olmoe")
-    whole = gather(model, batches(), out=tmp_path / "whole", fingerprint=FINGERPRINT, groups=2)
-    first = gather(model, batches()[:4], out=tmp_path / "first", fingerprint=FINGERPRINT, groups=9)
-    rest = gather(model, batches()[4:], out=tmp_path / "rest", fingerprint=FINGERPRINT, groups=9, first_row=8)
-    merged = rest.merge(first)
-    assert merged.header == {"kind": "forward", "fingerprint": FINGERPRINT, "rows": [[0, 12]]}
-    assert whole.header["rows"] == [[0, 12]]
+    whole = gather(model, ForwardTap, batches(), fingerprint=FINGERPRINT)
+    first = gather(model, ForwardTap, batches()[:4], fingerprint=FINGERPRINT)
+    rest = gather(model, ForwardTap, batches()[4:], fingerprint=FINGERPRINT)
+    assert {**whole.header, "batches": None} == {"kind": "forward", "fingerprint": FINGERPRINT, "batches": None}
     for layer, named in whole.layers.items():
         assert int(named["tokens"].sum()) == 4 * sum(int(valid.sum()) for _, valid in batches())
         for name, part in named.items():
-            assert torch.allclose(merged.layers[layer][name], part, rtol=1e-12), name
-
-
-class Killed(BaseException):
-    """Not an error anybody handles: as abrupt as an exception can be."""
+            add = torch.maximum if name.endswith("_max") else torch.add
+            assert torch.allclose(add(first.layers[layer][name], rest.layers[layer][name]), part, rtol=1e-12), name
 
 
 def test_a_stopped_pass_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("qwen3_moe")
-    expected = gather(model, batches(), out=tmp_path / "whole", fingerprint=FINGERPRINT, groups=2)
-    seen: list[tuple[int, int]] = []
-
-    def stop(done: int, total: int) -> None:
-        seen.append((done, total))
-        if done == 5:
-            raise Killed
-
-    with pytest.raises(Killed):
-        gather(model, batches(), out=tmp_path / "part", fingerprint=FINGERPRINT, groups=2, progress=stop)
-    assert seen == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6)]
-    assert header(tmp_path / "part" / CHECKPOINT)["done"] == 4
-    again: list[tuple[int, int]] = []
-    resumed = gather(
-        model,
-        batches(),
-        out=tmp_path / "part",
-        fingerprint=FINGERPRINT,
-        groups=2,
-        progress=lambda done, total: again.append((done, total)),
-    )
-    assert again == [(5, 6), (6, 6)]
+    expected = gather(model, ForwardTap, batches(), fingerprint=FINGERPRINT)
+    settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT, "groups": 2}
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, Observer, "read", kill_at=6)
+        gather(model, ForwardTap, batches(), **settings)
+    assert header(tmp_path / CHECKPOINT)["done"] == 4
+    with monkeypatch.context() as patch:
+        calls = tiny.count_calls(patch, Observer, "read")
+        resumed = gather(model, ForwardTap, batches(), **settings)
+    assert len(calls) == 2
     assert equal(resumed.layers, expected.layers)
     monkeypatch.setattr(Observer, "read", None)  # a finished pass reads nothing again
-    finished = gather(model, batches(), out=tmp_path / "part", fingerprint=FINGERPRINT, groups=2)
+    finished = gather(model, ForwardTap, batches(), **settings)
     assert equal(finished.layers, expected.layers)
 
 
@@ -89,8 +71,15 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 import test_gather as t
-t.gather(t.naive.model("olmoe"), t.batches(), out=Path(sys.argv[1]), fingerprint=t.FINGERPRINT, groups=2,
-         progress=lambda done, total: print(done, flush=True) or (done == 3 and sys.stdin.read()))
+read, calls = t.Observer.read, []
+def waiting(*given):
+    read(*given)
+    calls.append(given)
+    print(len(calls), flush=True)
+    if len(calls) == 3:
+        sys.stdin.read()
+t.Observer.read = waiting
+t.gather(t.naive.model("olmoe"), t.ForwardTap, t.batches(), out=Path(sys.argv[1]), fingerprint=t.FINGERPRINT, groups=2)
 """
 
 
@@ -113,16 +102,16 @@ def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     killed.stdout.close()
     assert header(tmp_path / "part" / CHECKPOINT)["done"] == 2
     model = naive.model("olmoe")
-    resumed = gather(model, batches(), out=tmp_path / "part", fingerprint=FINGERPRINT, groups=2)
-    expected = gather(model, batches(), out=tmp_path / "whole", fingerprint=FINGERPRINT, groups=2)
+    resumed = gather(model, ForwardTap, batches(), out=tmp_path / "part", fingerprint=FINGERPRINT, groups=2)
+    expected = gather(model, ForwardTap, batches(), out=tmp_path / "whole", fingerprint=FINGERPRINT, groups=2)
     assert equal(resumed.layers, expected.layers)
     assert resumed.header == expected.header
 
 
 @pytest.mark.parametrize("change", ["fingerprint", "batches", "damaged"])
-def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path) -> None:
+def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("olmoe")
-    gather(model, batches()[:4], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
+    gather(model, ForwardTap, batches()[:4], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
     data: Any = batches()[:4]
     fingerprint = dict(FINGERPRINT)
     if change == "fingerprint":
@@ -131,9 +120,9 @@ def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path) -> 
         data = [tuple(torch.cat(parts) for parts in zip(*pair, strict=True)) for pair in (data[:2], data[2:])]
     else:
         (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
-    done: list[int] = []
-    gather(model, data, out=tmp_path, fingerprint=fingerprint, groups=2, progress=lambda at, _: done.append(at))
-    assert done == list(range(1, len(data) + 1))
+    calls = tiny.count_calls(monkeypatch, Observer, "read")
+    gather(model, ForwardTap, data, out=tmp_path, fingerprint=fingerprint, groups=2)
+    assert len(calls) == len(data)
 
 
 def test_a_broken_weight_is_named(tmp_path: Path) -> None:
@@ -141,26 +130,22 @@ def test_a_broken_weight_is_named(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
     with pytest.raises(UserError, match=r"NaN or Inf in layer 1, expert 5: \w+ of batches 1 to 2"):
-        gather(model, batches(), out=tmp_path, fingerprint=FINGERPRINT, groups=2)
+        gather(model, ForwardTap, batches(), out=tmp_path, fingerprint=FINGERPRINT, groups=2)
     assert not (tmp_path / CHECKPOINT).exists()
 
 
 def test_no_batches_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no batches"):
-        gather(naive.model("olmoe"), [], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
+        gather(naive.model("olmoe"), ForwardTap, [], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
 
 
-def test_the_damage_pass_resumes_too(tmp_path: Path) -> None:
+def test_the_damage_pass_resumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("olmoe")
-    expected = measure_damage(model, batches(3), fingerprint=FINGERPRINT)
-
-    def stop(done: int, total: int) -> None:
-        if done == 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        measure_damage(model, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1, progress=stop)
-    resumed = measure_damage(model, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1)
+    expected = gather(model, DamageTap, batches(3), fingerprint=FINGERPRINT)
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, Observer, "read", kill_at=3)
+        gather(model, DamageTap, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1)
+    resumed = gather(model, DamageTap, batches(3), fingerprint=FINGERPRINT, out=tmp_path, groups=1)
     assert equal(resumed.layers, expected.layers)
     assert resumed.header["kind"] == "damage"
     assert Statistics.load(tmp_path / CHECKPOINT).header["done"] == 3

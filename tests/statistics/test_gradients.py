@@ -9,7 +9,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from test_gather import FINGERPRINT, Killed, batches, equal
+from test_gather import FINGERPRINT, batches, equal
 from torch.nn.functional import cross_entropy
 
 from moe_lab import criteria
@@ -36,12 +36,9 @@ NAMES = {
 
 
 def gathered(model: Any, data: Any, *, checkpointing: bool = False) -> Layers:
-    with (
-        differentiable(model, checkpointing=checkpointing),
-        Observer(model, GradientTap, reading=forward_and_backward) as observer,
-    ):
+    with differentiable(model, checkpointing=checkpointing), Observer(model, GradientTap) as observer:
         for ids, valid in data:
-            observer.read(ids, valid)
+            observer.read(ids, valid, forward_and_backward)
     return observer.layers()
 
 
@@ -121,11 +118,8 @@ def test_checkpointing_changes_nothing(name: str) -> None:
     model = naive.model(name)
     plain = gathered(model, [naive.batch()])
     before = [(module.training, dict(vars(module))) for module in model.modules()]
-    with (
-        differentiable(model, checkpointing=True),
-        Observer(model, GradientTap, reading=forward_and_backward) as observer,
-    ):
-        observer.read(*naive.batch())
+    with differentiable(model, checkpointing=True), Observer(model, GradientTap) as observer:
+        observer.read(*naive.batch(), forward_and_backward)
         assert {tap.calls for tap in observer.taps} == {2}  # it was computed again
     assert equal(observer.layers(), plain)
     assert [(module.training, dict(vars(module))) for module in model.modules()] == before
@@ -214,35 +208,26 @@ def test_how_rows_are_cut_into_batches_does_not_matter() -> None:
             assert torch.allclose(rows[layer][key], part, rtol=1e-6, atol=1e-12), key
 
 
-def test_parts_add_up_and_a_stopped_pass_goes_on(tmp_path: Path) -> None:
+def test_parts_add_up_and_a_stopped_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("olmoe")
-    whole = gather_gradients(model, batches(), out=tmp_path / "whole", fingerprint=FINGERPRINT, groups=2)
-    first = gather_gradients(model, batches()[:4], out=tmp_path / "a", fingerprint=FINGERPRINT, groups=9)
-    rest = gather_gradients(model, batches()[4:], out=tmp_path / "b", fingerprint=FINGERPRINT, groups=9, first_row=8)
-    merged = rest.merge(first)
-    assert merged.header == {"kind": "gradients", "fingerprint": FINGERPRINT, "rows": [[0, 12]]}
+    settings: Any = {"fingerprint": FINGERPRINT, "groups": 2}
+    whole = gather_gradients(model, GradientTap, batches(), **settings)
+    first = gather_gradients(model, GradientTap, batches()[:4], **settings)
+    rest = gather_gradients(model, GradientTap, batches()[4:], **settings)
     for layer, named in whole.layers.items():
         for key, part in named.items():
-            assert torch.allclose(merged.layers[layer][key], part, rtol=1e-12, atol=1e-15), key
-
-    def stop(done: int, total: int) -> None:
-        if done == 5:
-            raise Killed
-
-    with pytest.raises(Killed):
-        gather_gradients(model, batches(), out=tmp_path / "c", fingerprint=FINGERPRINT, groups=2, progress=stop)
-    again: list[int] = []
-    resumed = gather_gradients(
-        model,
-        batches(),
-        out=tmp_path / "c",
-        fingerprint=FINGERPRINT,
-        groups=2,
-        progress=lambda done, total: again.append(done),
-    )
-    assert again == [5, 6]
+            add = torch.maximum if key.endswith("_max") else torch.add
+            summed = add(first.layers[layer][key], rest.layers[layer][key])
+            assert torch.allclose(summed, part, rtol=1e-12, atol=1e-15), key
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, Observer, "read", kill_at=6)
+        gather_gradients(model, GradientTap, batches(), out=tmp_path, **settings)
+    with monkeypatch.context() as patch:
+        calls = tiny.count_calls(patch, Observer, "read")
+        resumed = gather_gradients(model, GradientTap, batches(), out=tmp_path, **settings)
+    assert len(calls) == 2
     assert equal(resumed.layers, whole.layers)
-    assert equal(Statistics.load(tmp_path / "c" / CHECKPOINT).layers, whole.layers)
+    assert equal(Statistics.load(tmp_path / CHECKPOINT).layers, whole.layers)
 
 
 def test_memory_grows_with_channels_not_with_the_square_of_the_hidden_size() -> None:
@@ -270,13 +255,13 @@ def test_an_expert_without_tokens_is_pruned_first() -> None:
             assert scores[~empty].max() > scores[empty].max()
 
 
-def test_rows_without_a_next_token_have_no_loss(tmp_path: Path) -> None:
+def test_rows_without_a_next_token_have_no_loss() -> None:
     ids = tiny.tokens(rows=2, length=4)
     valid = torch.tensor([[True, False, True, False]] * 2)
     with pytest.raises(UserError, match="no token that follows another one"):
-        gather_gradients(naive.model("olmoe"), [(ids, valid)], out=tmp_path, fingerprint=FINGERPRINT, groups=1)
+        gather_gradients(naive.model("olmoe"), GradientTap, [(ids, valid)], fingerprint=FINGERPRINT)
     with pytest.raises(UserError, match="no batches"):
-        gather_gradients(naive.model("olmoe"), [], out=tmp_path, fingerprint=FINGERPRINT, groups=1)
+        gather_gradients(naive.model("olmoe"), GradientTap, [], fingerprint=FINGERPRINT)
 
 
 def test_a_broken_weight_is_named(tmp_path: Path) -> None:
@@ -284,7 +269,7 @@ def test_a_broken_weight_is_named(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.experts.gate_up_proj[5] = float("nan")
     with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to 2"):
-        gather_gradients(model, batches(), out=tmp_path, fingerprint=FINGERPRINT, groups=2)
+        gather_gradients(model, GradientTap, batches(), out=tmp_path, fingerprint=FINGERPRINT, groups=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,8 +6,9 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.statistics.forward import gather
-from moe_lab.statistics.sums import SNAPSHOT_INDEX, Snapshots, load_snapshots, snapshot_points
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import Observer, gather
+from moe_lab.statistics.sums import SNAPSHOT_INDEX, Snapshots, load_snapshots
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -18,13 +19,18 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_points_part_the_batches_evenly() -> None:
-    assert snapshot_points(64, 8) == [8, 16, 24, 32, 40, 48, 56]
-    assert snapshot_points(7, 3) == [3, 5]
-    assert snapshot_points(3, 8) == [1, 2] and snapshot_points(1, 8) == [] and snapshot_points(5, 1) == []
+    def points(batches: int, parts: int) -> list[int]:
+        return Snapshots(Path(), range(batches), parts).points
+
+    assert points(64, 8) == [8, 16, 24, 32, 40, 48, 56]
+    assert points(7, 3) == [3, 5]
+    assert points(3, 8) == [1, 2] and points(1, 8) == [] and points(5, 1) == [] and points(5, 0) == []
 
 
 def run(folder: Path, rows: list, kept: Snapshots | None, groups: int = 2):
-    return gather(tiny.build("olmoe"), rows, out=folder, fingerprint={"a": 1}, groups=groups, snapshots=kept)
+    return gather(
+        tiny.build("olmoe"), ForwardTap, rows, out=folder, fingerprint={"a": 1}, groups=groups, snapshots=kept
+    )
 
 
 def test_a_snapshot_is_a_pass_over_its_part(tmp_path: Path) -> None:
@@ -46,20 +52,13 @@ def test_a_snapshot_is_a_pass_over_its_part(tmp_path: Path) -> None:
     assert load_snapshots(tmp_path / "result", 4) is None and load_snapshots(tmp_path / "3", 3) is None
 
 
-def test_a_stopped_pass_leaves_the_same_snapshots(tmp_path: Path) -> None:
+def test_a_stopped_pass_leaves_the_same_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = batches()
-
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, of: int) -> None:
-        if done == 4:
-            raise Stop
-
     model = tiny.build("olmoe")
     kept = Snapshots(tmp_path / "partial", rows, 3)
-    with pytest.raises(Stop):
-        gather(model, rows, out=tmp_path / "partial", fingerprint={"a": 1}, groups=3, snapshots=kept, progress=stop)
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, Observer, "read", kill_at=5)
+        gather(model, ForwardTap, rows, out=tmp_path / "partial", fingerprint={"a": 1}, groups=3, snapshots=kept)
     again = Snapshots(tmp_path / "partial", rows, 3)
     run(tmp_path / "partial", rows, again, groups=3)
     straight = Snapshots(tmp_path / "other", rows, 3)

@@ -17,21 +17,18 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.statistics import streaming
-from moe_lab.statistics.damage import DamageTap, measure_damage
-from moe_lab.statistics.forward import ForwardTap, gather
-from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients, gather_weight_gradients
-from moe_lab.statistics.observe import Batch
+from moe_lab.statistics.damage import DamageTap
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
+from moe_lab.statistics.observe import Batch, gather
 from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.statistics.sums import Statistics
 
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
-    "forward": (partial(gather, groups=2), partial(stream, tap=ForwardTap, kind="forward")),
-    "damage": (partial(measure_damage, groups=2), partial(stream, tap=DamageTap, kind="damage")),
-    "gradients": (partial(gather_gradients, groups=2), partial(stream_back, tap=GradientTap, kind="gradients")),
-    "weight_gradients": (
-        lambda *given, out, **named: gather_weight_gradients(*given, **named),
-        partial(stream_back, tap=WeightGradientTap, kind="weight_gradients"),
-    ),
+    "forward": (partial(gather, tap=ForwardTap), partial(stream, tap=ForwardTap)),
+    "damage": (partial(gather, tap=DamageTap), partial(stream, tap=DamageTap)),
+    "gradients": (partial(gather_gradients, tap=GradientTap), partial(stream_back, tap=GradientTap)),
+    "weight_gradients": (partial(gather_gradients, tap=WeightGradientTap), partial(stream_back, tap=WeightGradientTap)),
 }
 FORWARD = PASSES["forward"]
 
@@ -41,8 +38,8 @@ def batches() -> list[Batch]:
     return tiny.batches()
 
 
-def resident(read: Callable[..., Statistics], name: str, batches: list[Batch], out: Path) -> Statistics:
-    return read(tiny.build(name), batches, out=out, fingerprint={})
+def resident(read: Callable[..., Statistics], name: str, batches: list[Batch]) -> Statistics:
+    return read(tiny.build(name), batches=batches, fingerprint={})
 
 
 def opened(name: str, folder: Path) -> StreamedModel:
@@ -67,7 +64,7 @@ def assert_equal(found: Statistics, expected: Statistics) -> None:
 )
 def test_the_sums_are_the_same(name: str, kind: str, batches: list[Batch], tmp_path: Path) -> None:
     whole, layered = PASSES[kind]
-    expected = resident(whole, name, batches, tmp_path / "resident")
+    expected = resident(whole, name, batches)
     model = opened(name, tmp_path / "model")
     assert_equal(layered(model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
@@ -82,9 +79,9 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
     kind: str, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, layered = PASSES[kind]
-    expected = resident(whole, "deepseek_v2", batches, tmp_path / "resident")
+    expected = resident(whole, "deepseek_v2", batches)
     model = opened("deepseek_v2", tmp_path / "model")
-    finish = streaming._Work.finish
+    finish = streaming.FinishedLayers.add
     done: list[tuple[str, int]] = []
 
     def dying(self: Any, phase: str, number: int, sums: Any) -> None:
@@ -94,7 +91,7 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
         finish(self, phase, number, sums)
         done.append((phase, number))
 
-    monkeypatch.setattr(streaming._Work, "finish", dying)
+    monkeypatch.setattr(streaming.FinishedLayers, "add", dying)
     for _ in range(20):
         try:
             found = layered(model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
@@ -110,7 +107,7 @@ def test_another_text_starts_anew(batches: list[Batch], tmp_path: Path) -> None:
     model = opened("olmoe", tmp_path / "model")
     FORWARD[1](model, batches=batches[:1], out=tmp_path / "out", fingerprint={}, budget=0)
     found = FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
-    assert_equal(found, resident(FORWARD[0], "olmoe", batches, tmp_path / "resident"))
+    assert_equal(found, resident(FORWARD[0], "olmoe", batches))
 
 
 def test_only_one_layer_is_there_at_a_time(
@@ -119,14 +116,14 @@ def test_only_one_layer_is_there_at_a_time(
     model = opened("olmoe", tmp_path / "model")
     most = 0
 
-    def counting(self: Any, index: int, state: Any) -> torch.Tensor:
+    def counting(*given: Any) -> torch.Tensor:
         nonlocal most
         there = [number for number, layer in enumerate(model.layers) if not next(layer.parameters()).is_meta]
         most = max(most, len(there))
-        return read(self, index, state)
+        return read(*given)
 
-    read = streaming._Read.__call__
-    monkeypatch.setattr(streaming._Read, "__call__", counting)
+    read = streaming.LayerPass.read
+    monkeypatch.setattr(streaming.LayerPass, "read", counting)
     FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
     assert most == 1
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics.gradients import gather_weight_gradients
+from moe_lab.statistics.gradients import WeightGradientTap, gather_gradients
 
 
 def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
@@ -41,12 +41,9 @@ def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[i
 def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
     data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
-    done: list[tuple[int, int]] = []
     model = naive_gradients.model(name)
-    found = gather_weight_gradients(model, data, fingerprint={"a": 1}, progress=lambda *given: done.append(given))
-    assert done == [(1, 2), (2, 2)]
+    found = gather_gradients(model, WeightGradientTap, data, fingerprint={"a": 1})
     assert found.header["kind"] == "weight_gradients"
-    assert found.header["rows"] == [[0, 4]]
     assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
     expected = by_hand(tiny.build(name, dtype=torch.float64), data)
     for layer, sums in expected.items():
@@ -59,7 +56,7 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
 def test_an_expert_without_tokens_has_no_gradient() -> None:
     ids = tiny.tokens(rows=1, length=3)
     model = naive.model("olmoe")
-    found = gather_weight_gradients(model, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
+    found = gather_gradients(model, WeightGradientTap, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
     for named in found.layers.values():
         assert (named["snip_down"].amax(1) == 0).any()
         assert (named["snip_down"].amin(1) > 0).any()
@@ -67,25 +64,17 @@ def test_an_expert_without_tokens_has_no_gradient() -> None:
 
 def test_half_precision_gradients_add_up_in_fp32() -> None:
     data = [naive.batch()] * 3
-    half = gather_weight_gradients(tiny.build("olmoe", dtype=torch.bfloat16), data, fingerprint={})
-    full = gather_weight_gradients(naive.model("olmoe"), data, fingerprint={})
+    half = gather_gradients(tiny.build("olmoe", dtype=torch.bfloat16), WeightGradientTap, data, fingerprint={})
+    full = gather_gradients(naive.model("olmoe"), WeightGradientTap, data, fingerprint={})
     for layer, named in full.layers.items():
         assert abs(float(half.layers[layer]["snip_down"].sum() / named["snip_down"].sum()) - 1) < 0.1
 
 
-def test_parts_of_a_set_are_not_merged() -> None:
-    ids, valid = naive.batch()
-    model = naive.model("olmoe")
-    one, two = (gather_weight_gradients(model, [(ids[at], valid[at])], fingerprint={}) for at in ([0], [1]))
-    with pytest.raises(UserError, match="kind weight_gradients cannot be merged"):
-        one.merge(two)
-
-
 def test_bad_input_is_refused() -> None:
     with pytest.raises(UserError, match="no batches"):
-        gather_weight_gradients(naive.model("olmoe"), [], fingerprint={})
+        gather_gradients(naive.model("olmoe"), WeightGradientTap, [], fingerprint={})
     model = tiny.build("olmoe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
-    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: snip_\w+ of all batches"):
-        gather_weight_gradients(model, [naive.batch()], fingerprint={})
+    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: snip_\w+ of batches 1 to 1"):
+        gather_gradients(model, WeightGradientTap, [naive.batch()], fingerprint={})

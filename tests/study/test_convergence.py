@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from moe_lab import criteria
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import plain
-from moe_lab.statistics.file import read
+from moe_lab.statistics.sums import read
 from moe_lab.study import steps
 from moe_lab.study.step import Job
 from moe_lab.study.steps import convergence

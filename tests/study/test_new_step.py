@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from moe_lab.statistics.file import read
+from moe_lab.statistics.sums import read
 
 ROOT = Path(__file__).parents[2]
 CRITERION = """

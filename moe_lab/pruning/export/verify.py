@@ -76,9 +76,7 @@ def _layer(
     """What is compared of one decoder layer, and what it gives in the masked model."""
     masked, pruned = models
     with ExitStack() as stack:
-        _align(*(stack.enter_context(model.layer(number)) for model in models))
-        for model in models:
-            model.prefetch(number + 1)
+        _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in models))
         if number not in masked.moe:
             first, second = (model.through(number, ids, valid, state) for model in models)
             return [("outputs", first, second)], first

@@ -145,7 +145,7 @@ def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
 def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float64]]]]:
     """Valid tokens, and the criterion's scores after them, of each snapshot and of the whole."""
     from moe_lab import criteria
-    from moe_lab.statistics.file import by_layer, read
+    from moe_lab.statistics.sums import by_layer, read
 
     settings, layers = job.settings["convergence"], facts(job)["layers"]
     [role] = [role for role in job.inputs if role in PASSES]
@@ -167,8 +167,7 @@ def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:
 
     Snapshots without the sum `needed`, as an older moe_lab kept none of channels, count as none.
     """
-    from moe_lab.statistics.file import read
-    from moe_lab.statistics.sums import load_snapshots
+    from moe_lab.statistics.sums import load_snapshots, read
 
     count = job.settings["convergence"]["snapshots"]
     snapshots = load_snapshots(Path(job.inputs[role]), count)

@@ -14,9 +14,6 @@ from moe_lab.study.steps.builder import evidence_of
 from moe_lab.study.steps.inputs import model_and_tokenizer, rows
 from moe_lab.study.steps.kind import KINDS
 
-GROUP = 8
-"""Batches between two checkpoints of a pass over a text."""
-
 
 def check_engine(cell: Cell) -> None:
     """UserError when one decoder layer in memory at a time is not enough: what runs the rest of the model anew for
@@ -46,42 +43,40 @@ class Resident:
         self.model, tokenizer = model_and_tokenizer(job)
         self.text = rows(job, tokenizer)
 
-    def read(self, *arguments: Any, **settings: Any) -> Any:
-        """`statistics.gather.read_all`: (model, tap, batches, kind=, fingerprint=, out=) -> sums."""
-        from moe_lab.statistics.observe import read_all
-
-        return read_all(*arguments, groups=GROUP, **settings)
-
-    def forward(self, tap: type, kind: str) -> Any:
+    def read(self, tap: type) -> Any:
         """What `tap` sums in a forward pass."""
-        return self.read(self.model, tap, self.text, kind=kind, fingerprint=self.job.settings, out=self.out)
+        from moe_lab.statistics.observe import gather
+
+        return gather(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings)
 
     def statistics(self, snapshots: int) -> Any:
         """All sums of a forward pass, and of so many parts of it in files of their own."""
-        from moe_lab.statistics.forward import gather
+        from moe_lab.statistics.forward import ForwardTap
+        from moe_lab.statistics.observe import gather
 
-        return self._with_snapshots(gather, snapshots)
+        return self._with_snapshots(gather, ForwardTap, snapshots)
 
     def gradients(self, snapshots: int) -> Any:
         """The same of a forward and a backward pass."""
-        from moe_lab.statistics.gradients import gather_gradients
+        from moe_lab.statistics.gradients import GradientTap, gather_gradients
 
-        return self._with_snapshots(gather_gradients, snapshots, checkpointing=self.job.text.checkpointing)
+        checkpointing = self.job.text.checkpointing
+        return self._with_snapshots(gather_gradients, GradientTap, snapshots, checkpointing=checkpointing)
 
-    def _with_snapshots(self, gather: Callable[..., Any], parts: int, **settings: bool) -> Any:
+    def _with_snapshots(self, gather: Callable[..., Any], tap: type, parts: int, **settings: bool) -> Any:
         from moe_lab.statistics.sums import Snapshots
 
         snapshots = Snapshots(self.out, self.text, parts)
-        common = {"out": self.out, "fingerprint": self.job.settings, "groups": GROUP, "snapshots": snapshots}
-        sums = gather(self.model, self.text, **common, **settings)
+        common = {"out": self.out, "fingerprint": self.job.settings, "snapshots": snapshots}
+        sums = gather(self.model, tap, self.text, **common, **settings)
         snapshots.publish(Path(self.job.scratch))
         return sums
 
     def weight_gradients(self) -> Any:
         """Sums of a forward and a backward pass with the gradients of weights."""
-        from moe_lab.statistics.gradients import gather_weight_gradients
+        from moe_lab.statistics.gradients import WeightGradientTap, gather_gradients
 
-        return gather_weight_gradients(self.model, self.text, fingerprint=self.job.settings)
+        return gather_gradients(self.model, WeightGradientTap, self.text, fingerprint=self.job.settings)
 
     def routing(self, plan: Any) -> Any:
         """Where the tokens go under a plan."""
@@ -102,35 +97,30 @@ class Streamed:
         """Bytes of hidden states that are kept in memory."""
         self.text = rows(job, tokenizer)
 
-    def read(self, *arguments: Any, **settings: Any) -> Any:
-        """`statistics.streaming.stream`: as `Resident.read`."""
+    def read(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream
 
-        return stream(*arguments, budget=self.budget, **settings)
-
-    def forward(self, tap: type, kind: str) -> Any:
-        return self.read(self.model, tap, self.text, kind=kind, fingerprint=self.job.settings, out=self.out)
+        return stream(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings, budget=self.budget)
 
     def statistics(self, snapshots: int) -> Any:
         from moe_lab.statistics.forward import ForwardTap
 
-        return self.forward(ForwardTap, "forward")
+        return self.read(ForwardTap)
 
     def gradients(self, snapshots: int) -> Any:
         from moe_lab.statistics.gradients import GradientTap
 
-        return self._backward(GradientTap, "gradients")
+        return self._backward(GradientTap)
 
     def weight_gradients(self) -> Any:
         from moe_lab.statistics.gradients import WeightGradientTap
 
-        return self._backward(WeightGradientTap, "weight_gradients")
+        return self._backward(WeightGradientTap)
 
-    def _backward(self, tap: type, kind: str) -> Any:
+    def _backward(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream_back
 
-        about = self.job.settings
-        return stream_back(self.model, tap, self.text, kind=kind, fingerprint=about, out=self.out, budget=self.budget)
+        return stream_back(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings, budget=self.budget)
 
     def routing(self, plan: Any) -> Any:
         from moe_lab.pruning.flops import layered_routing

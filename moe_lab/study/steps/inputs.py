@@ -69,14 +69,14 @@ def facts(job: Job) -> dict[str, Any]:
 
 def sums(job: Job) -> dict[str, dict[int, dict[str, Any]]]:
     """All sums the job was given: the step's role -> layer -> arrays by name."""
-    from moe_lab.statistics.file import read
+    from moe_lab.statistics.sums import read
 
     return {role: read(job.input(role, STATISTICS)) for role in sorted(set(job.inputs) - set(NO_SUMS))}
 
 
 def evidence(job: Job) -> dict[int, dict[str, Any]]:
     """Layer -> the arrays of all sums the job was given, by name."""
-    from moe_lab.statistics.file import by_layer
+    from moe_lab.statistics.sums import by_layer
 
     return by_layer(sums(job).values())
 

@@ -13,7 +13,7 @@ from moe_lab.json_files import write_json
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.engine import GROUP, engine
+from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.inputs import STATISTICS, model_and_tokenizer, rows, write_table
 from moe_lab.study.steps.kind import Kind, Packing, Reads, always
 from moe_lab.study.steps.memory import expert_gradients
@@ -131,7 +131,7 @@ def damage(job: Job) -> None:
     """The exact damage of removing each expert alone, in a forward pass with one expert more per token."""
     from moe_lab.statistics.damage import DamageTap
 
-    engine(job).forward(DamageTap, "damage").save(job.output(STATISTICS))
+    engine(job).read(DamageTap).save(job.output(STATISTICS))
 
 
 DAMAGE = Kind(
@@ -141,10 +141,7 @@ DAMAGE = Kind(
 
 def ablation(job: Job) -> None:
     """What the loss gains when each expert alone is silent: a pass per expert from its layer on."""
-    from moe_lab.search.ablation import ablate
-
-    network, tokenizer = model_and_tokenizer(job)
-    sums = ablate(network, rows(job, tokenizer), fingerprint=job.settings, out=Path(job.partial))
+    sums = _loss_rises(job, "ablation")
     sums.save(job.output(STATISTICS))
     write_table(job.output("ablation.parquet"), results.ABLATIONS, tables.ablations(sums.layers))
 
@@ -154,12 +151,14 @@ ABLATION = Kind(name="ablation", work=ablation, step=of_text("ablation"), reads=
 
 def scaling(job: Job) -> None:
     """What the loss gains when the routed output of each layer alone is scaled: a pass per layer from it on."""
-    from moe_lab.search.ablation import scale_layers
+    _loss_rises(job, "scaling").save(job.output(STATISTICS))
+
+
+def _loss_rises(job: Job, kind: str) -> Any:
+    from moe_lab.search.ablation import loss_rises
 
     network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer)
-    sums = scale_layers(network, text, fingerprint=job.settings, out=Path(job.partial), groups=GROUP)
-    sums.save(job.output(STATISTICS))
+    return loss_rises(network, kind, rows(job, tokenizer), fingerprint=job.settings, out=Path(job.partial))
 
 
 SCALING = Kind(name="scaling", work=scaling, step=of_text("scaling"), reads=Reads.MODEL, reads_text=True)

@@ -242,16 +242,12 @@ def reconstruction(job: Job) -> None:
     from moe_lab.pruning.plan import Plan, router_limits
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-    model, settings, passes = facts(job), job.settings["allocation"], engine(job)
+    model, settings = facts(job), job.settings["allocation"]
     best = reconstruct(
-        passes.model,
-        passes.text,
+        engine(job).read,
         facts=model,
         ratio=allocation.routed_ratio(settings["ratio"], settings["ratio_basis"], model),
         multiple_of=settings["multiple_of"],
-        fingerprint=job.settings,
-        out=Path(job.partial),
-        read=passes.read,
         **settings["parameters"],
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
