@@ -62,7 +62,7 @@ def main() -> None:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import addable, ask, register
+    from moe_lab.compose import addable, ask, compose_plain, register
     from moe_lab.errors import UserError
 
     try:
@@ -86,7 +86,11 @@ def main() -> None:
                 sys.exit(1)
 
     with _sentences():
-        hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(study)()
+        with hydra.initialize_config_dir(str(conf()), job_name="moe_lab", version_base="1.3"):
+            if (config := compose_plain(sys.argv[1:])) is not None:
+                study(config)
+        if config is None:
+            hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(study)()
     sys.exit(exit_code)
 
 

@@ -66,6 +66,34 @@ def offer(modules: Sequence[str]) -> None:
                 ConfigStore.instance().store(name=name, node={"name": name}, group=group, provider="moe_lab")
 
 
+PLAIN_RUN: dict[str, object] = {
+    "mode": None,
+    "output_subdir": None,
+    "run.dir": ".",
+    "callbacks": {},
+    "verbose": False,
+    "job.chdir": None,
+    "job.env_set": {},
+    "job_logging.root": None,
+    "hydra_logging.root": None,
+}
+"""Settings of Hydra with which it does nothing for a run but compose its configuration: those of conf/config.yaml."""
+
+
+def compose_plain(words: Sequence[str]) -> DictConfig | None:
+    """The configuration of the command line `words`; None where Hydra has more to do, as by -m, --cfg or hydra.run.dir.
+
+    `hydra.main` composes everything twice, the first time to find hydra.mode: a fifth of a start.
+    """
+    if any(word.startswith("-") or "hydra" in word for word in words):
+        return None
+    config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
+    if any(OmegaConf.select(config.hydra, key) != value for key, value in PLAIN_RUN.items()):  # set by a file
+        return None
+    HydraConfig.instance().set_config(config)
+    return config
+
+
 Choice = tuple[str, str]
 """Group, and the name of a file in it."""
 

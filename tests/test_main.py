@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 from budgets import of_children, within
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 
+from moe_lab.__main__ import main
+from moe_lab.compose import compose_plain, register
+from moe_lab.paths import conf
 from tests.campaign.commands import NEAREST as MISTAKES
 
 LIMIT = 1.5
@@ -81,3 +86,25 @@ def test_a_sweep_is_a_configuration_in_a_folder_of_yours(tmp_path: Path) -> None
     done = moe_lab(*where, "dry_run=true", store=tmp_path / "store")
     assert done.returncode == 2 and "this cannot start yet" in done.stderr, "it is not allowed to ask a judge"
     assert done.stderr.startswith("evoesap_table7: 9 cells") and "GPU-hours" in done.stderr
+
+
+def test_a_start_composes_its_configuration_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded: list[str] = []
+    load = ConfigStore.load
+    monkeypatch.setattr(
+        ConfigStore, "load", lambda store, config_path: (loaded.append(config_path), load(store, config_path))[1]
+    )
+    monkeypatch.setattr(sys, "argv", ["moe_lab", "seed=-1", f"store={tmp_path / 'store'}"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # which main sets
+    with pytest.raises(SystemExit):
+        main()
+    assert loaded.count("schema.yaml") == 1
+
+
+@pytest.mark.parametrize("setting", [{"mode": "MULTIRUN"}, {"output_subdir": ".hydra"}, {"job": {"chdir": True}}])
+def test_a_file_may_ask_hydra_for_more_than_a_configuration(setting: dict[str, object]) -> None:
+    register()
+    ConfigStore.instance().store("more", {"hydra": setting}, group="experiment", package="_global_")
+    with initialize_config_dir(str(conf()), version_base="1.3"):
+        assert compose_plain(["seed=1"]) is not None
+        assert compose_plain(["+experiment=more"]) is None
