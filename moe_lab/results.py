@@ -1,13 +1,22 @@
-"""What an evaluation leaves in its folder, `result.json` and `samples.parquet`: the schema that the analysis reads."""
+"""What steps leave for the analysis: `result.json` and `samples.parquet` of evaluations, studies, columns of tables."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, NotRequired, TypedDict
 
 from moe_lab.json_files import Number
 
 ID_DIGITS = 6
 """Digits of the id of a model's step that are shown with its name where another model has the same name."""
+
+
+def with_id(name: str, step_id: str) -> str:
+    """The name of a model with the start of its step's id, which tells it from others of this name."""
+    # experts for each token and the protocol of the benchmarks stand at the end of a name, and stay there
+    return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
+
+
 SCHEMA = 1
 """Version of both files; a reader refuses a higher one."""
 
@@ -80,7 +89,34 @@ STUDY_SHAPE = {
 """studies/NAME.json of a store, as `json_files.fits` has it: the cells of a study, and where their results are."""
 
 
-# Columns of the small tables that steps leave beside their large arrays, for figures.
+# Columns of the tables that steps leave, most of them beside their large arrays, for figures.
+COVERAGE = ("layer", "expert", "tokens")
+"""coverage.parquet of a pass over a text: the tokens that the router sent to each expert."""
+SCORES = ("layer", "expert", "score")
+"""scores.parquet of a criterion; higher means keep."""
+FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
+"""family.parquet: every S(b, alpha, beta)."""
+CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
+"""convergence.parquet: scores of experts from the first `tokens` of a calibration set."""
+CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
+"""convergence.parquet of channels: tokens read, and those of the whole set; channels of the layer; the share of them
+that is kept; the part of those kept in the end that is kept after `tokens`."""
+PROFILES = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
+"""profile.parquet:
+variance         of the residual stream after the layer over tokens, the mean over its coordinates
+router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over tokens
+gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
+load_entropy     of the shares of tokens that experts are given
+experts          that the router chooses from, or 0
+output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m the routed output, m'
+                 that of the pruned layer on the same input, y the residual stream after the unpruned layer
+
+Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also without a plan."""
+TIMINGS = ("batch_size", "prompt_length", "new_tokens", "repeat", "prefill_seconds", "decode_seconds", "working_bytes")
+"""timing.parquet, a row a request:
+prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of each
+decode_seconds    for new_tokens further tokens of each, one after the other
+working_bytes     of memory beyond the weights at the largest moment of a request; NaN where the system does not tell"""
 EXPERTS = (
     "layer",
     "expert",

@@ -42,7 +42,7 @@ def evaluations(
                 reader.step(None, f"{kind} of {words}", errors[kind])
         for task, name in (entry.get("evaluate") or {}).items():
             folder = reader.step(name, f"{task} of {words}", errors.get(task))
-            result = reader.json(folder, "result.json") if folder else None
+            result = reader.json(folder, "result.json")
             if folder is None or result is None:
                 continue
             reported = result.get("results")

@@ -12,18 +12,11 @@ import numpy as np
 import pandas as pd
 
 from analysis.load.reader import OLDER, Reader, records, stacked, step_kind, steps_behind
+from moe_lab import results
 from moe_lab.results import ABLATIONS, BUDGETS, CONCENTRATION, ENTROPIES, EXPERTS, GRADIENTS, LOSSES, WEIGHTS
 
 Reports = Mapping[str, Mapping[str, Any]]
 """"calibration@model" -> the report of the calibration pass."""
-COVERAGE = ("layer", "expert", "tokens")
-"""Columns of coverage.parquet: the tokens that the router sent to each expert."""
-FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
-DAMAGE = ("layer", "expert", "score")
-CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
-CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
-"""Columns of convergence.parquet of channels: tokens read, and all tokens; channels of the layer; the share of them
-that is kept; the part of those kept in the end that is kept after `tokens`."""
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
@@ -68,28 +61,28 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
         folder = reader.folder(row["statistics_folder"])
         if folder is None:
             continue
-        table = reader.table(folder, "coverage.parquet", COVERAGE)
-        if table is not None:
-            frames.append(table.to_pandas().assign(model=row["model"], calibration=row["calibration"]))
+        frame = reader.frame(folder, "coverage.parquet", results.COVERAGE)
+        if frame is not None:
+            frames.append(frame.assign(model=row["model"], calibration=row["calibration"]))
         report = reader.json(folder, "calibration.json")
         if report is not None:
             reports[f"{row['calibration']}@{row['model']}"] = report
-    return stacked(frames, [*COVERAGE, "model", "calibration"]), reports
+    return stacked(frames, [*results.COVERAGE, "model", "calibration"]), reports
 
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """model, calibration and FAMILY: every S(b, alpha, beta)."""
-    return _per_calibration(document.get("families"), "family.parquet", FAMILY, cells, reader)
+    return _per_calibration(document.get("families"), "family.parquet", results.FAMILY, cells, reader)
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """model, calibration and DAMAGE: the exact damage of removing one expert."""
-    return _per_calibration(document.get("damages"), "scores.parquet", DAMAGE, cells, reader)
+    """model, calibration and SCORES: the exact damage of removing one expert."""
+    return _per_calibration(document.get("damages"), "scores.parquet", results.SCORES, cells, reader)
 
 
 def convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """model, calibration and CONVERGENCE: scores from parts of the calibration sets."""
-    return _per_calibration(document.get("convergences"), "convergence.parquet", CONVERGENCE, cells, reader)
+    return _per_calibration(document.get("convergences"), "convergence.parquet", results.CONVERGENCE, cells, reader)
 
 
 def channel_convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -99,10 +92,10 @@ def channel_convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader
         criterion, _, calibration_and_model = key.partition("@")
         by_criterion.setdefault(criterion, {})[calibration_and_model] = step
     frames = [
-        _per_calibration(steps, "convergence.parquet", CHANNEL_CONVERGENCE, cells, reader)
+        _per_calibration(steps, "convergence.parquet", results.CHANNEL_CONVERGENCE, cells, reader)
         for steps in by_criterion.values()
     ]
-    return stacked(frames, [*CHANNEL_CONVERGENCE, "model", "calibration"])
+    return stacked(frames, [*results.CHANNEL_CONVERGENCE, "model", "calibration"])
 
 
 def _per_calibration(
@@ -112,9 +105,9 @@ def _per_calibration(
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(steps, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
-        table = reader.table(folder, file, columns) if folder else None
-        if table is not None:
-            frames.append(table.to_pandas().assign(model=model, calibration=calibration))
+        frame = reader.frame(folder, file, columns)
+        if frame is not None:
+            frames.append(frame.assign(model=model, calibration=calibration))
     return stacked(frames, [*columns, "model", "calibration"])
 
 
@@ -142,15 +135,10 @@ def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None 
     if folder is None:
         return None
     arrays, columns = TABLES[file]
-    where = str(folder.relative_to(reader.root))
     if (folder / file).is_file():
-        required = [column for column in columns if column != ROOTS]
-        table = reader.table(folder, file, required, optional=(ROOTS,))
-        if table is not None and ROOTS in columns and ROOTS not in table.column_names:
-            reader.gap(f"{file} lacks {ROOTS}, {OLDER}", where)
-        return None if table is None else table.to_pandas()
+        return reader.frame(folder, file, columns, newer=ROOTS)
     if ((arrays_in or folder) / arrays).is_file():
-        reader.gap(f"{file} is missing, {OLDER}", where)
+        reader.gap(f"{file} is missing, {OLDER}", str(folder.relative_to(reader.root)))
     return None
 
 
@@ -209,10 +197,9 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         own = cells[cells["model"] == model]
         weights = _behind(own, "weights", reader)
         gradients = _behind(own[own["calibration"] == calibration], "gradients", reader)
-        roots = sums[ROOTS] if ROOTS in sums else pd.Series(np.nan, sums.index)
         by_statistic = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(statistic="weight"),
-            _moments(sums, roots, sums["channel_square"] / _seen(sums), sums["channels"]).assign(
+            _moments(sums, sums[ROOTS], sums["channel_square"] / _seen(sums), sums["channels"]).assign(
                 statistic="activation"
             ),
             _moments(

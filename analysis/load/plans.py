@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import OLDER, Reader, stacked
+from analysis.load.reader import Reader, stacked
+from moe_lab.results import PROFILES, TIMINGS
 
 COSTS = (
     "parameters",
@@ -33,48 +34,8 @@ FIRST_ORDER = "ala1"
 HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
 """Columns of history.parquet."""
 
-PROFILE = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts")
-"""Columns of profile.parquet: the layer; variance of the residual stream after it over tokens, the mean over its
-coordinates; entropies in nats of the router's softmax, of the chosen experts' gates and of the experts' loads; and the
-experts the router chooses from. NaN where a layer has no router."""
-OUTPUT_LOSS = "output_loss"
-"""A column that profile.parquet of an older moe_lab lacks: what pruning this layer alone takes from its routed output,
-relative to the residual stream; NaN for the unpruned model."""
-
-TIMING = (
-    "batch_size",
-    "prompt_length",
-    "new_tokens",
-    "repeat",
-    "prefill_seconds",
-    "decode_seconds",
-    "working_bytes",
-)
-"""Columns of timing.parquet, a row a request: its prompts, and tokens of each; the seconds to the first new token and
-from there to the last; bytes beyond the weights at the largest moment, NaN where the system does not tell."""
-
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
 """What timing.json says of all requests of a model."""
-
-SEARCHES = (
-    "layers",
-    "budget",
-    "fitness",
-    "samples",
-    "population",
-    "generations",
-    "best",
-    "best_fitness",
-    "uniform",
-    "uniform_fitness",
-    "candidates",
-    "forwards",
-    "full",
-    "screening",
-    "per_candidate",
-    "seconds",
-)
-"""What `searches` says of a search besides its cell."""
 
 
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -103,28 +64,16 @@ def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What a pass through every pruned model looks like, layer by layer: cell, PROFILE and OUTPUT_LOSS."""
-    frames = {}
-    for cell, name in cells["profile_folder"].dropna().items():
-        folder = reader.folder(str(name))
-        table = reader.table(folder, "profile.parquet", PROFILE, (OUTPUT_LOSS,)) if folder else None
-        if table is None:
-            continue
-        if OUTPUT_LOSS not in table.column_names:
-            reader.gap(f"profile.parquet lacks {OUTPUT_LOSS}, {OLDER}", str(name))
-        frames[int(str(cell))] = table.to_pandas().reindex(columns=[*PROFILE, OUTPUT_LOSS])
-    return _by_cell(frames, (*PROFILE, OUTPUT_LOSS))
+    """What a pass through every pruned model looks like, layer by layer: cell and PROFILES."""
+    return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader, newer="output_loss")
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """How long requests of every model took: cell, TIMING and CONDITIONS."""
-    frames = {}
-    for cell, about in _documents(cells, "timing_folder", "timing.json", reader).items():
-        folder = reader.folder(str(cells.loc[cell, "timing_folder"]))
-        table = reader.table(folder, "timing.parquet", TIMING) if folder else None
-        if table is not None:
-            frames[cell] = table.to_pandas().assign(**{name: about.get(name) for name in CONDITIONS})
-    return _by_cell(frames, (*TIMING, *CONDITIONS))
+    """How long requests of every model took: cell, TIMINGS and CONDITIONS."""
+    requests = _tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
+    documents = _documents(cells, "timing_folder", "timing.json", reader)
+    rows = [{"cell": cell, **{name: about.get(name) for name in CONDITIONS}} for cell, about in documents.items()]
+    return requests.merge(pd.DataFrame(rows, columns=["cell", *CONDITIONS]), on="cell")
 
 
 def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -156,17 +105,11 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Every schedule that searches made: cell and HISTORY. Schedules are arrays of experts removed, in the order of
     `layers` in `searches`; `fitness` is NaN for one that was never evaluated, higher is better."""
-    frames = {}
-    for cell, name in _searched(cells).items():
-        folder = reader.folder(name)
-        table = reader.table(folder, "history.parquet", HISTORY) if folder else None
-        if table is not None:
-            frames[cell] = table.to_pandas()
-    return _by_cell(frames, HISTORY)
+    return _tables(_searched(cells), "history.parquet", HISTORY, reader)
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """One row per cell whose allocation was searched for: cell and SEARCHES.
+    """One row per cell whose allocation was searched for, with its cell and:
 
     layers            decoder layers, tuple; `best` and `uniform` are removed experts in their order, tuples
     budget            experts removed in all
@@ -181,16 +124,17 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     rows = []
     for cell, name in _searched(cells).items():
         folder = reader.folder(name)
-        document = reader.json(folder, "search.json") if folder else None
+        document = reader.json(folder, "search.json")
         if document is not None:
             rows.append({"cell": cell, **_search(document), "samples": _samples(folder, reader)})
-    return pd.DataFrame(rows, columns=["cell", *SEARCHES])
+    return pd.DataFrame(rows, columns=["cell", *_search({}), "samples"])
 
 
 def _samples(folder: Path | None, reader: Reader) -> float:
     """Rows of the text a step read; NaN where its identity is not written down."""
-    recorded = folder is not None and (folder / "step.json").is_file()
-    settings = (reader.json(folder, "step.json") or {}).get("settings", {}) if folder and recorded else {}
+    if folder is None or not (folder / "step.json").is_file():
+        return np.nan
+    settings = (reader.json(folder, "step.json") or {}).get("settings", {})
     return float(settings.get("text", {}).get("rows", np.nan))
 
 
@@ -215,11 +159,20 @@ def _search(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _searched(cells: pd.DataFrame) -> dict[int, str]:
+def _searched(cells: pd.DataFrame) -> pd.Series:
     """Cell -> the folder of its search."""
-    names = cells["plan_folder"].dropna()
-    folders = {int(str(cell)): str(name) for cell, name in names.items()}
-    return {cell: name for cell, name in folders.items() if name.startswith("search/")}
+    folders = cells["plan_folder"].dropna().astype(str)
+    return folders[folders.str.startswith("search/")]
+
+
+def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader, newer: str = "") -> pd.DataFrame:
+    """cell and these columns of a table in the folder of each cell."""
+    frames = {}
+    for cell, name in folders.items():
+        frame = reader.frame(reader.folder(str(name)), file, columns, newer)
+        if frame is not None:
+            frames[int(str(cell))] = frame
+    return _by_cell(frames, columns)
 
 
 def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> dict[int, dict[str, Any]]:
@@ -228,8 +181,7 @@ def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> d
     documents = {}
     for cell, name in cells[column].dropna().items():
         if name not in by_folder:
-            folder = reader.folder(name)
-            by_folder[name] = reader.json(folder, file) if folder else None
+            by_folder[name] = reader.json(reader.folder(name), file)
         document = by_folder[name]
         if document is not None:
             documents[int(str(cell))] = document

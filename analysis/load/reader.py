@@ -73,20 +73,20 @@ class Reader:
             self._by_id[kind.name] = {child.name[-ID:]: child for child in children}
         return self._by_id[kind.name].get(path.name[-ID:])
 
-    def json(self, folder: Path, file: str) -> dict[str, Any] | None:
-        """A JSON document, or None with a gap."""
+    def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
+        """A JSON document, or None with a gap; None for no folder, which has its gap already."""
+        if folder is None:
+            return None
         try:
             document = json.loads(self._bytes(folder, file))
+            if isinstance(document, dict):
+                return document
+            self._unreadable(f"{file} is damaged", folder)
         except FileNotFoundError:
             self._unreadable(f"{file} is missing", folder)
-            return None
         except (OSError, ValueError):
             self._unreadable(f"{file} is damaged", folder)
-            return None
-        if not isinstance(document, dict):
-            self._unreadable(f"{file} is damaged", folder)
-            return None
-        return document
+        return None
 
     def table(self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table | None:
         """Columns of a Parquet file, or None with a gap; of the optional ones those that it has."""
@@ -104,6 +104,22 @@ class Reader:
             self._unreadable(f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder)
             return None
         return table
+
+    def frame(self, folder: Path | None, file: str, columns: Sequence[str], newer: str = "") -> pd.DataFrame | None:
+        """Columns of a Parquet file as a data frame, or None with a gap; None for no folder.
+
+        newer: one of them that an older moe_lab did not write; without it there is a gap, and it is NaN.
+        """
+        if folder is None:
+            return None
+        required, optional = ([name for name in columns if (name == newer) == wanted] for wanted in (False, True))
+        table = self.table(folder, file, required, optional)
+        if table is None:
+            return None
+        if not set(optional) <= set(table.column_names):
+            self._unreadable(f"{file} lacks {newer}, {OLDER}", folder)
+        frame: pd.DataFrame = table.to_pandas()
+        return frame.reindex(columns=list(columns))
 
     def _bytes(self, folder: Path, file: str) -> bytes:
         """The content of a file. ValueError if it is not what its step published, as far as a manifest says so."""

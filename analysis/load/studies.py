@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.load.reader import SCHEMA
+from analysis.load.reader import ID, SCHEMA
 from moe_lab.errors import UserError, unknown
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.results import ID_DIGITS, STUDY_SHAPE
+from moe_lab.results import ID_DIGITS, STUDY_SHAPE, with_id
 
 EVERY = "all"
 """Stands for every study of a store, unless one is called so."""
 
 _BY_NAME = ("evaluate", "errors")
-_PER_CALIBRATION = ("families", "damages", "convergences")
+_MODEL_IN_KEY = {"families": 1, "damages": 1, "convergences": 1, "channel_convergences": 2}
+"""Steps of a record by "calibration@model@gate@seed" or "criterion@calibration@model@gate@seed" -> which of these words
+is the model."""
 
 
 def studies(store: Path) -> list[str]:
@@ -49,7 +51,10 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
 
     A cell that several have counts once, with the benchmarks of all of them.
     """
-    by_name = {name: _with_suites(record) for name, record in _told_apart({n: _read(store, n) for n in names}).items()}
+    by_name = {
+        name: _with_suites(record)
+        for name, record in _with_distinct_models({n: _read(store, n) for n in names}).items()
+    }
     records = list(by_name.values())
     if len(records) == 1:
         return records[0]
@@ -58,7 +63,7 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
         "study": "+".join(by_name),
         "config": {name: record.get("config") for name, record in by_name.items()},
         "cells": _joined_cells(records),
-        **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _PER_CALIBRATION},
+        **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _MODEL_IN_KEY},
     }
 
 
@@ -79,39 +84,44 @@ def _read(store: Path, name: str) -> dict[str, Any]:
     return record
 
 
-def _told_apart(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The records with models of one name that are not the same called by it and the start of their ids, whether one
+def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The records in which models of one name that are not the same have the start of their ids in it, whether one
     study has several of them or each has its own."""
     ids: dict[str, set[str]] = {}
-    for entry in (entry for record in records.values() for entry in record["cells"]):
-        name, own = _name_and_id(entry)
-        ids.setdefault(name, set()).update({own} - {""})
-    return {study: _renamed(record, ids) for study, record in records.items()}
+    for record in records.values():
+        for entry in record["cells"]:
+            name, own_id = _name_and_id(entry)
+            ids.setdefault(name, set()).update({own_id} - {""})
+    ambiguous = {name for name, own_ids in ids.items() if len(own_ids) > 1}
+    return {study: _renamed(record, ambiguous) for study, record in records.items()}
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """What the model of a cell is called without its id, and the start of its id; "" where its step is not there."""
+    """The name of a cell's model without its id, and the start of its id; "" where its step is not there."""
     name, folder = str(entry["cell"].get("model")), entry.get("model")
-    own = str(folder)[-12:][:ID_DIGITS] if folder else ""
-    return (name.replace(f"-{own}", "", 1) if own else name), own
+    own_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
+    return (name.replace(f"-{own_id}", "", 1) if own_id else name), own_id
 
 
-def _renamed(record: dict[str, Any], ids: Mapping[str, set[str]]) -> dict[str, Any]:
-    """The record with the words for models that `ids`, name -> starts of ids, asks for."""
-    words: dict[str, str] = {}
+def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
+    """The record whose models have their ids in their names where these are ambiguous, and nowhere else."""
+    new_names: dict[str, str] = {}
+    cells = []
     for entry in record["cells"]:
-        name, own = _name_and_id(entry)
-        before, bracket, protocol = name.partition(" (")
-        word = f"{before}-{own}{bracket}{protocol}" if own and len(ids[name]) > 1 else name
-        words[entry["cell"].get("model")] = word
-        entry["cell"] = {**entry["cell"], "model": word} if "model" in entry["cell"] else entry["cell"]
-    for kind in (kind for kind in _PER_CALIBRATION if record.get(kind)):
-        steps = {}
-        for key, step in record[kind].items():
-            calibration, model, *rest = key.split("@")
-            steps["@".join([calibration, words.get(model, model), *rest])] = step
-        record[kind] = steps
-    return record
+        name, own_id = _name_and_id(entry)
+        new_name = with_id(name, own_id) if own_id and name in ambiguous else name
+        if "model" in entry["cell"]:
+            new_names[entry["cell"]["model"]] = new_name
+            entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
+        cells.append(entry)
+    renamed = {**record, "cells": cells}
+    for kind, place in _MODEL_IN_KEY.items():
+        renamed[kind] = {}
+        for key, step in (record.get(kind) or {}).items():
+            words = key.split("@")
+            words[place] = new_names.get(words[place], words[place])
+            renamed[kind]["@".join(words)] = step
+    return renamed
 
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]
     models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model")):
         folder = reader.folder(row["model_folder"]) if row["model_folder"] else None
-        facts = reader.json(folder, "facts.json") if folder else None
+        facts = reader.json(folder, "facts.json")
         if facts is not None:
             models[row["model"]] = facts
     return models

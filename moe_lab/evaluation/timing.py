@@ -15,18 +15,13 @@ import torch
 from moe_lab.config import TimingConfig
 from moe_lab.errors import UserError
 
-COLUMNS = ("batch_size", "prompt_length", "new_tokens", "repeat", "prefill_seconds", "decode_seconds", "working_bytes")
-"""prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of each
-decode_seconds    for new_tokens further tokens of each, one after the other
-working_bytes     of memory beyond the weights at the largest moment of a request; NaN where the system does not tell"""
-
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
-    """Rows of COLUMNS: for every batch size and prompt length `settings.repeats` requests, after `settings.warmup`.
+    """Rows of `results.TIMINGS`: for each batch size and prompt length `settings.repeats` requests, after a warm-up.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Answers are the most likely tokens,
     `settings.new_tokens` of them whatever they are, with a cache of keys and values. UserError for a prompt that leaves

@@ -20,20 +20,9 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import EPSILON
 from moe_lab.statistics.observe import Batch
 
-COLUMNS = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
-"""variance         of the residual stream after the layer over tokens, the mean over its coordinates
-router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over tokens
-gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
-load_entropy     of the shares of tokens that experts are given
-experts          that the router chooses from, or 0
-output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m the routed output, m'
-                 that of the pruned layer on the same input, y the residual stream after the unpruned layer
-
-Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also without a plan."""
-
 
 def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
-    """Rows of COLUMNS, one per decoder layer, of `model` under `plan` (None: unpruned) over the tokens of `batches`.
+    """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned) over `batches`.
 
     One forward pass, and one of the unpruned model for the losses. UserError for no batches, a plan that does not fit,
     and naming the layer where the stream is not finite.
@@ -56,7 +45,7 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
-    """MoE layer -> output_loss (see COLUMNS) of `plan` in that layer alone."""
+    """MoE layer -> output_loss (see `results.PROFILES`) of `plan` in that layer alone."""
     losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
     with torch.no_grad(), ExitStack() as hooks:
         for loss in losses:
@@ -136,7 +125,7 @@ class _Seen:
         self.load[layer.index] = self.load.get(layer.index, 0) + counts
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """COLUMNS of every layer but the last one."""
+        """Columns of every layer but the last one."""
         return [(layer, self._variance(layer), *self._routing(layer)) for layer in sorted(self.sums)]
 
     def _variance(self, layer: int) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig
+from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig
 from moe_lab.grid import Cell, Request
-from moe_lab.results import ID_DIGITS
+from moe_lab.results import ID_DIGITS, with_id
 from moe_lab.study.progress import say
 from moe_lab.study.step import Step
 from moe_lab.study.steps.builder import Builder, reads_text
@@ -131,18 +131,17 @@ def _distinct_names(requests: Sequence[Request], builder: Builder) -> list[Reque
     for name, paths in ambiguous.items():
         which = ", ".join(f"{step_id[:ID_DIGITS]} is {path}" for step_id, path in paths.items())
         say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
-    renamed = {key: _with_id(model, builder) for key, model in models.items() if model.name in ambiguous}
+    renamed = {
+        key: replace(model, name=with_id(model.name, builder.model(model).id))
+        for key, model in models.items()
+        if model.name in ambiguous
+    }
     if not renamed:
         return list(requests)
     return [
         ([replace(cell, model=renamed.get(id(cell.model), cell.model)) for cell in cells], benchmarks)
         for cells, benchmarks in requests
     ]
-
-
-def _with_id(model: ModelConfig, builder: Builder) -> ModelConfig:
-    ending = "" if model.top_k is None else f"_top{model.top_k}"  # which a name has to end in
-    return replace(model, name=f"{model.name.removesuffix(ending)}-{builder.model(model).id[:ID_DIGITS]}{ending}")
 
 
 def build(config: Config, requests: Iterable[Request]) -> Graph:

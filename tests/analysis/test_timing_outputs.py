@@ -12,12 +12,12 @@ from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from synthetic import write_json, write_store
 
 from analysis.__main__ import main
-from analysis.load.plans import TIMING
 from analysis.load.reader import Reader
 from analysis.load.study import load
 from analysis.outputs import timing
 from analysis.registry import Results, make, outputs
 from analysis.render.table import Table
+from moe_lab.results import TIMINGS
 
 MIB = 2**20
 
@@ -29,7 +29,7 @@ def times(size: int, length: int, prefill: list[float], decode: list[float]) -> 
 
 def timed(cell_number: int, rows: list[tuple[Any, ...]], weights: int) -> pd.DataFrame:
     about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25, "weight_bytes": weights * MIB}
-    return pd.DataFrame(rows, columns=list(TIMING)).assign(cell=cell_number, **about)
+    return pd.DataFrame(rows, columns=list(TIMINGS)).assign(cell=cell_number, **about)
 
 
 AXES = [UNPRUNED, *(cell("channel_activation", word) for word in ("coverage aligned 128", "coverage min 64"))]
@@ -136,7 +136,7 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
         entry["timing"] = f"timing/{number}"
         about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25, "weight_bytes": 8 * MIB}
         write_json(root / entry["timing"] / "timing.json", about)
-        rows = pd.DataFrame(times(4, 50, [0.4] * 3, [1.0] * 3), columns=list(TIMING))
+        rows = pd.DataFrame(times(4, 50, [0.4] * 3, [1.0] * 3), columns=list(TIMINGS))
         rows.to_parquet(root / entry["timing"] / "timing.parquet", index=False)
         if entry["plan"]:
             block, least = allocations[entry["cell"]["allocation"]]

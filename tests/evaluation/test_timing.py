@@ -19,9 +19,10 @@ import torch
 from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
-from moe_lab.evaluation.timing import COLUMNS, measure
+from moe_lab.evaluation.timing import measure
 from moe_lab.models.device import device_name
 from moe_lab.models.discover import is_experts
+from moe_lab.results import TIMINGS
 from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
 from moe_lab.study.step import Job, Step, provenance
 from moe_lab.study.steps import costs
@@ -38,7 +39,7 @@ def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPa
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **given: (read.append(given["input_ids"]), forward(**given))[1])
     text = tiny.tokens(rows=1)[0]
-    rows = pd.DataFrame(measure(model, text, ASKED), columns=list(COLUMNS))
+    rows = pd.DataFrame(measure(model, text, ASKED), columns=list(TIMINGS))
     assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [2] * 4
     assert (rows["new_tokens"] == 5).all() and (rows[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
     requests = [read[at : at + 6] for at in range(0, len(read), 6)]
@@ -71,7 +72,7 @@ def test_seconds_and_bytes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatc
     model = Slow()
     monkeypatch.setattr(evaluation_timing, "time", SimpleNamespace(perf_counter=lambda: model.now))
     (row,) = measure(model, torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4], repeats=1))
-    found = dict(zip(COLUMNS, row, strict=True))
+    found = dict(zip(TIMINGS, row, strict=True))
     assert (found["prefill_seconds"], found["decode_seconds"]) == pytest.approx((0.2, 5 * 0.004))
     assert math.isnan(found["working_bytes"]) or found["working_bytes"] == pytest.approx(4 * (8 << 20), rel=0.1)
     with pytest.raises(UserError, match=r"timed\.prompt_lengths=40 with timed.new_tokens=5 makes 46 tokens: the model"):

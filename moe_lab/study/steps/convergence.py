@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lab import criteria, plugins
+from moe_lab import criteria, plugins, results
 from moe_lab.grid import Cell
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
@@ -24,7 +24,6 @@ PASSES = {"statistics": Resident.statistics, "gradients": Resident.gradients}
 """Passes that leave snapshots -> what makes one for them alone."""
 SHARES = tuple(at / 40 for at in range(1, 40))
 """Shares of a layer's channels that are kept: every 2.5 %."""
-CHANNELS = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
 
 
 def _convergence_step(builder: Builder, cell: Cell) -> Step:
@@ -55,7 +54,7 @@ def convergence(job: Job) -> None:
         for layer, values in criteria.score(name, sums, experts=experts, gate=gate).items()
         for expert, value in enumerate(values)
     ]
-    write_table(job.output("convergence.parquet"), ("criterion", "tokens", "layer", "expert", "score"), rows)
+    write_table(job.output("convergence.parquet"), results.CONVERGENCE, rows)
 
 
 CONVERGENCE = Kind(name="convergence", work=convergence, step=_convergence_step, reads=Reads.MODEL)
@@ -95,9 +94,7 @@ def _channel_step(builder: Builder, cell: Cell) -> Step:
 def channel_convergence(job: Job) -> None:
     """Which share of the channels that one criterion keeps in the end it keeps after each part of the calibration set.
 
-    CHANNELS: the criterion; valid tokens read, and those of the whole set; the layer; how many channels it has; the
-    share of them that is kept, those of highest score in the layer; and the share of those kept in the end that are
-    among them. Snapshots are those of `convergence`.
+    Channels of highest score in the layer are kept. Snapshots are those of `convergence`.
     """
     rows = []
     by_layer: dict[int, list[tuple[int, NDArray[np.float64]]]] = {}
@@ -111,7 +108,7 @@ def channel_convergence(job: Job) -> None:
             same = shared(place, places[-1][1])
             about = (name, tokens, places[-1][0], layer, place.size)
             rows += [(*about, kept, one) for kept, one in zip(SHARES, same, strict=True)]
-    write_table(job.output("convergence.parquet"), CHANNELS, rows)
+    write_table(job.output("convergence.parquet"), results.CHANNEL_CONVERGENCE, rows)
 
 
 CHANNEL_CONVERGENCE = Kind(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_lab import criteria
+from moe_lab import criteria, results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.grid import plain
@@ -118,12 +118,11 @@ def _profile_step(pruned: PrunedModel) -> Step:
 
 def profile(job: Job) -> None:
     """How much hidden states differ between tokens after every layer, and how its router decides."""
-    from moe_lab.pruning.profile import COLUMNS
     from moe_lab.pruning.profile import profile as measure
 
     network, tokenizer = model_and_tokenizer(job)
     measured = measure(network, plan_of(job), rows(job, tokenizer))
-    write_table(job.output("profile.parquet"), COLUMNS, measured)
+    write_table(job.output("profile.parquet"), results.PROFILES, measured)
 
 
 PROFILE = Kind(name="profile", work=profile, step=_profile_step, reads=Reads.MODEL)
@@ -178,7 +177,7 @@ def timing(job: Job) -> None:
     in. Unavailable on another device than the step is about."""
     import torch
 
-    from moe_lab.evaluation.timing import COLUMNS, measure
+    from moe_lab.evaluation.timing import measure
     from moe_lab.models.device import device_name
 
     settings = dict(job.settings["timing"])
@@ -191,7 +190,7 @@ def timing(job: Job) -> None:
     conditions = TimingConfig(**{name: value for name, value in settings.items() if name != "threads"})
     load = os.getloadavg()[0]
     measured = measure(model, tokens, conditions)
-    write_table(job.output("timing.parquet"), COLUMNS, measured)
+    write_table(job.output("timing.parquet"), results.TIMINGS, measured)
     write_json(job.output("timing.json"), {"device": device, "load": load, **_about(model)})
 
 

@@ -76,7 +76,7 @@ def statistics(job: Job) -> None:
 
     sums = engine(job).statistics(job.text.snapshots)
     sums.save(job.output(STATISTICS))
-    write_table(job.output("coverage.parquet"), ("layer", "expert", "tokens"), coverage(sums))
+    write_table(job.output("coverage.parquet"), results.COVERAGE, coverage(sums))
     write_table(job.output("experts.parquet"), results.EXPERTS, tables.experts(sums.layers))
     write_table(job.output("layers.parquet"), results.LOSSES, tables.losses(sums.layers))
     write_table(job.output("entropy.parquet"), results.ENTROPIES, tables.entropies(sums.layers))

@@ -42,7 +42,7 @@ def scores(job: Job) -> None:
         write_table(job.output("expert_concentration.parquet"), results.CONCENTRATION, tables.concentration(values))
         return
     table = [(layer, expert, float(value)) for layer, array in values.items() for expert, value in enumerate(array)]
-    write_table(job.output("scores.parquet"), ("layer", "expert", "score"), table)
+    write_table(job.output("scores.parquet"), results.SCORES, table)
 
 
 def score(job: Job, inputs: dict[int, dict[str, Any]], layers: dict[int, dict[str, Any]]) -> dict[int, Any]:
@@ -82,7 +82,7 @@ def family_step(builder: Builder, cell: Cell) -> Step:
 def family(job: Job) -> None:
     """S(b, alpha, beta) of every expert for all 17 combinations that mean something."""
     table = criteria.family(evidence(job), gate=job.settings["family"]["gate"])
-    write_table(job.output("family.parquet"), ("layer", "expert", "b", "alpha", "beta", "score"), table)
+    write_table(job.output("family.parquet"), results.FAMILY, table)
 
 
 FAMILY = Kind(name="family", work=family, step=family_step, packing=Packing.SMALL)
