@@ -26,7 +26,6 @@ from moe_lab import criteria
 from moe_lab.allocation.uniform import uniform
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.criteria.registry import Need
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.models.discover import moe_layers
@@ -141,7 +140,7 @@ def rankings(subject: LocalModel, skill: str, tokens: int, ablation_tokens: int)
     silent = loss_rises(model, "ablation", few, fingerprint={}).layers
     yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
     rows = _rows(skill, tokens, tokenizer)
-    passes: dict[Need, Mapping[int, Mapping[str, Any]]] = {
+    passes: dict[str, Mapping[int, Mapping[str, Any]]] = {
         "statistics": gather(model, ForwardTap, rows, fingerprint={}).layers,
         "damage": gather(model, DamageTap, rows, fingerprint={}).layers,
     }

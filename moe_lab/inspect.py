@@ -161,14 +161,16 @@ def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
 
 def _calibration(config: Config) -> Iterator[Row]:
     """The memory that a forward pass, and a backward pass, over the configured calibration set take by estimate."""
+    from moe_lab.grid import Cell
     from moe_lab.study.estimates import gpus, memory_of
     from moe_lab.study.steps.builder import Builder
-    from moe_lab.study.steps.passes import reading
+    from moe_lab.study.steps.passes import GRADIENTS, STATISTICS_PASS
 
-    builder = Builder(config)
-    text = config.calibration
-    for kind, words in (("statistics", "forward"), ("gradients", "forward and backward")):
-        memory = memory_of(reading(builder, kind, config.model, text, config.seed))
+    builder, text = Builder(config), config.calibration
+    own = (config.model, config.criterion, text, config.allocation, config.recovery)
+    cell = Cell(*own, config.ratio, config.gate, config.seed)
+    for kind, words in ((STATISTICS_PASS, "forward"), (GRADIENTS, "forward and backward")):
+        memory = memory_of(kind.step(builder, cell))
         if memory is None:
             continue
         count = gpus(memory, config.resources.gpu_memory)

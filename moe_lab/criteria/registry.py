@@ -17,12 +17,11 @@ from moe_lab.criteria.layer import Array, Layer
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name
 
-Need = Literal["statistics", "damage", "weights", "channel_weights", "gradients", "weight_gradients"]
 Granularity = Literal["expert", "channel"]
 Function = Callable[..., Array]
 
 FROM_TEXT = ("statistics", "damage", "gradients", "weight_gradients")
-"""Needs that a model meets by reading a calibration set."""
+"""Needs that a model meets by reading a calibration set, as the kinds of steps of these names say too."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Criterion:
     name: str
     granularity: Granularity
     """What gets a score: every expert, or every channel of every expert."""
-    needs: tuple[Need, ...]
+    needs: tuple[str, ...]
     """Which steps leave its inputs: passes over a calibration set (statistics, damage, gradients, weight_gradients) or
     over the weights (weights, channel_weights). Empty when it needs nothing."""
     reference: str
@@ -58,7 +57,7 @@ CRITERIA: dict[str, Criterion] = {}
 def criterion(
     name: str,
     *,
-    needs: tuple[Need, ...],
+    needs: tuple[str, ...],
     reference: str,
     granularity: Granularity = "expert",
     uses_gate: bool = False,
@@ -101,7 +100,7 @@ def reads_text(name: str) -> bool:
     return any(need in FROM_TEXT for need in get(name).needs)
 
 
-def of_experts_from(need: Need) -> list[str]:
+def of_experts_from(need: str) -> list[str]:
     """Criteria of moe_lab of whole experts that need nothing but `need`, and no parameter."""
     return [
         name
@@ -110,7 +109,7 @@ def of_experts_from(need: Need) -> list[str]:
     ]
 
 
-def summed_over(name: str) -> Need | None:
+def summed_over(name: str) -> str | None:
     """The pass over a text whose sums the criterion reads, if they are those of so many tokens as were read so far:
     then its scores can be followed while the pass goes on. None where it reads no such pass."""
     needs = [need for need in get(name).needs if need in ("statistics", "gradients")]

@@ -24,7 +24,7 @@ from moe_lab.models.memory import main_memory
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Kind, Reads, Settings
-from moe_lab.study.steps.memory import BASE, ITEMS, is_layered, layered_memory, resident_memory
+from moe_lab.study.steps.memory import BASE, is_layered, items, layered_memory, resident_memory
 from moe_lab.study.store import IDENTITY, Store
 
 GIB = 2**30
@@ -93,7 +93,7 @@ class Times:
         kind = KINDS[step.kind]
         settings = {role: part.settings for role, part in step.parts.items()}
         model = step.inputs["model"].id if "model" in step.inputs else None
-        key = (step.kind, _alike(settings), model, _items(None, step))
+        key = (step.kind, _alike(settings), model, items(step, None))
         if key not in self._rates:
             rates = self._comparable(kind, step, self._measured(kind).get(key[1], []))
             self._rates[key] = median(rates) if rates else None
@@ -101,11 +101,11 @@ class Times:
         if rate is None:
             return None
         limit = settings.get("benchmark", {}).get("limit")
-        return rate * kind.units(settings) * _items(limit, step)
+        return rate * kind.units(settings) * items(step, limit)
 
     def _comparable(self, kind: Kind, step: Step, measured: Sequence[Measured]) -> list[float]:
         """Seconds per unit and item of the step's model, as each of the measured steps has it."""
-        rates = [one.seconds / _items(one.limit, step) for one in measured]
+        rates = [one.seconds / items(step, one.limit) for one in measured]
         if kind.reads is Reads.NOTHING:
             return rates
         model = step.inputs["model"].id[:12]
@@ -160,14 +160,6 @@ def _alike(settings: Settings) -> str:
     a text is read."""
     benchmark = {name: value for name, value in settings.get("benchmark", {}).items() if name != "limit"}
     return canonical([benchmark, "text" in settings or "calibration" in settings])
-
-
-def _items(limit: int | None, step: Step) -> float:
-    """Items of the step's benchmark under another limit; 1 for a step without a benchmark."""
-    if "benchmark" not in step.runtime:
-        return 1.0
-    items = int(step.runtime["benchmark"]["expected"] or ITEMS)
-    return float(min(limit or items, items))
 
 
 Seconds = Callable[[Step], float | None]

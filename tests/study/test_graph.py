@@ -12,6 +12,7 @@ import choices
 import pytest
 from budgets import within
 
+from moe_lab import criteria
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
@@ -26,6 +27,7 @@ from moe_lab.config import (
 from moe_lab.grid import Files, benchmarks, cells, choose
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.step import Step
+from moe_lab.study.steps import KINDS
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
@@ -86,6 +88,11 @@ def test_a_seed_counts_for_chance_and_for_the_order_of_texts(criterion: str, dis
 def test_the_unpruned_model_is_there_once() -> None:
     made = graph(criterion=["man"], ratio=[0.25, 0.5], calibration=SETS)
     assert sum(cell.plan is None for cell in made.cells) == 1
+
+
+@pytest.mark.parametrize("name", sorted(criteria.CRITERIA))
+def test_a_criterion_reads_a_text_where_a_step_it_needs_does(name: str) -> None:
+    assert criteria.reads_text(name) == any(KINDS[need].reads_text for need in criteria.get(name).needs)
 
 
 def test_ids_are_the_same_in_a_second_composition() -> None:

@@ -17,7 +17,7 @@ from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.engine import Resident
 from moe_lab.study.steps.inputs import STATISTICS, facts, write_table
 from moe_lab.study.steps.kind import Kind, Reads
-from moe_lab.study.steps.passes import reading
+from moe_lab.study.steps.passes import STATISTICS_PASS
 
 Sums = dict[int, dict[str, Any]]
 PASSES = {"statistics": Resident.statistics, "gradients": Resident.gradients}
@@ -31,7 +31,7 @@ def _convergence_step(builder: Builder, cell: Cell) -> Step:
     model, calibration = cell.model, cell.calibration
 
     def make() -> Step:
-        statistics = reading(builder, "statistics", model, calibration, cell.seed)
+        statistics = STATISTICS_PASS.step(builder, cell)
         settings = Part({"gate": cell.gate, "snapshots": calibration.snapshots})
         inputs = {"model": builder.model(model), "statistics": statistics}
         parts = {**statistics.parts, "convergence": settings}
@@ -71,8 +71,7 @@ def _channel_step(builder: Builder, cell: Cell) -> Step:
 
     def make() -> Step:
         chosen = criteria.get(cell.criterion.name)
-        kind = str(criteria.summed_over(chosen.name))
-        sums = reading(builder, kind, cell.model, cell.calibration, cell.seed)
+        sums = builder.evidence(str(criteria.summed_over(chosen.name)), cell)
         settings: dict[str, Any] = {
             "criterion": chosen.name,
             "parameters": dict(cell.criterion.parameters),

@@ -89,8 +89,15 @@ def checkpoint_bytes(kind: Kind, step: Step, size: Size) -> float:
 def answer_bytes(kind: Kind, step: Step, size: Size) -> float:
     """Bytes of generated texts, each as long as it may be."""
     benchmark = step.runtime["benchmark"]
-    items = min(int(benchmark["limit"] or ITEMS * ITEMS), int(benchmark["expected"] or ITEMS))
-    return float(items * int(benchmark["max_new_tokens"]) * BYTES_PER_TOKEN)
+    return float(items(step, benchmark["limit"]) * int(benchmark["max_new_tokens"]) * BYTES_PER_TOKEN)
+
+
+def items(step: Step, limit: int | None) -> int:
+    """Items of the step's benchmark under a limit; 1 for a step without a benchmark."""
+    if "benchmark" not in step.runtime:
+        return 1
+    count = int(step.runtime["benchmark"]["expected"] or ITEMS)
+    return min(limit or count, count)
 
 
 def expert_gradients(size: Size) -> float:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab import results
-from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.study.step import Job, Part, Step
@@ -18,45 +17,45 @@ from moe_lab.study.steps.inputs import STATISTICS, model_and_tokenizer, rows, wr
 from moe_lab.study.steps.kind import Kind, Packing, Reads, always
 from moe_lab.study.steps.memory import expert_gradients
 
-VERSIONS = {"weight_gradients": 2}
-"""Kinds of passes whose files hold other sums than they once did: with a new id, old files are not taken for them."""
+
+def of_text(work: Callable[[Job], None], *, version: int | None = None, **fields: Any) -> Kind:
+    """A kind of pass over the cell's calibration set, called like the function that does it.
+
+    `version` changes the ids of its steps: set where files hold other sums than they once did, so that old ones are not
+    taken for them. `fields` are further ones of Kind.
+    """
+    name = work.__name__
+
+    def step(builder: Builder, cell: Cell) -> Step:
+        model, calibration = cell.model, cell.calibration
+
+        def make() -> Step:
+            text = builder.seeded(calibration, cell.seed)
+            parts = {"model": builder.model_part(model), "calibration": builder.text_part(text)}
+            if version is not None:
+                parts["version"] = Part({"version": version})
+            inputs, runtime = {"model": builder.model(model)}, builder.runtime(model=model, calibration=text)
+            return Step(name, f"{model.name}-{calibration.name}", parts, inputs, runtime)
+
+        return builder.once((name, model, calibration, cell.seed), make)
+
+    return Kind(name=name, work=work, step=step, reads=Reads.MODEL, reads_text=True, **fields)
 
 
-def reading(builder: Builder, kind: str, model: ModelConfig, calibration: CalibrationConfig, seed: int) -> Step:
-    """A pass over a calibration set; `kind` says which sums it leaves."""
-
-    def make() -> Step:
-        text = builder.seeded(calibration, seed)
-        version = {"version": Part({"version": VERSIONS[kind]})} if kind in VERSIONS else {}
-        return Step(
-            kind,
-            f"{model.name}-{calibration.name}",
-            {"model": builder.model_part(model), "calibration": builder.text_part(text), **version},
-            {"model": builder.model(model)},
-            builder.runtime(model=model, calibration=text),
-        )
-
-    return builder.once((kind, model, calibration, seed), make)
-
-
-def of_text(kind: str) -> Callable[[Builder, Cell], Step]:
-    """What identifies a pass over the cell's calibration set."""
-    return lambda builder, cell: reading(builder, kind, cell.model, cell.calibration, cell.seed)
-
-
-def of_weights(kind: str) -> Callable[[Builder, Cell], Step]:
-    """What identifies a reading of the model's weights."""
+def of_weights(work: Callable[[Job], None]) -> Kind:
+    """A kind of step that reads the weights of the cell's model, called like the function that does it."""
+    name = work.__name__
 
     def step(builder: Builder, cell: Cell) -> Step:
         model = cell.model
 
         def make() -> Step:
             parts = {"model": builder.model_part(model)}
-            return Step(kind, model.name, parts, {"model": builder.model(model)}, builder.runtime(model=model))
+            return Step(name, model.name, parts, {"model": builder.model(model)}, builder.runtime(model=model))
 
-        return builder.once((kind, model), make)
+        return builder.once((name, model), make)
 
-    return step
+    return Kind(name=name, work=work, step=step, reads=Reads.CHECKPOINT)
 
 
 def model(job: Job) -> None:
@@ -82,14 +81,7 @@ def statistics(job: Job) -> None:
     write_table(job.output("entropy.parquet"), results.ENTROPIES, tables.entropies(sums.layers))
 
 
-STATISTICS_PASS = Kind(
-    name="statistics",
-    work=statistics,
-    step=of_text("statistics"),
-    reads=Reads.MODEL,
-    reads_text=True,
-    checkpoint_reads=1,
-)
+STATISTICS_PASS = of_text(statistics, checkpoint_reads=1)
 
 
 def gradients(job: Job) -> None:
@@ -99,15 +91,7 @@ def gradients(job: Job) -> None:
     write_table(job.output("gradients.parquet"), results.GRADIENTS, tables.gradients(sums.layers))
 
 
-GRADIENTS = Kind(
-    name="gradients",
-    work=gradients,
-    step=of_text("gradients"),
-    reads=Reads.MODEL,
-    reads_text=True,
-    checkpoint_reads=2,
-    backward=always,
-)
+GRADIENTS = of_text(gradients, checkpoint_reads=2, backward=always)
 
 
 def weight_gradients(job: Job) -> None:
@@ -115,15 +99,8 @@ def weight_gradients(job: Job) -> None:
     engine(job).weight_gradients().save(job.output(STATISTICS))
 
 
-WEIGHT_GRADIENTS = Kind(
-    name="weight_gradients",
-    work=weight_gradients,
-    step=of_text("weight_gradients"),
-    reads=Reads.MODEL,
-    reads_text=True,
-    checkpoint_reads=2,
-    backward=always,
-    layer_memory=expert_gradients,
+WEIGHT_GRADIENTS = of_text(
+    weight_gradients, version=2, checkpoint_reads=2, backward=always, layer_memory=expert_gradients
 )
 
 
@@ -134,9 +111,7 @@ def damage(job: Job) -> None:
     engine(job).read(DamageTap).save(job.output(STATISTICS))
 
 
-DAMAGE = Kind(
-    name="damage", work=damage, step=of_text("damage"), reads=Reads.MODEL, reads_text=True, checkpoint_reads=1
-)
+DAMAGE = of_text(damage, checkpoint_reads=1)
 
 
 def ablation(job: Job) -> None:
@@ -146,7 +121,7 @@ def ablation(job: Job) -> None:
     write_table(job.output("ablation.parquet"), results.ABLATIONS, tables.ablations(sums.layers))
 
 
-ABLATION = Kind(name="ablation", work=ablation, step=of_text("ablation"), reads=Reads.MODEL, reads_text=True)
+ABLATION = of_text(ablation)
 
 
 def scaling(job: Job) -> None:
@@ -161,7 +136,7 @@ def _loss_rises(job: Job, kind: str) -> Any:
     return loss_rises(network, kind, rows(job, tokenizer), fingerprint=job.settings, out=Path(job.partial))
 
 
-SCALING = Kind(name="scaling", work=scaling, step=of_text("scaling"), reads=Reads.MODEL, reads_text=True)
+SCALING = of_text(scaling)
 
 
 def weights(job: Job) -> None:
@@ -174,7 +149,7 @@ def weights(job: Job) -> None:
     write_table(job.output("weights.parquet"), results.WEIGHTS, tables.weights(sums.layers))
 
 
-WEIGHTS = Kind(name="weights", work=weights, step=of_weights("weights"), reads=Reads.CHECKPOINT)
+WEIGHTS = of_weights(weights)
 
 
 def channel_weights(job: Job) -> None:
@@ -185,9 +160,7 @@ def channel_weights(job: Job) -> None:
     weigh_channels(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
 
 
-CHANNEL_WEIGHTS = Kind(
-    name="channel_weights", work=channel_weights, step=of_weights("channel_weights"), reads=Reads.CHECKPOINT
-)
+CHANNEL_WEIGHTS = of_weights(channel_weights)
 
 
 def _checkpoint(job: Job) -> tuple[Path, str]:

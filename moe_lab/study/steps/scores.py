@@ -13,7 +13,7 @@ from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder, scoring
 from moe_lab.study.steps.inputs import evidence, facts, write_table
 from moe_lab.study.steps.kind import Kind, Packing
-from moe_lab.study.steps.passes import reading
+from moe_lab.study.steps.passes import STATISTICS_PASS
 
 CHANNEL_SCORES = "scores.safetensors"
 
@@ -73,7 +73,7 @@ def family_step(builder: Builder, cell: Cell) -> Step:
     model, calibration = cell.model, cell.calibration
 
     def make() -> Step:
-        inputs = {"statistics": reading(builder, "statistics", model, calibration, cell.seed)}
+        inputs = {"statistics": STATISTICS_PASS.step(builder, cell)}
         return Step("family", f"{model.name}-{calibration.name}", {"family": Part({"gate": cell.gate})}, inputs)
 
     return builder.once(("family", model, calibration, cell.gate, cell.seed), make)
