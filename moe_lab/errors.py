@@ -1,7 +1,7 @@
-"""What a user's mistake gets: one sentence, no stack trace, and *** for every secret in it.
+"""Errors for users: one sentence without a stack trace, and with *** for every secret in it.
 
 A secret is the value of a key such as api_key, the password in a URL, what follows --api-key or TOKEN= in a command
-line, and every variable of the environment that is called so.
+line, and the value of an environment variable with such a name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message is one sentence: field, value, what was expected, nearest choice.
+    """A mistake that the user can correct. The message is one sentence: field, value, expectation, nearest choice.
     Secrets in it are masked."""
 
     def __init__(self, message: str) -> None:
@@ -27,7 +27,7 @@ class UserError(ValueError):
 
 
 class Unavailable(UserError):
-    """Something outside, such as an endpoint, does not answer now. Nothing is wrong: a rerun simply tries again."""
+    """Something outside moe_lab, such as an endpoint, is not available now. Another run tries again."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str | None:
@@ -37,7 +37,7 @@ def nearest(value: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
-    """The error for a name nobody knows: says the nearest one, and all of them."""
+    """The error for an unknown name, with the nearest known name and all of them."""
     names = sorted(known)
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
@@ -53,8 +53,8 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its exit code, as a shell has it: 130 after Ctrl-C, and 141 when whoever
-    reads the output has stopped, as `head` does; neither prints a trace."""
+    """Run a command and end the process with its exit code: 130 after Ctrl-C, and 141 when the reader of the output has
+    closed it, as `head` does. Neither prints a stack trace."""
     try:
         try:
             code = main() or 0
@@ -74,13 +74,13 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
 
 MASK = "***"
 OWN = "MOE_LAB_SECRET"
-"""How the variables begin that secrets are moved to."""
+"""Prefix of the environment variables that secrets are moved to."""
 ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^${}]*?)\s*)?\}")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ALWAYS = {"secret", "secrets", "password", "passwd", "passphrase", "apikey", "authorization", "credentials"}
 _LAST = {"auth", "bearer", "cookie", "credential", "pw", "pwd"}
 _PLAIN = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "begin", "end", "image", "next", "special"}
-"""What stands before `token` where that is one of a tokenizer."""
+"""Words before `token` that make it a token of a tokenizer."""
 _NO_KEY = {"sort", "primary", "group", "cache"}
 _VALUE = r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;&}\]]+)"""
 _PATTERNS = (
@@ -92,13 +92,13 @@ _PATTERNS = (
     re.compile(rf"[{{,]\s*(?P<name>[\w-]+)\s*:\s*(?:Bearer\s+)?{_VALUE}"),
     re.compile(r"\bBearer\s+(?P<value>[^\s\"']+)"),
 )
-_LEAST = 4
-"""Characters of a value that is looked for wherever it stands."""
+_SHORTEST = 4
+"""Characters of a secret that is masked in any text; a shorter one cannot be told from other text."""
 _known: set[str] = set()
 
 
 def is_secret(name: str) -> bool:
-    """Whether what is called so is a secret: api_key, HF_TOKEN, Authorization; not max_tokens, eos_token or
+    """Whether the value of this name is a secret: of api_key, HF_TOKEN, Authorization; not of max_tokens, eos_token or
     key_variable."""
     words = [word.lower() for word in _WORD.findall(name)] or [""]
     before = words[-2] if len(words) > 1 else ""
@@ -111,7 +111,7 @@ def is_secret(name: str) -> bool:
 
 
 def mask(text: str) -> str:
-    """The text with *** for every secret in it: those this process knows, and whatever looks like one."""
+    """The text with *** for every secret that this process knows, and for everything that looks like one."""
     text = ENVIRONMENT.sub(lambda match: MASK if match[1].startswith(OWN) else match[0], text)
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MASK)
@@ -119,7 +119,7 @@ def mask(text: str) -> str:
 
 
 def masked(document: Any, name: str = "") -> Any:
-    """A JSON document with *** for every secret in it; `name` is what it stands under."""
+    """A JSON document with *** for every secret in it. `name` is the key of the document, if it is part of another."""
     if isinstance(document, Mapping):
         return {key: masked(value, name if is_secret(name) else str(key)) for key, value in document.items()}
     if isinstance(document, list | tuple):
@@ -130,7 +130,7 @@ def masked(document: Any, name: str = "") -> Any:
 
 
 def replace_secrets(text: str, new: Callable[[str], str]) -> str:
-    """The text with something new for whatever looks like a secret."""
+    """The text with `new(secret)` for everything that looks like a secret."""
 
     def replace(match: re.Match[str]) -> str:
         value, name = match["value"], match.groupdict().get("name")
@@ -147,11 +147,11 @@ def replace_secrets(text: str, new: Callable[[str], str]) -> str:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a value is only the place of one: an interpolation, a variable of the shell, a word to be filled in."""
+    """Whether a value is a placeholder: an interpolation, a variable of the shell, KEY or VALUE."""
     return value.startswith(("$", "{")) or value in ("KEY", "VALUE")
 
 
 def remember_secret(value: str) -> None:
-    """Mask this value from now on wherever it stands, unless it is too short to be told from other text."""
-    if len(value) >= _LEAST:
+    """Mask this value in every text from now on, unless it is too short."""
+    if len(value) >= _SHORTEST:
         _known.add(value)

@@ -1,4 +1,4 @@
-"""JSON documents in files: written whole or not at all, and read with their shape checked."""
+"""Write JSON files whole or not at all, and read them with a check of their shape."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Number = int | float
 
 
 class Damaged(ValueError):
-    """A file that is there and does not hold the document that it should."""
+    """A file without the expected document."""
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` so that a reader sees all of it or nothing."""
+    """Write `document` atomically: a reader sees all of it or nothing."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     beside.replace(path)
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """The document in a file. FileNotFoundError where there is none, Damaged where it is not of `shape`; see `fits`."""
+    """The document in a file. FileNotFoundError without the file, Damaged if it lacks the `shape`; see `fits`."""
     try:
         document = json.loads(path.read_text())
     except NotADirectoryError:

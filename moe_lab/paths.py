@@ -21,7 +21,7 @@ def conf() -> Path:
 
 
 def resolve(path: str) -> str:
-    """The file or folder that `pocket:NAME` stands for; any other path or hub id as it is.
+    """The file or folder of `pocket:NAME`; any other path or hub id unchanged.
 
     NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as
     pocket:calibration/general.jsonl. UserError with the nearest name for one that does not exist.
@@ -31,20 +31,21 @@ def resolve(path: str) -> str:
     names = shipped()
     name = path.removeprefix(PREFIX)
     if name not in names:
-        kin = [each for each in names if each.split("/")[0] == name.split("/")[0] or "/" not in name + each]
-        raise unknown("path", path, [PREFIX + each for each in kin or names])
+        folder = name.split("/")[0]
+        similar = [other for other in names if other.split("/")[0] == folder or "/" not in name + other]
+        raise unknown("path", path, [PREFIX + other for other in similar or names])
     return str(names[name])
 
 
 def shipped() -> dict[str, Path]:
-    """Name -> place of everything that ships: model folders, and the files of data folders as folder/file."""
-    folders: dict[str, Path] = {}
+    """Name -> path of everything that ships: model folders, and the files of data folders as folder/file."""
+    paths: dict[str, Path] = {}
     for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
         if (folder / "config.json").exists():
-            folders[folder.name] = folder
+            paths[folder.name] = folder
         else:
-            folders.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
-    return folders
+            paths.update({f"{folder.name}/{file.name}": file for file in sorted(folder.iterdir()) if file.is_file()})
+    return paths
 
 
 def cache(name: str) -> Path:
@@ -55,12 +56,12 @@ def cache(name: str) -> Path:
 
 NAME = re.compile(r"\w[\w.+-]*")
 LONGEST_NAME = 100
-"""Bytes of a name: folders are called by several of them, and file systems take 255 bytes."""
+"""Bytes of a name at most: names of folders contain several of them, and file systems allow 255 bytes."""
 
 
 def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
-    """UserError unless `name` can be part of a path wherever it is used: letters, digits and _ . + - after the first,
-    not too long, and none of `reserved`, which mean something else."""
+    """UserError unless `name` can be part of a path: letters, digits and _ . + - after the first, not too long, and not
+    in `reserved`."""
     size = len(name.encode("utf-8", "replace"))
     if size > LONGEST_NAME:
         raise UserError(
@@ -83,7 +84,7 @@ def check_folder(field: str, path: str, usual: str) -> None:
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:
-    """`name` in at most so many bytes: what is longer ends in a digest of all of it."""
+    """`name` in at most `longest` bytes; a longer one is cut and ends in a digest of the whole."""
     encoded = name.encode()
     if len(encoded) <= longest:
         return name

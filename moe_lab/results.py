@@ -27,15 +27,15 @@ class Result(TypedDict):
     benchmark: str
     """Result name, such as arc_challenge or humaneval_plus."""
     metric: str
-    """What the harness calls the number, such as acc_norm or base."""
+    """The harness's name of the number, such as acc_norm or base."""
     score: float
-    """The number: the mean outcome of the items, a share between 0 and 1, except for perplexity's metrics."""
+    """The number: the mean outcome of the items, between 0 and 1, except for metrics of perplexity."""
     stderr: float | None
     """Standard error of the score over items; None for fewer than two items."""
     n: int
-    """Items that were graded."""
+    """Number of graded items."""
     expected: int | None
-    """Items the whole benchmark has; more than n only where a limit was set."""
+    """Number of items of the whole benchmark; more than n only with a limit."""
 
 
 class Sample(TypedDict):
@@ -50,12 +50,12 @@ class Sample(TypedDict):
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
     output: str
-    """What the model wrote, or the log-likelihoods of the choices as JSON."""
+    """The generated text, or the log-likelihoods of the choices as JSON."""
     extracted: str
-    """The answer that was graded."""
+    """The graded answer."""
     answer_loss: NotRequired[float | None]
-    """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better. None or absent where
-    there is no reference answer or no likelihood of it."""
+    """Loss on the right answer after the prompt, in bits per byte of it; lower is better. None or absent without
+    a reference answer or its likelihood."""
 
 
 class ResultFile(TypedDict):
@@ -68,7 +68,7 @@ class ResultFile(TypedDict):
     protocol: dict[str, Any]
     """How it was measured: harness, data digest, limits, sandbox, one rendered prompt."""
     versions: dict[str, str]
-    """Versions of the libraries that asked and graded."""
+    """Versions of the libraries that generated and graded."""
 
 
 _NAME = str | None
@@ -86,7 +86,7 @@ STUDY_SHAPE = {
     "damages": dict | None,
     "convergences": dict | None,
 }
-"""studies/NAME.json of a store, as `json_files.fits` has it: the cells of a study, and where their results are."""
+"""Shape of studies/NAME.json in a store, for `json_files.fits`: the cells of a study and where their results are."""
 
 
 # Columns of the tables that steps leave, most of them beside their large arrays, for figures.

@@ -1,14 +1,14 @@
-"""Secrets in settings: kept in the environment, and no part of what identifies a step. No torch.
+"""Secrets in settings: kept in the environment, and no part of the identity of a step. No torch.
 
-Settings that may hold one (`LATE`) keep interpolations of the environment as they are written, `${oc.env:NAME}`, until
-they are used; a secret that is typed or stands in a file is moved to a variable of this process, which workers and
-jobs inherit.
+Settings that may contain secrets (`LATE`) keep interpolations of the environment, `${oc.env:NAME}`, until they are
+used. A secret in a command line or a file is moved to a variable of this process, which workers and jobs inherit.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -69,25 +69,17 @@ def hidden(value: Any, name: str, secret: bool = False) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """`value` with interpolations of the environment as OmegaConf leaves them standing."""
-    if isinstance(value, dict):
-        return {key: escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [escaped(inner) for inner in value]
-    return ENVIRONMENT.sub(lambda match: f"\\{match[0]}", value) if isinstance(value, str) else value
+    """`value` with interpolations of the environment escaped, so that OmegaConf does not resolve them."""
+    return _substituted(value, lambda match: f"\\{match[0]}")
 
 
 def revealed(value: Any) -> Any:
-    """`value` with what the environment holds in place of each interpolation; UserError for a variable it lacks."""
-    if isinstance(value, dict):
-        return {key: revealed(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [revealed(inner) for inner in value]
-    return ENVIRONMENT.sub(_variable, value) if isinstance(value, str) else value
+    """`value` with interpolations of the environment resolved. UserError for a variable that does not exist."""
+    return _substituted(value, _variable)
 
 
 def filled(text: str) -> str:
-    """The text with what the environment holds in place of each interpolation but those of secrets."""
+    """The text with interpolations of the environment resolved, except those of secrets."""
     return ENVIRONMENT.sub(lambda match: match[0] if is_secret(match[1]) else _variable(match), text)
 
 
@@ -98,7 +90,16 @@ def identified(value: Any) -> Any:
         return {key: identified(inner) for key, inner in value.items() if not is_secret(str(key))}
     if isinstance(value, list):
         return [identified(inner) for inner in value]
-    return ENVIRONMENT.sub(_identity, value) if isinstance(value, str) else value
+    return _substituted(value, _identity)
+
+
+def _substituted(value: Any, substitute: Callable[[re.Match[str]], str]) -> Any:
+    """`value` with every interpolation of the environment substituted, in nested texts as well."""
+    if isinstance(value, dict):
+        return {key: _substituted(inner, substitute) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_substituted(inner, substitute) for inner in value]
+    return ENVIRONMENT.sub(substitute, value) if isinstance(value, str) else value
 
 
 def shell(text: str) -> str:
@@ -109,7 +110,7 @@ def shell(text: str) -> str:
 
 
 def _moved(value: str, name: str) -> str:
-    """The interpolation of a variable that now holds the value. Its name tells the setting, never the value."""
+    """Move the value to a new variable, whose name is made from the setting's. Returns the variable's interpolation."""
     usual = f"{OWN}_{re.sub(r'[^0-9A-Za-z]+', '_', name).upper()}"
     variable, number = usual, 1
     while os.environ.get(variable, value) != value:  # another study of this process, or another part of the text

@@ -1,10 +1,10 @@
-"""Start a module of this installation in a process of its own, whatever the current folder and PYTHONPATH hold.
+"""Run a module of this installation in a process, regardless of the current folder and PYTHONPATH.
 
     python start.py [OPTIONS] -m MODULE ARGUMENTS
 
 does what `python OPTIONS -m MODULE ARGUMENTS` does, except that the current folder is not searched, and that `moe_lab`
-and `analysis` are those beside this file. All other packages are found as usual, so that a foreign interpreter keeps
-its own. Standard library only.
+and `analysis` are those beside this file. All other packages are found as usual, so that another interpreter uses its
+own. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this file's folder, whose modules are called like some of the standard library's
+    del sys.path[0]  # this file's folder, some of whose modules have names of the standard library's
 
 import os
 import runpy
@@ -22,7 +22,7 @@ _ROOT = os.path.dirname(os.path.dirname(FILE))
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Command line that runs `module`, of moe_lab or analysis, under the interpreter `python`."""
+    """The command line that runs `module` of moe_lab or analysis with the interpreter `python`."""
     return [python, FILE, "-m", module, *arguments]
 
 
@@ -30,7 +30,7 @@ def _run() -> None:
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
         __import__(package)  # once imported, a package finds its modules by its own path
-    del sys.path[0]  # the installation's other packages come in their usual order, and a foreign interpreter gets none
+    del sys.path[0]  # all other packages are found in the usual order, or in another interpreter's own
     while sys.argv[1] != "-m":
         del sys.argv[1]
     module = sys.argv[2]

@@ -1,4 +1,4 @@
-"""A language model that grades, behind an OpenAI-compatible endpoint; with limited retries and a cache of replies."""
+"""A language model that grades texts, behind an OpenAI-compatible endpoint, with retries and a cache of replies."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ from moe_lab.secret_settings import revealed
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second request; seconds before any, whatever the endpoint asks for."""
 _BUSY = (408, 409, 425, 429)
-_KEPT = 80
+"""HTTP status codes below 500 after which a request is sent again."""
+_EXCERPT = 80
+"""Bytes of an unexpected reply that an error quotes."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge said about one answer."""
+    """A judge's verdict on one answer."""
 
     score: float | None
-    """1 to 10; None where there is no usable reply."""
+    """1 to 10; None without a usable reply."""
     said: str
     """The reply, or why there is none."""
     cached: bool = False
-    """Whether it was said at an earlier time."""
+    """Whether the reply is from the cache."""
 
 
 class Judge:
-    """Asks for scores. Replies that hold one are kept in `cache`, one file each; failures are not.
+    """Requests scores. Replies with a score are kept in `cache`, one file each; failures are not.
 
-    A reply is known by the judge's model and settings and the prompt, so that it is used again wherever the judge is.
+    The key of a reply is the judge's model and settings and the prompt, but not its address.
     """
 
     def __init__(self, settings: JudgeConfig, cache: Path) -> None:
@@ -64,10 +66,10 @@ class Judge:
         self._refusal: Unavailable | None = None
 
     def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
-        """A verdict for each prompt, in their order.
+        """A verdict for each prompt, in order.
 
         Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and at once
-        where the endpoint refuses a request: address and key are no part of a step, so no refusal is for good.
+        where the endpoint refuses a request. Address and key are no part of a step, so another run may succeed.
         """
         self._stop.clear()
         self._refusal = None
@@ -94,17 +96,17 @@ class Judge:
 
     def _verdict(self, prompt: str) -> Verdict:
         file = self._file(prompt)
-        with suppress(OSError, ValueError, KeyError, TypeError):  # never said, or damaged: ask
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not in the cache, or damaged: request it
             reply = json.loads(file.read_text(encoding="utf-8"))["reply"]
             return Verdict(score(reply), reply, cached=True)
-        reason = "called off"
+        reason = "canceled"
         for _ in range(0 if self._stop.is_set() else self.settings.unparsable_attempts):
             try:
                 reply = self._reply(prompt)
                 verdict = Verdict(score(reply), reply)
             except Unparsable as error:
                 reason = f"{self.settings.unparsable_attempts} replies in a row without a usable score ({error})"
-            except _Away as error:
+            except _NoReply as error:
                 return Verdict(None, str(error))
             else:
                 self._keep(file, reply)
@@ -123,29 +125,28 @@ class Judge:
         os.replace(beside.name, file)
 
     def _reply(self, prompt: str) -> str:
-        """The text the judge answers with. Raises _Away when the endpoint is busy, broken or away for too long."""
+        """The judge's reply. Raises _NoReply when the endpoint is busy, broken or unreachable for too long."""
         for attempt in range(1, self.settings.attempts + 1):
+            requested_wait = 0.0
             try:
                 return _text(self._request(prompt))
             except openai.APITimeoutError:
-                reason, requested_wait = f"no answer within {self.settings.timeout:g} s", 0.0
+                reason = f"no answer within {self.settings.timeout:g} s"
             except openai.APIConnectionError as error:
-                reason, requested_wait = f"no connection ({error.__cause__ or error})", 0.0
+                reason = f"no connection ({error.__cause__ or error})"
             except openai.APIStatusError as error:
                 if error.status_code < 500 and error.status_code not in _BUSY:
                     self._refusal = self._refused(error)
                     self._stop.set()
                     raise self._refusal from None
-                reason, requested_wait = (
-                    f"HTTP {error.status_code}",
-                    _retry_after(error.response.headers.get("retry-after")),
-                )
+                reason = f"HTTP {error.status_code}"
+                requested_wait = _retry_after(error.response.headers.get("retry-after"))
             if attempt == self.settings.attempts or self._stop.wait(_pause(attempt, requested_wait)):
                 break
-        raise _Away(f"{reason}, after {attempt} {'attempt' if attempt == 1 else 'attempts'}")
+        raise _NoReply(f"{reason}, after {attempt} {'attempt' if attempt == 1 else 'attempts'}")
 
     def _request(self, prompt: str) -> bytes:
-        """The body of the endpoint's answer, whatever it is."""
+        """The body of the endpoint's response."""
         answer = self._client.chat.completions.with_raw_response.create(
             model=self.settings.model,
             messages=[{"role": "user", "content": prompt}],
@@ -169,12 +170,12 @@ class Judge:
         )
 
 
-class _Away(Exception):
-    """An endpoint that did not answer in as many attempts as it has."""
+class _NoReply(Exception):
+    """An endpoint did not answer in any attempt."""
 
 
 def _pause(attempt: int, requested: float) -> float:
-    """Seconds before the next request: at least what the endpoint asked for, longer each time, never too long."""
+    """Seconds before the next request: exponential backoff, at least what the endpoint requested, but limited."""
     backoff = FIRST_WAIT * 2.0 ** (attempt - 1) * random.uniform(0.5, 1)
     return min(LONGEST_WAIT, max(backoff, requested * random.uniform(1, 1.1)))
 
@@ -183,25 +184,24 @@ def _retry_after(header: str | None) -> float:
     """Seconds of a Retry-After header, which is a number or a date; 0 where it is neither."""
     with suppress(TypeError, ValueError):
         return max(0.0, float(header or 0))
-    seconds = 0.0
     with suppress(TypeError, ValueError):
-        seconds = (parsedate_to_datetime(str(header)) - datetime.now(UTC)).total_seconds()
-    return max(0.0, seconds)
+        return max(0.0, (parsedate_to_datetime(str(header)) - datetime.now(UTC)).total_seconds())
+    return 0.0
 
 
 def _text(body: bytes) -> str:
-    """The message in an answer. Unparsable where there is none, as when another program listens there."""
+    """The message in a response. Unparsable where there is none, as when another program listens at the address."""
     try:
         choice = json.loads(body)["choices"][0]
         content = str(choice["message"]["content"] or "")
     except (ValueError, KeyError, IndexError, TypeError):
-        raise Unparsable(f"no chat completion: {body[:_KEPT]!r}") from None
+        raise Unparsable(f"no chat completion: {body[:_EXCERPT]!r}") from None
     if choice.get("finish_reason") == "length" and '"score"' not in content:
         raise Unparsable("cut off at judge.max_tokens before a score")
     return content
 
 
 def _message(body: Any) -> Any:
-    """What an endpoint says about an error, as far as it says it in the usual place."""
+    """The message of an error response, if it is in the usual place; else the response."""
     inner = body.get("error", body) if isinstance(body, dict) else body
     return inner.get("message", inner) if isinstance(inner, dict) else inner

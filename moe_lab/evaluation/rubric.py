@@ -1,4 +1,4 @@
-"""The prompt of a judge, and the score in its reply; without a network, and without torch.
+"""The prompt of a judge, and the score in its reply. No network, no torch.
 
 The scale is that of WildBench v2: 1 (very poor) to 10 (perfect), reported as (score - 1) / 9.
 """
@@ -20,24 +20,24 @@ from moe_lab.secret_settings import identified, revealed
 
 LOWEST, HIGHEST = 1.0, 10.0
 PLACES = ("history", "user_query", "model_output", "checklist")
-"""What a template has places for, written {$history} and so on; all but the history must be in it."""
+"""Placeholders of a template, written {$history} and so on. All but the history are required."""
 
-_OWN = Path(__file__).with_name("wildbench_template.md")
+_DEFAULT = Path(__file__).with_name("wildbench_template.md")
 _PLACE = re.compile(r"\{\$(\w+)\}")
 _SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
-# A number counts only when something ends it: the reply may have been cut off in the middle of 10.
+# A number must be followed by something: a reply may be cut off in the middle of 10.
 _NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
 _RESERVED = ("model", "messages", "temperature", "max_tokens", "stream")
 
 
 class Unparsable(ValueError):
-    """A reply without a score that can be used."""
+    """A reply without a usable score."""
 
 
 def template(benchmark: BenchmarkConfig) -> str:
-    """The benchmark's template, its own or the one in parameters.template. UserError for one that cannot be used."""
+    """The template in parameters.template, or the default one. UserError for one that cannot be used."""
     named = benchmark.parameters.get("template")
-    file = Path(named).expanduser() if named else _OWN
+    file = Path(named).expanduser() if named else _DEFAULT
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def template(benchmark: BenchmarkConfig) -> str:
 
 
 def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]) -> str:
-    """The template `text` with everything in its places; what is put in is not looked at for places again."""
+    """The template `text` with its placeholders filled. The inserted texts are not searched for placeholders."""
     *before, last = conversation
     filled = {
         "history": "\n\n".join(f"{message['role'].upper()}: {message['content']}" for message in before),
@@ -70,7 +70,7 @@ def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, 
 def score(reply: str) -> float:
     """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable.
 
-    The last, because a judge that thinks aloud may quote the form before it fills it in.
+    The last, because a judge may quote the form while it reasons, before it fills it in.
     """
     *_, last = [None, *_SCORE.finditer(reply)]
     if last is None:
@@ -85,12 +85,12 @@ def score(reply: str) -> float:
 
 
 def rescaled(value: float) -> float:
-    """A score of 1 to 10 as a share."""
+    """A score of 1 to 10, rescaled to [0, 1]."""
     return (value - LOWEST) / (HIGHEST - LOWEST)
 
 
 def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
-    """What can change a judge's replies: neither where it is nor whose key opens it."""
+    """Everything that can change a judge's replies; not its address and key."""
     return {
         "model": judge.model,
         "temperature": judge.temperature,
@@ -100,14 +100,14 @@ def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """What else than its questions can change a judged benchmark's results."""
+    """Everything besides its questions that can change a judged benchmark's results."""
     assert benchmark.judge is not None
     text = template(benchmark)
     return {"judge": judge_identity(benchmark.judge), "template": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """What is wrong with a judged benchmark, as sentences."""
+    """Problems of a judged benchmark, one sentence each."""
     name = f"benchmark {benchmark.name}"
     if not policy.allow_judge:
         yield (

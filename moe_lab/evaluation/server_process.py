@@ -1,9 +1,9 @@
-"""Run a server that ends, with all it started, on SIGTERM and when the process that started it is gone.
+"""Run a server, and end it and all it started on SIGTERM or when the parent process is gone.
 
     python server_process.py PARENT SECONDS COMMAND ...
 
-Standard library only. It leads a process group of its own and the server is in it; whatever happens, the last it does
-is to kill that group. SECONDS are what a server that is told to stop may take.
+PARENT is a process id, SECONDS is the time between telling the server to stop and killing it. This process and the
+server form a process group, which it always kills at the end. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 from contextlib import suppress
 
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 
 
 def main(parent: int, seconds: float, command: list[str]) -> None:
@@ -26,7 +26,7 @@ def main(parent: int, seconds: float, command: list[str]) -> None:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         sys.exit(f"{command[0]} cannot be started: {error.strerror}")
-    while server.poll() is None and not stopping.wait(_LOOK) and os.getppid() == parent:
+    while server.poll() is None and not stopping.wait(_POLL_SECONDS) and os.getppid() == parent:
         pass
     if server.poll() is None:
         os.killpg(0, signal.SIGTERM)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -229,7 +230,9 @@ def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_p
     below = psutil.Process(worker.pid)
     until(lambda: len(below.children(recursive=True)) >= 3)  # the grader, the runner, the program
     started = [each.pid for each in below.children(recursive=True)]
-    assert not any("libtorch" in Path(f"/proc/{process}/maps").read_text() for process in started)
+    for process in started:
+        with suppress(FileNotFoundError):  # a helper that has ended meanwhile
+            assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     until(lambda: not any(map(is_running, started)))

@@ -1,8 +1,8 @@
 """Grade programs with EvalPlus's data and rules: `python -m moe_lab.evaluation.harnesses.evalplus_grader`.
 
-A request comes on standard input, verdicts leave on standard output. A process of its own, without torch and without
-the model. It never runs a program itself: `sandbox/runner.py` does, which gets the program and the inputs but not what
-is expected. Regrading needs nothing but the request.
+The process reads a request from standard input and writes verdicts to standard output. It has neither torch nor the
+model, and it never runs a program itself: `sandbox/runner.py` does, which gets the program and the inputs but not the
+expected outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
@@ -25,6 +25,7 @@ from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.confinement import die_with_parent, in_child
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.json_files import write_json
 
 PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0
@@ -39,40 +40,41 @@ class GradeRequest:
     """Programs for the problems of one EvalPlus data file."""
 
     dataset: str
-    """humaneval or mbpp: whose rules hold."""
+    """humaneval or mbpp: whose rules apply."""
     data: str
     """Path of the data file."""
     programs: dict[str, str]
     """Task id -> whole program."""
     confined: bool
-    """Run programs in namespaces; otherwise only in a limited subprocess."""
+    """Run programs in namespaces, otherwise only in a subprocess with limits."""
     closed_world_only: bool
-    """Count programs that could reach outside themselves as wrong without running them."""
+    """Count programs that could reach outside themselves as wrong, without running them."""
     sanitize: bool = False
-    """Leave the programs to EvalPlus's sanitizer first."""
+    """Apply EvalPlus's sanitizer to the programs first."""
     seconds: float = 4.0
-    """Least CPU time a call may take; a call may always take four times what the canonical solution took."""
+    """CPU time of a call at most, or four times that of the canonical solution if this is more."""
     memory_mib: int = 4096
     """Address space of a program."""
     comparing_seconds: int = 20
-    """CPU time that comparing what one program returned may take, and with `_COMPARING_MEMORY` bytes at most."""
+    """CPU time at most for comparing the outputs of one program, within `_COMPARING_MEMORY` bytes."""
     processes: int = 0
-    """Programs run at the same time; 0 is one per core this process may use."""
+    """Programs that run at the same time; 0: one per core that this process may use."""
     cache: str | None = None
-    """Private folder that keeps the canonical solutions' outputs."""
+    """Private folder for the outputs of canonical solutions."""
 
 
 @dataclass
 class Verdict:
-    """What became of one program: pass, fail, timeout, crash, output or refused, on the base and on all tests."""
+    """How one program ended on the base tests and on all: pass, fail, timeout, crash, output or refused."""
 
     base: str
     plus: str
-    reason: str = field(default="")
+    reason: str = ""
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """The problems as EvalPlus reads them, with its special input types. Sets its path variable, so once a process."""
+    """The problems as EvalPlus reads them, with its special input types. Sets EvalPlus's environment variable of their
+    path, so a process can read only one file."""
     os.environ["HUMANEVAL_OVERRIDE_PATH" if dataset == "humaneval" else "MBPP_OVERRIDE_PATH"] = data
     # evalplus.data imports `datasets` for a benchmark not used here; without it the import takes 0.1 s instead of 1.3.
     unused = types.ModuleType("datasets")
@@ -90,22 +92,19 @@ class Grader:
     def __init__(self, request: GradeRequest) -> None:
         self.request = request
         self.problems = problems_of(request.dataset, request.data)
-        self.programs = self._sanitized() if request.sanitize else request.programs
+        from moe_lab.evaluation.harnesses import evalplus_rules  # here, as `problems_of` makes its import fast
+
+        self._rules = evalplus_rules
+        self.programs = dict(request.programs)
+        if request.sanitize:
+            for task, text in request.programs.items():
+                self.programs[task] = evalplus_rules.sanitized(text, self.problems[task]["entry_point"])
         self.runners = Runners(confined=request.confined)
         self._comparing = Lock()
         self._expected: dict[str, dict[str, Any]] = {}
 
-    def _sanitized(self) -> dict[str, str]:
-        from moe_lab.evaluation.harnesses.evalplus_rules import sanitized
-
-        programs = self.request.programs
-        return {task: sanitized(text, self.problems[task]["entry_point"]) for task, text in programs.items()}
-
     def verdicts(self) -> dict[str, Verdict]:
         """One verdict per program of the request."""
-        from moe_lab.evaluation.harnesses import evalplus_rules as oracle
-
-        self._oracle = oracle
         with ThreadPoolExecutor(min(self.request.processes or cores(), max(1, len(self.programs)))) as pool:
             self._load_expected(pool)
             return dict(zip(self.programs, pool.map(self._verdict, self.programs), strict=True))
@@ -116,7 +115,7 @@ class Grader:
         request = Request(program, self.problems[task]["entry_point"], inputs, seconds, total, memory, _OUTPUT)
         return self.runners.run(request)
 
-    # What is expected: the canonical solutions' outputs, from programs run like any other.
+    # Expected outputs: those of the canonical solutions, which run like any other program.
 
     def _load_expected(self, pool: ThreadPoolExecutor) -> None:
         file = self._cache_file()
@@ -127,9 +126,7 @@ class Grader:
             return
         self._expected.update(zip(missing, pool.map(self._canonical, missing), strict=True))
         if file is not None:
-            beside = file.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(self._expected))
-            os.replace(beside, file)
+            write_json(file, self._expected)
 
     def _canonical(self, task: str) -> dict[str, Any]:
         problem = self.problems[task]
@@ -153,7 +150,7 @@ class Grader:
             raise GradingError(
                 f"{folder} must belong to you and be writable by you alone: it says what right answers are"
             )
-        code = Path(encoding.__file__).read_bytes() + sys.version.encode()  # say how an output is written down
+        code = Path(encoding.__file__).read_bytes() + sys.version.encode()  # both determine how outputs are encoded
         digest = hashlib.sha256(Path(self.request.data).read_bytes() + code).hexdigest()
         return folder / f"{self.request.dataset}-{digest}.json"
 
@@ -178,7 +175,10 @@ class Grader:
         if outcome.status != "ok":
             return ("fail" if outcome.status == "failed" else outcome.status), outcome.error
         expected = Outcome("ok", "", canonical["encoded"], []).values()
-        if self.request.dataset == "mbpp" and self.problems[task]["entry_point"] in self._not_none():
+        if (
+            self.request.dataset == "mbpp"
+            and self.problems[task]["entry_point"] in self._rules.MBPP_OUTPUT_NOT_NONE_TASKS
+        ):
             expected = [value is not None for value in expected]
         with self._comparing:
             status = in_child(
@@ -187,20 +187,13 @@ class Grader:
         return _COMPARED[status]
 
     def _compared(self, task: str, part: str, outcome: Outcome, expected: list[Any]) -> str:
-        """A key of `_COMPARED`. Whatever a program sent is first read here, where that is limited."""
+        """A key of `_COMPARED`. A program's outputs are decoded only here, where time and memory are limited."""
         try:
             outputs = outcome.values()
         except ValueError:
             return "no value"
-        right = self._oracle.agrees(self.request.dataset, self.problems[task], part, outputs, expected)
+        right = self._rules.agrees(self.request.dataset, self.problems[task], part, outputs, expected)
         return "right" if right else "wrong"
-
-    @staticmethod
-    def _not_none() -> list[str]:
-        from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
-
-        names: list[str] = MBPP_OUTPUT_NOT_NONE_TASKS
-        return names
 
 
 _COMPARED = {
@@ -212,18 +205,18 @@ _COMPARED = {
 
 
 def cores() -> int:
-    """Cores this process may use; all of the machine's where the system cannot say."""
+    """Number of cores that this process may use; all of the machine where the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class GradingError(RuntimeError):
-    """Grading cannot go on, and it is not a program's fault."""
+    """Grading failed, and not because of a program."""
 
 
 def main() -> None:
     """Read a request from standard input, write the verdicts to standard output."""
     verdicts_file = os.dup(1)
-    os.dup2(2, 1)  # what a harness prints is no verdict
+    os.dup2(2, 1)  # EvalPlus may print, which must not mix with the verdicts
     request = GradeRequest(**json.load(sys.stdin))
     die_with_parent()
     grader = Grader(request)

@@ -1,9 +1,8 @@
-"""LiveCodeBench inside EvalScope's process: which problems are asked, and how programs that a model wrote are run.
+"""LiveCodeBench in EvalScope's process: selection of problems, and running of programs that a model wrote.
 
 EvalScope runs such programs in a process that knows the expected outputs and keeps the verdicts. Here they run in
-`sandbox/runner.py`, which knows neither; EvalScope's own comparison then sees what they printed or returned. What
-surrounds a program there (its imports, its input, its main block) is EvalScope's own source text, sent along with the
-program.
+`sandbox/runner.py`, which knows neither, and EvalScope's own comparison gets what they printed or returned. EvalScope's
+own source text around a program (imports, input, main block) is sent to the sandbox with it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from datetime import date
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from moe_lab.evaluation.sandbox.client import Outcome, Runners
 from moe_lab.evaluation.sandbox.confinement import in_child
@@ -56,35 +56,35 @@ def moe_lab_answer(given):
 
 
 class DataError(Exception):
-    """The data, or what is allowed with it, is not as it must be: a sentence for the user."""
+    """The data is unusable, or not allowed. The message is a sentence for the user."""
 
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """Which problems, and how programs run."""
+    """Selection of problems, and limits of programs."""
 
     start_date: str
     """First day of contests, YYYY-MM-DD."""
     end_date: str
     """Last day of contests; all of it counts."""
     pickles: bool = False
-    """Private tests may come as a pickle. Even then nothing but text is taken out of one."""
+    """Private tests may be a pickle, of which nothing but text is read."""
     confined: bool = True
-    """Programs run in namespaces; otherwise only in a limited subprocess."""
+    """Run programs in namespaces, otherwise only in a subprocess with limits."""
     seconds: float = 6.0
     """CPU time per test."""
     memory_mib: int = 4096
     """Address space of a program."""
     processes: int = 1
-    """Programs run at the same time."""
+    """Programs that run at the same time."""
 
     def chooses(self, day: str) -> bool:
-        """Whether a contest of this day, an ISO date or time, is asked."""
+        """Whether a problem of a contest on this day, an ISO date or time, is selected."""
         return self.start_date <= date.fromisoformat(day[:10]).isoformat() <= self.end_date
 
 
 class Programs:
-    """The programs of one run of EvalScope: where they run, and what went wrong that is no program's fault."""
+    """Runs the programs of one run of EvalScope, and collects failures that are not a program's fault."""
 
     def __init__(self, settings: CodeSettings) -> None:
         self.settings = settings
@@ -93,7 +93,7 @@ class Programs:
         self._judging = threading.Lock()
 
     def adapter(self, of_evalscope: type, *, asking: bool) -> type:
-        """EvalScope's task, with the problems between the dates only; asking looks at no test."""
+        """EvalScope's task with the selected problems only; for asking, private tests are not read."""
         settings = self.settings
 
         class Adapter(of_evalscope):
@@ -109,8 +109,6 @@ class Programs:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """A context in which EvalScope unpickles nothing but text and runs no program itself."""
-        from unittest.mock import patch
-
         from evalscope.benchmarks.live_code_bench import evaluate_utils, load_utils, testing_util
 
         with (
@@ -131,7 +129,7 @@ class Programs:
         return unpickled_text(content)
 
     def _checked(self, sample: dict[str, str], generation: str, timeout: float, debug: bool = False) -> Any:
-        """What EvalScope's function of this place gives: a result per test up to the first wrong one, and notes."""
+        """EvalScope's codegen_check_correctness: a result per test up to the first wrong one, and notes."""
         try:
             tests = json.loads(sample["input_output"])
             if not tests["inputs"]:
@@ -161,7 +159,7 @@ class Programs:
         return self._runners.run(request)
 
     def _judge(self, tests: dict[str, Any], outcome: Outcome) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's comparison of what the program said to the first tests with what it should have said."""
+        """EvalScope's comparison of a program's outputs with the expected ones, as far as there are outputs."""
         number = len(outcome.encoded) + (outcome.status != "ok")
         first = {name: tests[name][:number] for name in ("inputs", "outputs")}
         with self._judging:
@@ -169,10 +167,8 @@ class Programs:
                 lambda: _compared(tests["fn_name"], first, outcome), _COMPARING_SECONDS, _COMPARING_MEMORY
             )
         if judged is None:
-            return [_WRONG], {
-                "program": "output",
-                "program_error": "what it sent takes too long or too much to compare",
-            }
+            error = "what it sent takes too long or too much to compare"
+            return [_WRONG], {"program": "output", "program_error": error}
         results, notes = json.loads(judged)
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
@@ -190,7 +186,7 @@ def _compared(function: str | None, tests: dict[str, Any], outcome: Outcome) -> 
 
 
 def unpickled_text(content: bytes) -> str:
-    """The string that is all there is in a pickle. DataError for a pickle that needs anything to be imported."""
+    """The string in a pickle. DataError for a pickle of anything else, or one that needs an import."""
 
     class OnlyText(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -205,7 +201,7 @@ def unpickled_text(content: bytes) -> str:
 
 
 def program(solution: str, function: str | None) -> str:
-    """A program whose function moe_lab_answer(test input) gives what the solution prints, or its `function` returns."""
+    """A program whose moe_lab_answer(input) returns what the solution prints, or what its `function` returns."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     needed = ("Capturing", "clean_if_name", "make_function", "call_method", "get_function", "compile_code")
@@ -219,9 +215,7 @@ def program(solution: str, function: str | None) -> str:
 
 @contextmanager
 def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
-    """A context in which EvalScope's comparison sees a recorded outcome where it would run a solution."""
-    from unittest.mock import patch
-
+    """A context in which EvalScope's comparison gets a recorded outcome instead of running a solution."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     values, printed = _replies(outcome), list[str]()
@@ -239,7 +233,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _replies(outcome: Outcome) -> Iterator[Any]:
-    """What the program said to each test, and then how it ended if that was not well."""
+    """The program's output for each test, then an exception if it did not end well."""
     try:
         yield from outcome.values()
     except ValueError as error:

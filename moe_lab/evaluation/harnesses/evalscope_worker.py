@@ -1,8 +1,8 @@
-"""The process that has EvalScope: it asks one of EvalScope's tasks, or grades answers to it.
+"""The process that runs EvalScope: it gives the questions of a task, or grades answers to them.
 
-It needs EvalScope and the standard library, neither Hydra nor the environment moe_lab itself runs in. EvalScope writes
-the prompts, extracts the answers and scores them; its model is a stand-in that notes questions (ask) or repeats texts
-that were generated before (grade), so batching is the business of whoever generates.
+It needs EvalScope and the standard library, but no other package of moe_lab's environment. EvalScope writes the
+prompts, extracts the answers and scores them. Its model is a stand-in that records questions (ask) or returns texts
+that were generated before (grade).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from moe_lab.evaluation.harnesses import evalscope_code
 
 _MODEL = "moe_lab"
-_SCORED = "success"  # of EvalScope's states, the others are for judges and for what could not be compared
+_SCORED = "success"  # EvalScope's other states are for judges and for answers that could not be compared
 _VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
 Item = tuple[str, int]
 """Subset of the task and number of the sample in it."""
@@ -36,38 +37,38 @@ class Request:
     task: str
     """EvalScope's name, such as gsm8k."""
     folder: str
-    """The data, laid out as on the hub. EvalScope may delete files in it."""
+    """The data, in the layout of the hub. EvalScope may delete files in it."""
     work: str
-    """An empty folder for what EvalScope writes."""
+    """An empty folder for EvalScope's files."""
     dataset_args: dict[str, Any]
-    """What EvalScope is told about the task: subset_list, eval_split, few_shot_num."""
+    """EvalScope's settings of the task: subset_list, eval_split, few_shot_num."""
     settings: dict[str, Any]
-    """Generation settings that every question must arrive with."""
+    """Generation settings, with which every question must arrive."""
     limit: int | None = None
-    """Only so many items, as many of each subset as there are."""
+    """Number of items, taken evenly from the subsets; None: all."""
     texts: dict[str, str] | None = None
-    """Name of an item -> what the model said, when answers are graded."""
+    """Name of an item -> the model's answer, for grading; None: ask."""
     code: evalscope_code.CodeSettings | None = None
-    """How programs are run and which problems are chosen; of tasks that have programs."""
+    """Selection of problems and limits of programs, for tasks whose answers are programs."""
 
 
 @dataclass
 class Reply:
-    """What came of it."""
+    """Result of a request."""
 
     error: str = ""
-    """A sentence for the user; then nothing else holds."""
+    """A sentence for the user; the other fields are empty then."""
     questions: list[dict[str, Any]] = field(default_factory=list)
     """item, messages."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """item, outcome (None where EvalScope could not say), extracted, why."""
+    """item, outcome (None where EvalScope could not compare), extracted, why."""
     score: float | None = None
-    """EvalScope's own mean over what it could score."""
+    """EvalScope's own mean over the samples with an outcome."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
 def main(request_file: str, reply_file: str) -> None:
-    """Do what the request says. Ends at once when whoever started this process is gone."""
+    """Perform the request. Ends at once when the process that started this one is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     content = json.loads(Path(request_file).read_text(encoding="utf-8"))
     code = content.pop("code")
@@ -85,7 +86,7 @@ def _end_with_parent() -> None:
 
 
 def run(request: Request) -> Reply:
-    """Ask the task, or grade `request.texts`. Raises AssertionError where EvalScope did something else."""
+    """Ask the task, or grade `request.texts`. Raises AssertionError if EvalScope did not do exactly that."""
     from evalscope import TaskConfig, run_task
 
     stand_in = _stand_in()(request.texts)
@@ -132,16 +133,14 @@ def _check(request: Request, task: _Task, stand_in: Any, report: Any) -> None:
 
 
 class _Task:
-    """EvalScope's task with three changes: items carry names, only some may be wanted, and asking scores nothing."""
+    """EvalScope's task with three changes: items have names, their number may be limited, and asking scores nothing."""
 
     def __init__(self, request: Request, stand_in: Any, programs: evalscope_code.Programs | None) -> None:
         self.request, self.stand_in, self.programs = request, stand_in, programs
         self.names: dict[Item, str] = {}
 
     def in_place(self) -> Any:
-        """A context in which EvalScope takes this for its task."""
-        from unittest.mock import patch
-
+        """A context in which EvalScope uses this task."""
         from evalscope.api.registry import BENCHMARK_REGISTRY
 
         meta = BENCHMARK_REGISTRY.lookup(self.request.task)
@@ -160,12 +159,15 @@ class _Task:
             if task.request.texts is None:
 
                 def calculate_metrics(self, task_state: Any) -> Any:
-                    return _no_score(task_state)
+                    from evalscope.api.metric import SampleScore, Score
+
+                    score = Score(value={"acc": 0.0}, main_score_name="acc")
+                    return SampleScore(score=score, sample_id=task_state.sample_id, group_id=task_state.group_id)
 
         return self.programs.adapter(Adapter, asking=self.request.texts is None) if self.programs else Adapter
 
     def name_items(self, subsets: Any) -> Any:
-        """Give every sample a name that says which it is and what it asks; drop those beyond the limit."""
+        """Name every sample by subset, number and a digest of its prompt; drop those beyond the limit."""
         order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
         wanted = {(subset, number) for number, subset in order[: self.request.limit]}
         for subset, samples in subsets.items():
@@ -180,15 +182,8 @@ class _Task:
         return subsets
 
 
-def _no_score(task_state: Any) -> Any:
-    from evalscope.api.metric import SampleScore, Score
-
-    score = Score(value={"acc": 0.0}, main_score_name="acc")
-    return SampleScore(score=score, sample_id=task_state.sample_id, group_id=task_state.group_id)
-
-
 def _stand_in() -> Callable[[dict[str, str] | None], Any]:
-    """The class of models that generate nothing; made here because EvalScope's own class is not known before."""
+    """The class of the stand-in for a model. Defined in a function because EvalScope is imported late."""
     from evalscope.api.model import ModelAPI, ModelOutput
 
     class StandIn(ModelAPI):
@@ -197,7 +192,7 @@ def _stand_in() -> Callable[[dict[str, str] | None], Any]:
             self.texts = texts
             self.now = threading.local()
             self.asked: dict[str, list[dict[str, str]]] = {}
-            self.read: dict[str, str] = {}  # the texts as EvalScope reads them: without <think> ... </think>
+            self.read: dict[str, str] = {}  # texts as EvalScope reads them, without <think> ... </think>
             self.settings: list[dict[str, Any]] = []
             self.calls = 0
             self.noting = threading.Lock()
@@ -224,7 +219,7 @@ def _digest(messages: list[dict[str, str]]) -> str:
 
 
 def _samples(request: Request, names: dict[Item, str], read: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """What EvalScope's reviews say of each item, in the order of the data."""
+    """EvalScope's review of each item, in the order of the data."""
     by_item: dict[Item, dict[str, Any]] = {}
     for subset in {subset for subset, _ in names}:
         reviews = Path(request.work, "reviews", _MODEL, f"{request.task}_{subset}.jsonl")

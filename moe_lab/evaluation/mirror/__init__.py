@@ -1,4 +1,4 @@
-"""Local copies of benchmark data, laid out as on the hub, with a manifest of what is in them.
+"""Mirrors: local copies of benchmark data in the layout of the hub, with a manifest of their content.
 
 `python -m moe_lab.evaluation.mirror NAME ... data_root=FOLDER [from=FOLDER]` makes them (make.py).
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.json_files import Damaged, read_json
 
 MANIFEST = "moe_lab.json"
 _COMMAND = "python -m moe_lab.evaluation.mirror"
@@ -22,8 +23,8 @@ _COMMAND = "python -m moe_lab.evaluation.mirror"
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, bytes, sha256, digest of its rows, source, revision."""
 
-_FIELDS = {"subset", "split", "rows", "sha256", "digest"}
-"""What is read of an entry."""
+_SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": str, "digest": str}}}
+"""What is read of a manifest."""
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
@@ -39,9 +40,8 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the rows a benchmark reads, as the manifest says: the split it asks, all splits if it has examples.
-
-    It depends on neither the file format nor where the data came from.
+    """sha256 over the manifest's digests of the rows that a benchmark reads: its split, or all splits if it shows
+    examples. It depends neither on the file format nor on the source of the data.
     """
     read = _entries(benchmark, None if benchmark.shots else benchmark.split)
     names = sorted([entry["subset"], entry["split"], entry["digest"]] for entry in read.values())
@@ -53,15 +53,16 @@ def check(benchmark: BenchmarkConfig) -> None:
     rows = sum(entry["rows"] for entry in _entries(benchmark, benchmark.split).values())
     wanted = expected_rows(benchmark)
     if wanted is not None and rows != wanted:
+        place = " ".join(word for word in (str(folder(benchmark)), benchmark.subset, benchmark.split) if word)
         raise UserError(
-            f"benchmark {benchmark.name}: {_place(benchmark)} has {rows} rows and should have {wanted}: "
+            f"benchmark {benchmark.name}: {place} has {rows} rows and should have {wanted}: "
             f"its data is not the published set, or expected is wrong"
         )
     verify(benchmark)
 
 
 def verify(benchmark: BenchmarkConfig) -> None:
-    """UserError naming the first file that is not the one the manifest describes."""
+    """UserError naming the first file that differs from the manifest."""
     place = folder(benchmark)
     for name, entry in _entries(benchmark, None if benchmark.shots else benchmark.split).items():
         file = place / name
@@ -75,13 +76,13 @@ def verify(benchmark: BenchmarkConfig) -> None:
 
 
 def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows that are asked, in order: those of benchmark.subset (null: of all) and benchmark.split."""
+    """The rows of benchmark.subset (null: of all subsets) and benchmark.split, in order."""
     place = folder(benchmark)
     return [row for name in _entries(benchmark, benchmark.split) for row in read_rows(place / name)]
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
-    """Subset -> split -> files of the mirror; a data set without subsets has one that is called default."""
+    """Subset -> split -> files of the mirror. The only subset of a data set without subsets is called default."""
     place = folder(benchmark)
     by_subset: dict[str, dict[str, list[Path]]] = {}
     for name, entry in _entries(benchmark, None).items():
@@ -90,13 +91,13 @@ def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
 
 
 def expected_rows(benchmark: BenchmarkConfig) -> int | None:
-    """Rows of the split that is asked; more than the benchmark's items where the harness chooses among them."""
+    """Number of rows of the evaluated split; more than the benchmark's items where the harness selects among them."""
     count: int | None = known_data(benchmark).get("rows", {}).get(benchmark.split, benchmark.expected)
     return count
 
 
 def known_data(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """What data_sets.yaml says of the benchmark's data: columns, names of files people have, and so on."""
+    """The entry of data_sets.yaml for the benchmark's data: columns, usual file names, and so on."""
     of_data = _data_sets().get(str(benchmark.data), {})
     of_subset: Mapping[str, Any] = of_data.get(benchmark.subset or "default", {})
     return of_subset
@@ -116,20 +117,17 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def manifest(place: Path) -> dict[str, dict[str, Any]]:
     """The entries of a mirror's manifest, {} where there is none. UserError for a manifest that cannot be read."""
     file = place / MANIFEST
-    if not file.is_file():
-        return {}
     try:
-        entries: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["files"]
-        complete = all(entry.keys() >= _FIELDS for entry in entries.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        complete = False
-    if not complete:
-        raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again")
+        entries: dict[str, dict[str, Any]] = read_json(file, _SHAPE)["files"]
+    except FileNotFoundError:
+        return {}
+    except Damaged:
+        raise UserError(f"{file} is no manifest of a mirror: delete {place} and make it again") from None
     return entries
 
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
-    """The manifest's entries of the benchmark's subset and of `split`, None for every one."""
+    """The manifest's entries of the benchmark's subset and of `split`; None: of every split."""
     every = manifest(folder(benchmark))
     of_subset = {n: e for n, e in every.items() if benchmark.subset in (None, e["subset"])}
     chosen = {n: e for n, e in of_subset.items() if split in (None, e["split"])}
@@ -144,18 +142,11 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     return chosen
 
 
-def _place(benchmark: BenchmarkConfig) -> str:
-    return " ".join(word for word in (str(folder(benchmark)), benchmark.subset, benchmark.split) if word)
-
-
 @lru_cache(maxsize=1024)
 def _sha256(file: Path, size: int, changed: int) -> str:
-    """Once for every state of a file: a worker checks the same mirror before each of many plans."""
-    hasher = hashlib.sha256()
+    """Computed once for every state of a file: a worker checks the same mirror before each of many plans."""
     with file.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            hasher.update(chunk)
-    return hasher.hexdigest()
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=1)

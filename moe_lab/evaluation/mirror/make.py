@@ -1,4 +1,4 @@
-"""Make mirrors, from the hub or from files a user has: what `python -m moe_lab.evaluation.mirror` does."""
+"""Make mirrors from the hub or from local files: `python -m moe_lab.evaluation.mirror`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from moe_lab.config import BenchmarkConfig, SuiteConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.mirror.sources import Part, parts
+from moe_lab.json_files import write_json
 from moe_lab.paths import conf
 
 
 def main(words: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    0, or 2 with a sentence for each benchmark whose data is missing; mirrors of the others are made.
+    Returns 0, or 2 after a sentence for each benchmark whose data is missing. The other mirrors are made.
     """
     try:
         names, root, source = _arguments(words)
@@ -43,9 +44,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
-    """Write the mirror of the benchmark's data from `source`, None for the hub; a line on each split it wrote.
+    """Write the mirror of the benchmark's data from `source`, None for the hub. Returns a line about each split.
 
-    Nothing is written unless every row has its columns and the split that is asked has as many rows as it should.
+    Nothing is written unless every row has its columns and the evaluated split has the expected number of rows.
     """
     assert benchmark.data is not None and benchmark.root is not None
     place = Path(benchmark.root).expanduser().absolute() / benchmark.data
@@ -56,13 +57,13 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
         with FileLock(place.with_name(f".{place.name}.lock")):  # benchmarks of one data set may be made side by side
             entries = {**mirror.manifest(place), **dict(_write(part, place) for part in splits)}
             _put(place / "README.md", _readme(str(benchmark.data), entries).encode())
-            _put(place / mirror.MANIFEST, json.dumps({"files": entries}, indent=1, sort_keys=True).encode())
+            write_json(place / mirror.MANIFEST, {"files": entries})
     mirror.check(benchmark)
     return _lines(benchmark, splits)
 
 
 def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
-    """The benchmarks with data that names of benchmarks and suites stand for, each once."""
+    """The benchmarks with data that are named, or that are in a named suite, each once."""
     names_by_group = {
         group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")
     }
@@ -127,7 +128,7 @@ def _check(benchmark: BenchmarkConfig, splits: Sequence[Part]) -> None:
                 )
 
 
-# What is written: every file whole or not at all, the manifest last.
+# Files are written whole or not at all, the manifest last.
 
 
 def _write(part: Part, place: Path) -> tuple[str, dict[str, Any]]:
@@ -172,7 +173,7 @@ def _put(file: Path, content: bytes) -> None:
 
 
 def _readme(data: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """What tells `datasets` which file is which split of which subset."""
+    """The dataset card, from which `datasets` knows the subset and split of each file."""
     configs: dict[str, list[str]] = {}
     for name, entry in sorted(entries.items()):
         if name.endswith(".parquet"):
@@ -185,14 +186,15 @@ def _readme(data: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _lines(benchmark: BenchmarkConfig, written: Sequence[Part]) -> list[str]:
-    """A line on each split; subsets that were made together are counted."""
+    """A line about each split, with the number of its subsets if there are several."""
     splits: dict[str, list[Part]] = {}
     for part in written:
         splits.setdefault(part.split, []).append(part)
     lines = []
-    for split, each in splits.items():
-        subset = each[0].subset if len(each) == 1 else f"{len(each)} subsets"
-        rows = sum(len(part.rows) for part in each)
-        origin = each[0].source + (f" at {each[0].revision}" if each[0].revision else "")
+    for split, of_split in splits.items():
+        first = of_split[0]
+        subset = first.subset if len(of_split) == 1 else f"{len(of_split)} subsets"
+        rows = sum(len(part.rows) for part in of_split)
+        origin = first.source + (f" at {first.revision}" if first.revision else "")
         lines.append(f"{benchmark.name}: {benchmark.data} {subset} {split}: {rows} rows of {origin}")
     return lines

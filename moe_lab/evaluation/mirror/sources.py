@@ -1,4 +1,4 @@
-"""Where the rows of a mirror come from: the hub, a folder laid out like it, or files as people have them."""
+"""Read the rows of a mirror: from the hub, a folder in the hub's layout, or single files."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Part:
     split: str
     rows: Rows
     source: str
-    """Where they are from: a file, a folder, or a data set on the hub."""
+    """A file, a folder, or a data set on the hub."""
     revision: str | None = None
     """Commit on the hub."""
     original: Path | None = None
-    """The file to keep as it is, where no table holds its rows."""
+    """The file to copy unchanged, if its rows do not fit a table."""
 
 
 def parts(benchmark: BenchmarkConfig, source: Path | None, scratch: Path) -> Iterator[Part]:
-    """All splits of the benchmark's subset (of all subsets, where it names none) that `source` has; None is the hub.
+    """All splits in `source` of the benchmark's subset, or of all subsets if it names none. None is the hub.
 
     `scratch` is an empty folder for downloads. UserError when the data cannot be downloaded or read.
     """
@@ -78,7 +78,7 @@ def _from_hub(benchmark: BenchmarkConfig, about: Mapping[str, Any], scratch: str
 
 
 def _from_layout(benchmark: BenchmarkConfig, about: Mapping[str, Any], source: Path, scratch: str) -> Iterator[Part]:
-    place = next((each for each in (source / str(benchmark.data), source) if _laid_out(each)), None)
+    place = next((place for place in (source / str(benchmark.data), source) if _is_layout(place)), None)
     if place is None:
         split = benchmark.split or "test"
         names = [f"{benchmark.name}_{split}", *about.get("files", {}).get(split, ())]
@@ -94,8 +94,8 @@ def _from_layout(benchmark: BenchmarkConfig, about: Mapping[str, Any], source: P
         raise UserError(f"benchmark {benchmark.name}: {place} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _laid_out(place: Path) -> bool:
-    """Whether its card says which files are which split."""
+def _is_layout(place: Path) -> bool:
+    """Whether the folder has a dataset card that names the files of each split."""
     card = place / "README.md"
     return card.is_file() and re.search(r"\A---\n.*^configs:", card.read_text("utf-8"), re.S | re.M) is not None
 
@@ -103,7 +103,7 @@ def _laid_out(place: Path) -> bool:
 def _loaded(
     benchmark: BenchmarkConfig, about: Mapping[str, Any], place: str, scratch: str, commit: str | None = None
 ) -> Iterator[Part]:
-    """`place` is a folder, or the name of a data set on the hub with a commit."""
+    """The splits of `place`, which is a folder, or the name of a data set on the hub with a commit."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -129,7 +129,7 @@ def _download(benchmark: BenchmarkConfig, address: str, scratch: Path) -> Path:
     return file
 
 
-# Files as people have them.
+# Single files.
 
 
 def _find(benchmark: BenchmarkConfig, about: Mapping[str, Any], source: Path) -> dict[str, Path]:
@@ -167,7 +167,7 @@ def _read(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> R
 
 
 def _labelled(about: Mapping[str, Any], file: Path, rows: Rows) -> Rows:
-    """With the answers of the file beside, if there is one."""
+    """The rows with the answers of the label file beside `file`, if there is one."""
     stem = file.name.partition(".")[0]
     beside = next((b for end in about.get("labels", ()) if (b := file.with_name(stem + end)).is_file()), None)
     if beside is None:
@@ -179,7 +179,7 @@ def _labelled(about: Mapping[str, Any], file: Path, rows: Rows) -> Rows:
 
 
 def _text(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> Rows:
-    """Rows of a text, as the hub has them: a blank line is "", any other keeps its end; or a document each."""
+    """Rows of a text as on the hub: one per line, with its line end unless it is blank, or one per document."""
     text = file.read_text(encoding="utf-8")
     if about.get("text") == "lines":
         return [{"text": line} for line in lines(text)]
@@ -189,7 +189,7 @@ def _text(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> R
 
 
 def _documents(lines: list[str]) -> Iterator[str]:
-    """Texts that begin with a heading of the first level: ` = Title = `."""
+    """Texts of WikiText, which begin with a heading of the first level: ` = Title = `."""
     page: list[str] = []
     for line in [*lines, None]:
         if line is None or re.fullmatch(r" *= [^=].*[^=] = *", line):

@@ -1,7 +1,7 @@
-"""Which programs cannot reach outside themselves: no import, no hidden attribute, no builtin that opens anything.
+"""Check that a program cannot reach outside itself: no import, no private attribute, no builtin that opens anything.
 
-Used where a shipped model's programs run without namespaces. It is a list of what is allowed, so what is forgotten is
-refused; it is a second barrier beside the limits of the subprocess, not a sandbox for programs of unknown models.
+Used where a shipped model's programs run without namespaces. Everything that is not listed as allowed is refused. It is
+a second barrier beside the limits of the subprocess, not a sandbox for programs of unknown models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Subscript Starred Name List Tuple Slice Match match_case MatchValue MatchSinglet
 MatchAs MatchOr expr_context boolop operator unaryop cmpop
 """
 _SYNTAX = tuple(getattr(ast, name) for name in _WORDS_OF_SYNTAX.split())
-"""What programs may be written with. Class patterns are not among it: they read attributes by name, as in
-`case int(__reduce_ex__=r)`."""
+"""Allowed syntax. Class patterns are refused, because they read attributes by name: `case int(__reduce_ex__=r)`."""
 _ATTRIBUTES = frozenset(
     name
     for kind in (str, list, tuple, dict, set, frozenset, int, float, bytes)
@@ -34,7 +33,7 @@ _ATTRIBUTES = frozenset(
 
 
 def leaves_closed_world(program: str) -> str | None:
-    """What in `program` could reach outside, as a few words; None when nothing can or it is not Python at all."""
+    """What in `program` could reach outside, in a few words; None if nothing can, or if it is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""What a user allows: running programs a model wrote, and in which sandbox; asking a judge; reading pickles."""
+"""What the user allows: running programs that a model wrote, and in which sandbox; a judge; reading pickles."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Policy:
     """What evaluation may do on this machine."""
 
     allow_code_execution: bool = False
-    """Programs a model wrote may run at all."""
+    """Programs that a model wrote may run."""
     sandbox: str = "auto"
     """auto, namespaces or none; see `protection`."""
     allow_judge: bool = False
-    """What the model wrote may be sent to a judge."""
+    """Texts that the model wrote may be sent to a judge."""
     allow_pickled_data: bool = False
-    """Data that can run code when read may be read."""
+    """Data may be read whose reading can run code."""
 
     def protection(self, *, closed_world: bool) -> str:
         """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
-        `closed_world` says that right answers need no import and no hidden attribute, as those of the shipped
-        benchmarks; where there are no namespaces, sandbox=auto runs only programs that are checked to be so.
-        Raises UserError when nothing that is allowed is possible on this machine.
+        `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Without
+        namespaces, sandbox=auto runs only programs that are checked for this.
+        Raises UserError when no allowed sandbox is possible on this machine.
         """
         check_sandbox(self.sandbox)
         if not self.allow_code_execution:
