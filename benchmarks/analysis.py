@@ -15,12 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from synthetic import write_store
-
 from analysis import report
 from analysis.load.study import load
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "analysis"))
 
 REBUILD, LOAD = 60, 5
 """Seconds that the two may take."""
@@ -40,6 +36,9 @@ def _seconds(clock: float, processor: float, allowed: int) -> str:
 
 def main() -> int:
     """Print both; 1 when one took longer than it may."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "analysis"))
+    from synthetic import write_store
+
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         study = write_store(root / "study", ratios=(0.125, 0.25, 0.375, 0.5, 0.625, 0.75))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.measure import describe, parser
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(r": (ok|FAILED)$|\d (passed|failed|skipped)\b.* in ")
@@ -102,12 +102,12 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9, help="after which no row runs any more")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the outputs and of table.md")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "moe_lab-cuda")
-    parser.add_argument("--dry-run", action="store_true", help="every row small and on the CPU")
-    return parser.parse_args()
+    options = parser("cuda", __doc__)
+    options.add_argument("--minutes", type=float, default=9, help="after which no row runs any more")
+    options.add_argument("--out", type=Path, required=True, help="folder of the outputs and of table.md")
+    options.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "moe_lab-cuda")
+    options.add_argument("--dry-run", action="store_true", help="every row small and on the CPU")
+    return options.parse_args()
 
 
 def command(row: Row, arguments: argparse.Namespace) -> list[str]:

@@ -20,7 +20,6 @@ import io
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,8 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import choices
-from benchmarks.random_model import random_model
+from benchmarks.measure import parser, ratios, rounds
+from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harnesses import lm_eval_tasks
@@ -68,13 +68,13 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, required=True, help="a folder with the benchmarks' files")
-    parser.add_argument("--parts", nargs="+", choices=("equal", "speed"), default=["equal", "speed"])
-    parser.add_argument("--limit", type=int, help="part 1: the first items of each benchmark only")
-    parser.add_argument("--items", type=int, default=200, help="part 2: items of each benchmark")
-    parser.add_argument("--rounds", type=int, default=7, help="part 2: rounds measured, after one that is not")
-    return parser.parse_args()
+    options = parser("evaluation", __doc__)
+    options.add_argument("--data", type=Path, required=True, help="a folder with the benchmarks' files")
+    options.add_argument("--parts", nargs="+", choices=("equal", "speed"), default=["equal", "speed"])
+    options.add_argument("--limit", type=int, help="part 1: the first items of each benchmark only")
+    options.add_argument("--items", type=int, default=200, help="part 2: items of each benchmark")
+    options.add_argument("--rounds", type=int, default=7, help="part 2: rounds measured, after one that is not")
+    return options.parse_args()
 
 
 # 1. The same numbers.
@@ -137,31 +137,22 @@ def _same_text(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
 # 2. As fast.
 
 
-def _speed(subject: LocalModel, few: Sequence[BenchmarkConfig], rounds: int) -> bool:
+def _speed(subject: LocalModel, few: Sequence[BenchmarkConfig], count: int) -> bool:
     ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
         ("evaluating", lambda: _adapter(subject, few), lambda: _plain(subject, few)),
         ("building the tasks and evaluating", lambda: _fresh(subject, few), lambda: _plain_fresh(subject, few)),
     ]
     failed = False
     for name, own, other in ways:
-        ratios, seconds = [], []
-        for number in range(rounds + 1):
-            pair = _seconds(own), _seconds(other)
-            if number:
-                ratios.append(pair[0] / pair[1])
-                seconds.append(pair)
-        ratio = statistics.median(ratios)
-        first, second = (statistics.median(column) for column in zip(*seconds, strict=True))
+        pair = {"adapter": own, "lm-eval": other}
+        with contextlib.redirect_stderr(io.StringIO()):
+            rounds(pair, 1)  # the first round is slower
+            seconds = rounds(pair, count)
+        ratio = statistics.median(ratios(seconds["adapter"], seconds["lm-eval"]))
+        first, second = (statistics.median(times) for times in seconds.values())
         print(f"{name}: adapter {first:.2f} s, lm-eval's own {second:.2f} s, ratio {ratio:.3f} (bar {BAR_SPEED})")
         failed |= ratio > BAR_SPEED
     return failed
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    start = time.process_time()
-    with contextlib.redirect_stderr(io.StringIO()):
-        work()
-    return time.process_time() - start
 
 
 def _adapter(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:

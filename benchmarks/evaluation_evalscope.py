@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import parser
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
@@ -62,12 +63,12 @@ def _check_answers(arguments: argparse.Namespace) -> bool:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl, math500_test.jsonl")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--benchmarks", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--limit", type=int, help="only so many items")
-    return parser.parse_args()
+    options = parser("evaluation_evalscope", __doc__)
+    options.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl, math500_test.jsonl")
+    options.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    options.add_argument("--benchmarks", nargs="+", default=NAMES, choices=NAMES)
+    options.add_argument("--limit", type=int, help="only so many items")
+    return options.parse_args()
 
 
 def _check(benchmark: BenchmarkConfig) -> bool:

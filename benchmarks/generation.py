@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from benchmarks.measure import parser, ratios, rounds
 from moe_lab.config import ModelConfig
 from moe_lab.models import experts
 from moe_lab.models.discover import MoELayer, moe_layers
@@ -47,12 +47,12 @@ def main() -> int:
         for length, new in arguments.generate:
             work = _both(model, _generation(model, arguments.batch, length, new))
             name = f"generation, {arguments.batch} rows of {length} + {new} tokens"
-            failed |= _report(name, *_rounds(work, arguments.rounds), BAR)
+            failed |= _compare(name, work, arguments.rounds, BAR)
         for rows, length in arguments.score:
             work = _both(model, _scoring(model, rows, length))
-            failed |= _report(f"scoring, {rows} rows of {length} tokens", *_rounds(work, arguments.rounds), BAR)
+            failed |= _compare(f"scoring, {rows} rows of {length} tokens", work, arguments.rounds, BAR)
         for tokens in arguments.tokens:
-            failed |= _report(f"one layer, {tokens} tokens", *_rounds(_ways(layers[0], tokens), arguments.rounds), None)
+            failed |= _compare(f"one layer, {tokens} tokens", _ways(layers[0], tokens), arguments.rounds, None)
     return int(failed)
 
 
@@ -61,14 +61,14 @@ def _arguments() -> argparse.Namespace:
         first, second = text.split("x")
         return int(first), int(second)
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="pocket:olmoe", help="a folder or pocket:NAME")
-    parser.add_argument("--batch", type=int, default=64, help="rows that generate together")
-    parser.add_argument("--generate", type=pair, nargs="+", default=[(40, 48)], help="prompt x new tokens")
-    parser.add_argument("--score", type=pair, nargs="+", default=[(8, 40), (32, 40), (64, 64)], help="rows x tokens")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 512, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
-    return parser.parse_args()
+    options = parser("generation", __doc__)
+    options.add_argument("--model", default="pocket:olmoe", help="a folder or pocket:NAME")
+    options.add_argument("--batch", type=int, default=64, help="rows that generate together")
+    options.add_argument("--generate", type=pair, nargs="+", default=[(40, 48)], help="prompt x new tokens")
+    options.add_argument("--score", type=pair, nargs="+", default=[(8, 40), (32, 40), (64, 64)], help="rows x tokens")
+    options.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 512, 1024, 4096])
+    options.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
+    return options.parse_args()
 
 
 def _generation(model: Any, rows: int, length: int, new: int) -> Work:
@@ -109,49 +109,34 @@ def _both(model: Any, work: Work) -> dict[str, Work]:
 
 def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
     """The experts of one layer: eager, and both ways of ours whatever the number of tokens."""
-    experts: Any = layer.experts
+    module: Any = layer.experts
     hidden = torch.randn(tokens, layer.hidden)
     weights, index = torch.rand(tokens, layer.n_experts).topk(layer.top_k)
     repeat = range(max(1, 512 // tokens))
 
     def run(few: int | None) -> torch.Tensor:
-        experts.config._experts_implementation_internal = EAGER if few is None else experts.CPU_EXPERTS
-        found, experts.FEW = experts.FEW, few or 0
+        module.config._experts_implementation_internal = EAGER if few is None else experts.CPU_EXPERTS
+        usual, experts.FEW = experts.FEW, few or 0
         try:
-            results: list[torch.Tensor] = [experts(hidden, index, weights) for _ in repeat]
+            results: list[torch.Tensor] = [module(hidden, index, weights) for _ in repeat]
             return results[-1]
         finally:
-            experts.FEW = found
+            experts.FEW = usual
 
     return {EAGER: lambda: run(None), "together": lambda: run(tokens), "one by one": lambda: run(0)}
 
 
-def _rounds(ways: Mapping[str, Work], rounds: int) -> tuple[dict[str, list[float]], bool]:
-    """CPU seconds of each way in each round, after one that is not counted, and whether all gave the same bits."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    same = True
-    for _ in range(rounds + 1):
-        results = []
-        for name, work in ways.items():
-            start = time.process_time()
-            results.append(work())
-            seconds[name].append(time.process_time() - start)
-        same &= all(torch.equal(result, results[0]) for result in results)
-    return {name: values[1:] for name, values in seconds.items()}, same
-
-
-def _report(name: str, seconds: Mapping[str, list[float]], same: bool, bar: float | None) -> bool:
-    """Print the ratios to eager; whether one is over the bar or bits differ."""
-    ratios = {
-        way: statistics.median(a / b for a, b in zip(values, seconds[EAGER], strict=True))
-        for way, values in seconds.items()
-        if way != EAGER
-    }
-    over = bar is not None and max(ratios.values()) >= bar
-    said = ", ".join(f"{way} / eager {ratio:.2f}" for way, ratio in ratios.items())
-    eager = statistics.median(seconds[EAGER])
-    print(f"{name}: {said} (eager {eager:.3f} s), bits {'equal' if same else 'DIFFER'}", flush=True)
-    return over or not same
+def _compare(name: str, ways: Mapping[str, Work], count: int, bar: float | None) -> bool:
+    """Print the ratios of CPU seconds to eager; whether one reaches the bar or bits differ."""
+    results = [work() for work in ways.values()]  # the first round is slower and not measured
+    same = all(torch.equal(result, results[0]) for result in results)
+    seconds = rounds(ways, count)
+    eager = seconds.pop(EAGER)
+    medians = {way: statistics.median(ratios(values, eager)) for way, values in seconds.items()}
+    listed = ", ".join(f"{way} / eager {ratio:.2f}" for way, ratio in medians.items())
+    bits = "equal" if same else "DIFFER"
+    print(f"{name}: {listed} (eager {statistics.median(eager):.3f} s), bits {bits}", flush=True)
+    return not same or (bar is not None and max(medians.values()) >= bar)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ or the bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import parser
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
@@ -101,10 +101,10 @@ def _processor() -> float:
 
 def main() -> int:
     """Measure, print, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
-    arguments = parser.parse_args()
+    options = parser("grading", __doc__)
+    options.add_argument("data", type=Path)
+    options.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
+    arguments = options.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder

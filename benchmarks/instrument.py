@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import parser
 from moe_lab import criteria
 from moe_lab.allocation.uniform import uniform
 from moe_lab.calibration.batches import batches
@@ -61,14 +62,14 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.instrument", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--ratio", type=float, default=0.25, help="experts removed from every layer")
-    parser.add_argument("--seeds", type=int, default=5, help="random plans")
-    parser.add_argument("--items", type=int, default=None, help="items of each benchmark; all by default")
-    parser.add_argument("--tokens", type=int, default=32768, help="calibration tokens")
-    parser.add_argument("--ablation-tokens", type=int, default=8192, help="calibration tokens of the exact ablation")
-    return parser.parse_args()
+    options = parser("instrument", __doc__)
+    options.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    options.add_argument("--ratio", type=float, default=0.25, help="experts removed from every layer")
+    options.add_argument("--seeds", type=int, default=5, help="random plans")
+    options.add_argument("--items", type=int, default=None, help="items of each benchmark; all by default")
+    options.add_argument("--tokens", type=int, default=32768, help="calibration tokens")
+    options.add_argument("--ablation-tokens", type=int, default=8192, help="calibration tokens of the exact ablation")
+    return options.parse_args()
 
 
 def _skill(

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 
 from transformers import PreTrainedModel
 
-from benchmarks.machine import describe, peak
-from benchmarks.published import CONFIGURATIONS, published_model
+from benchmarks.measure import GIB, describe, in_own_process, misses, parser, peak
+from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import BAR_OBSERVE, Batch, batch, observe_gradients, plain_gradients
 from moe_lab.statistics.gradients import differentiable, forward_and_backward
-
-GIB = 2**30
 
 
 def main() -> int:
@@ -33,31 +30,26 @@ def main() -> int:
     print(describe(arguments.device), flush=True)
     took = {}
     for way in WAYS:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.memory", *sys.argv[1:], "--way", way], stdout=subprocess.PIPE, check=True
-        )
-        took[way] = json.loads(done.stdout)
+        took[way] = in_own_process("memory", "--way", way)
         weights, all_of_it = (took[way][name] / GIB for name in ("weights", "peak"))
         print(f"  {way}: {all_of_it:.2f} GiB at most, weights {weights:.2f} GiB", flush=True)
     failed = False
     for way in ("plain", "plain_in_parts"):
         ratio = took["statistics"]["peak"] / took[way]["peak"]
-        failed |= ratio > BAR_OBSERVE
-        says = "FAILED" if ratio > BAR_OBSERVE else "ok"
-        print(f"  statistics / {way}: {ratio:.2f}, bar <= {BAR_OBSERVE:.2f}: {says}", flush=True)
+        failed |= misses(f"statistics / {way}", ratio, "<=", BAR_OBSERVE)
     return int(failed)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
-    parser.add_argument("--layers", type=int, help="all if not given")
-    parser.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
-    parser.add_argument("--way", choices=WAYS, help="only this one, its bytes as JSON")
-    return parser.parse_args()
+    options = parser("memory", __doc__)
+    options.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
+    options.add_argument("--layers", type=int, help="all if not given")
+    options.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
+    options.add_argument("--device", default="cpu", help="cpu or cuda")
+    options.add_argument("--rows", type=int, default=4)
+    options.add_argument("--length", type=int, default=512, help="tokens in a row")
+    options.add_argument("--way", choices=WAYS, help="only this one, its bytes as JSON")
+    return options.parse_args()
 
 
 def _bytes(arguments: argparse.Namespace) -> dict[str, int]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,8 @@ import numpy
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.random_model import random_model
+from benchmarks.measure import parser, ratios, rounds
+from benchmarks.models import random_model
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask, sorted_function
 from moe_lab.pruning.plan import Plan
@@ -47,28 +47,32 @@ def main() -> int:
     failed = False
     with torch.no_grad():
         for tokens in arguments.tokens:
-            seconds = _rounds(_layer_ways(model, pruned, plan, tokens), arguments.rounds)
+            ways = _layer_ways(model, pruned, plan, tokens)
+            rounds(ways, 1)  # the first round is slower
+            seconds = rounds(ways, arguments.rounds)
             bar = BAR if tokens == arguments.tokens[0] else None
             failed |= _report(f"one layer, {tokens} tokens", seconds, bar)
-        seconds = _rounds(_model_ways(model, pruned, plan, arguments), arguments.rounds)
+        ways = _model_ways(model, pruned, plan, arguments)
+        rounds(ways, 1)
+        seconds = rounds(ways, arguments.rounds)
     _report(f"{arguments.layers} layers with attention, {arguments.rows * arguments.length} tokens", seconds, None)
     return int(failed)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ragged", description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", type=int, default=64, help="experts per layer")
-    parser.add_argument("--top-k", type=int, default=8, help="experts per token")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--width", type=int, default=256, help="channels per expert before pruning")
-    parser.add_argument(
+    options = parser("ragged", __doc__)
+    options.add_argument("--experts", type=int, default=64, help="experts per layer")
+    options.add_argument("--top-k", type=int, default=8, help="experts per token")
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--hidden", type=int, default=512)
+    options.add_argument("--width", type=int, default=256, help="channels per expert before pruning")
+    options.add_argument(
         "--tokens", type=int, nargs="+", default=[4096, 64], help="tokens of one layer; the bar is for the first"
     )
-    parser.add_argument("--rows", type=int, default=8, help="rows of the batch for the whole model")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
-    return parser.parse_args()
+    options.add_argument("--rows", type=int, default=8, help="rows of the batch for the whole model")
+    options.add_argument("--length", type=int, default=512, help="tokens in a row")
+    options.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
+    return options.parse_args()
 
 
 def half(model: PreTrainedModel) -> Plan:
@@ -119,30 +123,18 @@ def _model_ways(
     }
 
 
-def _rounds(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each way in each of `rounds` rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            start = time.process_time()
-            way()
-            if number:
-                seconds[name].append(time.process_time() - start)
-    return seconds
-
-
 def _report(what: str, seconds: Mapping[str, list[float]], bar: float | None) -> bool:
     """Print the medians and their ratios, with the bar for packed experts; True when it fails."""
     print(f"{what}: " + ", ".join(f"{name} {1e3 * statistics.median(times):.1f} ms" for name, times in seconds.items()))
     failed = False
     for fast in (PACKED, MASKED):
         for slow in (name for name in seconds if name.startswith("dense")):
-            ratios = [mine / other for mine, other in zip(seconds[fast], seconds[slow], strict=True)]
-            median = statistics.median(ratios)
+            pairs = ratios(seconds[fast], seconds[slow])
+            median = statistics.median(pairs)
             good = bar is None or fast != PACKED or median <= bar
             failed |= not good
             verdict = f", bar <= {bar:.2f}: {'ok' if good else 'FAILED'}" if bar and fast == PACKED else ""
-            print(f"  {fast} / {slow}: {median:.2f} ({min(ratios):.2f} to {max(ratios):.2f}){verdict}", flush=True)
+            print(f"  {fast} / {slow}: {median:.2f} ({min(pairs):.2f} to {max(pairs):.2f}){verdict}", flush=True)
     return failed
 
 

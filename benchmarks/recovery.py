@@ -13,14 +13,15 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from benchmarks.measure import parser, ratios, rounds
 from moe_lab.allocation.uniform import uniform
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.evaluation.local_model import LocalModel
@@ -72,13 +73,13 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=float, default=4.0, help="passes over the instruction set")
-    parser.add_argument("--rank", type=int, default=8, help="rank of the experts' adapters")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak rate of the experts' adapters")
-    parser.add_argument("--limit", type=int, default=None, help="only the first word problems")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of the ratios")
-    return parser.parse_args()
+    options = parser("recovery", __doc__)
+    options.add_argument("--epochs", type=float, default=4.0, help="passes over the instruction set")
+    options.add_argument("--rank", type=int, default=8, help="rank of the experts' adapters")
+    options.add_argument("--learning-rate", type=float, default=1e-3, help="peak rate of the experts' adapters")
+    options.add_argument("--limit", type=int, default=None, help="only the first word problems")
+    options.add_argument("--rounds", type=int, default=7, help="rounds of the ratios")
+    return options.parse_args()
 
 
 def random_half(model: Any) -> Plan:
@@ -129,14 +130,9 @@ def _print_ratios(model: Any, plan: Plan, settings: RecoveryConfig, arguments: a
         ("NF4 forward / forward", forward, stored, plain),
         ("adapted forward and backward / without adapters", step, adapted, free),
     ):
-        ratios = [_seconds(way, one) / _seconds(way, other) for _ in range(arguments.rounds)]
-        print(f"{name}: {statistics.median(ratios):.2f} ({ids.numel()} tokens)")
-
-
-def _seconds(way: Callable[[Any], None], network: Any) -> float:
-    started = time.process_time()
-    way(network)
-    return time.process_time() - started
+        seconds = rounds({"one": partial(way, one), "other": partial(way, other)}, arguments.rounds)
+        ratio = statistics.median(ratios(seconds["one"], seconds["other"]))
+        print(f"{name}: {ratio:.2f} ({ids.numel()} tokens)")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ python -m benchmarks.scores_alone calibration.tokens=65536            # further 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.measure import parser
 from moe_lab import __main__ as moe_lab
 from moe_lab.paths import resolve
 from moe_lab.study.step import Job
@@ -56,10 +56,10 @@ def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--layers", type=int, default=8)
-    words, more = parser.parse_known_args()
+    options = parser("scores_alone", __doc__)
+    options.add_argument("--hidden", type=int)
+    options.add_argument("--layers", type=int, default=8)
+    words, more = options.parse_known_args()
     KINDS.update({name: timed(kind) for name, kind in KINDS.items()})
     with tempfile.TemporaryDirectory() as place:
         model = write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.measure import cpu_seconds, misses, parser
 from moe_lab import criteria
 from moe_lab.calibration.answers import AnswerBatch, answer_batches
 from moe_lab.calibration.batches import batches
@@ -56,13 +57,13 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["exact", "filter"], choices=["exact", "filter"])
-    parser.add_argument("--generations", type=int, default=8, help="generations of the exact part")
-    parser.add_argument("--rows", type=int, default=64, help="rows of the search set on the shipped model")
-    parser.add_argument("--ratio", type=float, default=0.5, help="experts to remove from the shipped model")
-    parser.add_argument("--searched", type=int, nargs="+", default=[50, 20], help="generations of the exact searches")
-    return parser.parse_args()
+    options = parser("search", __doc__)
+    options.add_argument("--parts", nargs="+", default=["exact", "filter"], choices=["exact", "filter"])
+    options.add_argument("--generations", type=int, default=8, help="generations of the exact part")
+    options.add_argument("--rows", type=int, default=64, help="rows of the search set on the shipped model")
+    options.add_argument("--ratio", type=float, default=0.5, help="experts to remove from the shipped model")
+    options.add_argument("--searched", type=int, nargs="+", default=[50, 20], help="generations of the exact searches")
+    return options.parse_args()
 
 
 def _exact(arguments: argparse.Namespace) -> bool:
@@ -89,7 +90,7 @@ def _exact(arguments: argparse.Namespace) -> bool:
     print(f"  CPU seconds of a child / the plain way: {seconds / children / plain:.2f}")
     forgetful = sum(_layers_run(Relatives(1, 0), some) for some in generations[1:]) / 16 / children
     print(f"  layers run for a child / all layers, if no elite's states fit memory_budget: {forgetful:.2f}")
-    return _report("layers run for a child / all layers", forwards / children, "<=", BAR_CHILD)
+    return misses("layers run for a child / all layers", forwards / children, "<=", BAR_CHILD)
 
 
 def _model() -> Any:
@@ -126,16 +127,18 @@ def _random_rows() -> list[AnswerBatch]:
 
 
 def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float:
-    """CPU seconds of one candidate without any shortcut; the full model's log-probabilities are there for both."""
-    start = time.process_time()
-    plan = candidates.plans.plan((32,) * 16)
-    with mask(candidates.model, plan), torch.inference_mode():
-        for number, (ids, _, _) in enumerate(rows):
-            logits = candidates.model(input_ids=ids, use_cache=False).logits
-            at = candidates.batches[number].at
-            chosen = logits[:, : at.where.shape[1]][at.where]
-            row_sums("esap", log_probabilities(chosen), chosen, at)
-    return time.process_time() - start
+    """CPU seconds of one candidate without any shortcut. The full model's log-probabilities are known in both ways."""
+
+    def evaluate() -> None:
+        plan = candidates.plans.plan((32,) * 16)
+        with mask(candidates.model, plan), torch.inference_mode():
+            for number, (ids, _, _) in enumerate(rows):
+                logits = candidates.model(input_ids=ids, use_cache=False).logits
+                at = candidates.batches[number].at
+                chosen = logits[:, : at.where.shape[1]][at.where]
+                row_sums("esap", log_probabilities(chosen), chosen, at)
+
+    return cpu_seconds(evaluate)
 
 
 def _filter(arguments: argparse.Namespace) -> bool:
@@ -178,14 +181,14 @@ def _compare(
     print(f"  layers run for a candidate of the exact search / all layers (4): {child:.2f}")
     print(f"  as small, no filter: not worse in {_not_worse(blind, exact)} of {SEEDS} seeds")
     ratio = statistics.mean((cost + screening) / full for (_, cost, _), (_, full, _) in zip(tried, exact, strict=True))
-    failed = _report(
+    failed = misses(
         f"cost of the filtered search, {screening:.1f} forwards for its filter included, / the exact one",
         ratio,
         "<=",
         BAR_FILTER,
     )
     good = _not_worse(tried, exact)
-    return _report(f"seeds out of {SEEDS} in which its best is not worse", good, ">=", BAR_SEEDS) or failed
+    return misses(f"seeds out of {SEEDS} in which its best is not worse", good, ">=", BAR_SEEDS) or failed
 
 
 def _not_worse(some: Sequence[tuple[float, float, int]], others: Sequence[tuple[float, float, int]]) -> int:
@@ -238,13 +241,6 @@ def _layers_run(relatives: Relatives, schedules: Sequence[Schedule]) -> int:
 
     relatives.walk(0, schedules, visit)
     return run
-
-
-def _report(what: str, value: float, relation: str, bar: float) -> bool:
-    """Print one number with its bar; True when the bar fails."""
-    good = value <= bar if relation == "<=" else value >= bar
-    print(f"  {what}: {value:.2f}, bar {relation} {bar:g}: {'ok' if good else 'FAILED'}", flush=True)
-    return not good
 
 
 if __name__ == "__main__":

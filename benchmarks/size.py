@@ -12,16 +12,15 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.random_checkpoint import CONFIG, bytes_of, forget, seconds_of_reading, write_checkpoint
+from benchmarks.measure import GIB, bytes_of, drop_cache, in_own_process, parser, reading_seconds
+from benchmarks.models import QWEN3_30B, write_checkpoint
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan, make_plan
 
-GIB = 2**30
 PEAKS = {"export": 200e6 / GIB}
 """Part -> GiB of memory it may take; 8 for all others."""
 SHARE = 0.8
@@ -30,11 +29,11 @@ SHARE = 0.8
 
 def main() -> int:
     """Run all parts, each in a process of its own, print what they took, compare with the bars."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--part", choices=PARTS)
-    arguments = parser.parse_args()
+    options = parser("size", __doc__)
+    options.add_argument("--folder", type=Path, required=True)
+    options.add_argument("--layers", type=int, default=16)
+    options.add_argument("--part", choices=PARTS)
+    arguments = options.parse_args()
     if arguments.part:
         start = time.monotonic()
         found = PARTS[arguments.part](arguments)
@@ -42,11 +41,7 @@ def main() -> int:
         return 0
     failed = False
     for name, part in PARTS.items():
-        command = [sys.executable, "-m", "benchmarks.size", "--folder", str(arguments.folder)]
-        done = subprocess.run(
-            [*command, "--layers", str(arguments.layers), "--part", name], stdout=subprocess.PIPE, check=True
-        )
-        took = json.loads(done.stdout)
+        took = in_own_process("size", "--part", name)
         rest = ", ".join(f"{key} {value:.3g}" for key, value in took.items() if key not in ("seconds", "peak"))
         bar = PEAKS.get(name, 8.0)
         good = took["peak"] <= bar and all(value >= SHARE for key, value in took.items() if key.startswith("share"))
@@ -78,15 +73,15 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"
-    seconds_of_reading(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
-    raw = seconds_of_reading(folder)
-    forget(folder)
+    reading_seconds(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
+    raw = reading_seconds(folder)
+    drop_cache(folder)
     start = time.monotonic()
     sums = weigh_experts(folder, fingerprint={})
     seconds = time.monotonic() - start
-    experts = dict.fromkeys(range(arguments.layers), int(CONFIG["num_experts"]))
+    experts = dict.fromkeys(range(arguments.layers), int(QWEN3_30B["num_experts"]))
     scores = criteria.score("aimer", sums.layers, experts=experts)
-    top_k = int(CONFIG["num_experts_per_tok"])
+    top_k = int(QWEN3_30B["num_experts_per_tok"])
     listed = {layer: values.tolist() for layer, values in scores.items()}
     plan = make_plan(listed, uniform(experts, 0.5, top_k=top_k), top_k=top_k, provenance={"ratio": 0.5})
     plan.save(arguments.folder / "plan.json")
@@ -96,13 +91,13 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
 def write_export(arguments: argparse.Namespace) -> dict[str, float]:
     """half of the experts are exported:"""
     folder = arguments.folder / "model"
-    seconds_of_reading(folder)
-    forget(folder)
+    reading_seconds(folder)
+    drop_cache(folder)
     start = time.monotonic()
     export(folder, Plan.load(arguments.folder / "plan.json"), arguments.folder / "export")
     os.sync()
     seconds = time.monotonic() - start
-    forget(arguments.folder / "export")
+    drop_cache(arguments.folder / "export")
     start = time.monotonic()
     for file in sorted((arguments.folder / "export").glob("*.safetensors")):
         shutil.copyfile(file, arguments.folder / "copy")

@@ -23,9 +23,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from benchmarks.machine import describe, report, seconds
-from benchmarks.published import CONFIGURATIONS, published_model
-from benchmarks.random_model import random_model
+from benchmarks.measure import describe, device_seconds, median_misses, parser
+from benchmarks.models import CONFIGURATIONS, published_model, random_model
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import intermediate, output
 from moe_lab.models.partial_forward import run
@@ -59,23 +58,23 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.statistics", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=CONFIGURATIONS, help="a published configuration instead of the small one")
-    parser.add_argument("--layers", type=int, help="of the published model all if not given, of the small one 4")
-    parser.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which ratios")
-    parser.add_argument("--experts", type=int, nargs="+", default=[64], help="small: experts per layer, one run each")
-    parser.add_argument("--top-k", type=int, default=8, help="small: experts per token")
-    parser.add_argument("--hidden", type=int, default=512, help="small: hidden size")
-    parser.add_argument("--width", type=int, default=256, help="small: channels per expert")
-    parser.add_argument("--rows", type=int, default=8, help="rows of the batch for the first two ratios")
-    parser.add_argument("--every-rows", type=int, default=4, help="rows of the batch for the last ratio")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs measured for the first two ratios")
-    parser.add_argument("--every-pairs", type=int, default=3, help="pairs measured for the last ratio")
-    return parser.parse_args()
+    options = parser("statistics", __doc__)
+    options.add_argument("--model", choices=CONFIGURATIONS, help="a published configuration instead of the small one")
+    options.add_argument("--layers", type=int, help="of the published model all if not given, of the small one 4")
+    options.add_argument("--vocabulary", type=int, help="words of the published model, all if not given")
+    options.add_argument("--device", default="cpu", help="cpu or cuda")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which ratios")
+    options.add_argument("--experts", type=int, nargs="+", default=[64], help="small: experts per layer, one run each")
+    options.add_argument("--top-k", type=int, default=8, help="small: experts per token")
+    options.add_argument("--hidden", type=int, default=512, help="small: hidden size")
+    options.add_argument("--width", type=int, default=256, help="small: channels per expert")
+    options.add_argument("--rows", type=int, default=8, help="rows of the batch for the first two ratios")
+    options.add_argument("--every-rows", type=int, default=4, help="rows of the batch for the last ratio")
+    options.add_argument("--length", type=int, default=512, help="tokens in a row")
+    options.add_argument("--pairs", type=int, default=3, help="pairs measured for the first two ratios")
+    options.add_argument("--every-pairs", type=int, default=3, help="pairs measured for the last ratio")
+    return options.parse_args()
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
@@ -90,14 +89,14 @@ def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
 def _forward(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
     whole = batch(arguments.rows, arguments.length)
     cost = _ratio(model, _observe, plain, whole, arguments.pairs)
-    return report(f"all forward statistics / plain forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE)
+    return median_misses(f"all forward statistics / plain forward, {whole[0].numel()} tokens", cost, "<=", BAR_OBSERVE)
 
 
 def _gradients(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
     whole = batch(arguments.rows, arguments.length)
     cost = _ratio(model, observe_gradients, plain_gradients, whole, arguments.pairs)
     what = f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens"
-    return report(what, cost, "<=", BAR_OBSERVE)
+    return median_misses(what, cost, "<=", BAR_OBSERVE)
 
 
 def _every(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
@@ -105,7 +104,7 @@ def _every(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
     gain = _ratio(model, _every_expert, _observe, part, arguments.every_pairs)
     bar = BAR_FEW if moe_layers(model)[0].n_experts <= FEW_EXPERTS else BAR_MANY
     what = f"every expert on every token / all forward statistics, {part[0].numel()} tokens"
-    return report(what, gain, ">=", bar)
+    return median_misses(what, gain, ">=", bar)
 
 
 PARTS = {"forward": _forward, "gradients": _gradients, "every": _every}
@@ -169,7 +168,7 @@ def _ratio(model: PreTrainedModel, first: Way, second: Way, given: Batch, pairs:
     device = model.device.type
 
     def took(way: Way) -> float:
-        return seconds(device, functools.partial(way, model, given))
+        return device_seconds(device, functools.partial(way, model, given))
 
     second(model, given)
     return [took(first) / took(second) for _ in range(pairs)]

@@ -5,13 +5,11 @@ python -m benchmarks.storage --gib 2
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from statistics import median
 
+from benchmarks.measure import parser, wall_seconds
 from moe_lab.study.step import Part, Step
 from moe_lab.study.store import Store, damaged
 
@@ -29,19 +27,12 @@ def fill(store: Store, gib: float, steps: int) -> list[Step]:
     return made
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--pairs", type=int, default=5)
-    words = parser.parse_args()
+    options = parser("storage", __doc__)
+    options.add_argument("--gib", type=float, default=2.0)
+    options.add_argument("--steps", type=int, default=1000)
+    options.add_argument("--pairs", type=int, default=5)
+    words = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         steps = fill(Store(folder).create(), words.gib, words.steps)
 
@@ -53,7 +44,7 @@ def main() -> None:
             store = Store(folder).create()
             assert not any(damaged(store.path(step)) for step in steps)
 
-        pairs = [(seconds(compare), seconds(hash_all)) for _ in range(words.pairs)]
+        pairs = [(wall_seconds(compare), wall_seconds(hash_all)) for _ in range(words.pairs)]
     ratio = median(quick / slow for quick, slow in pairs)
     quick, slow = (median(times) for times in zip(*pairs, strict=True))
     print(f"{words.gib:g} GiB in {words.steps} steps: compared in {quick:.3f} s, hashed in {slow:.2f} s, {ratio:.3f}")

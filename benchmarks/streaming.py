@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.machine import describe, peak
-from benchmarks.published import CONFIGURATIONS, published_model
+from benchmarks.measure import GIB, bytes_of, describe, drop_cache, in_own_process, parser, peak, reading_seconds
+from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import use_cpu_experts
@@ -40,7 +38,6 @@ from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
 Made = TypeVar("Made")
-GIB = 2**30
 BAR_SLOWER, BAR_READING = 1.5, 0.8
 SHORT = 8
 """Tokens of the pass that measures reading."""
@@ -75,9 +72,8 @@ def main() -> int:
 
 
 def _apart(name: str) -> dict[str, float]:
-    """What a part takes in a process of its own, which is printed too."""
-    command = [sys.executable, "-m", "benchmarks.streaming", *sys.argv[1:], "--part", name]
-    took: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    """Run a part in a process of its own and print its figures."""
+    took = in_own_process("streaming", "--part", name)
     print(f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took.items()), flush=True)
     return took
 
@@ -87,18 +83,18 @@ def _says(good: bool) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is or will be, and is left")
-    parser.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
-    parser.add_argument("--layers", type=int, help="all if not given")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=2, help="rows of a batch")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs of reading and a short pass")
-    parser.add_argument("--part", choices=PARTS, help="only this one, its figures as JSON")
-    return parser.parse_args()
+    options = parser("streaming", __doc__)
+    options.add_argument("--folder", type=Path, required=True, help="where the checkpoint is or will be, and is left")
+    options.add_argument("--model", choices=CONFIGURATIONS, default="olmoe_7b")
+    options.add_argument("--layers", type=int, help="all if not given")
+    options.add_argument("--device", default="cpu", help="cpu or cuda")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--batches", type=int, default=4)
+    options.add_argument("--rows", type=int, default=2, help="rows of a batch")
+    options.add_argument("--length", type=int, default=512, help="tokens in a row")
+    options.add_argument("--pairs", type=int, default=3, help="pairs of reading and a short pass")
+    options.add_argument("--part", choices=PARTS, help="only this one, its figures as JSON")
+    return options.parse_args()
 
 
 def _write(arguments: argparse.Namespace) -> dict[str, float]:
@@ -108,27 +104,20 @@ def _write(arguments: argparse.Namespace) -> dict[str, float]:
         unfinished = arguments.folder.with_name(f"{arguments.folder.name}.unfinished")
         model.save_pretrained(unfinished, max_shard_size="5GB")
         unfinished.rename(arguments.folder)  # so that what was stopped half way is written again
-    return {"GiB": sum(file.stat().st_size for file in _files(arguments.folder)) / GIB}
+    return {"GiB": bytes_of(arguments.folder) / GIB}
 
 
 def _read(arguments: argparse.Namespace) -> dict[str, float]:
-    """The raw read speed: all files, eight MiB at a time."""
-    _forget(arguments.folder)
-    start, size = time.monotonic(), 0
-    buffer = bytearray(8 << 20)
-    for file in _files(arguments.folder):
-        with file.open("rb", buffering=0) as opened:
-            while count := opened.readinto(buffer):
-                size += count
-    seconds = time.monotonic() - start
-    return {"seconds": seconds, "GiB/s": size / GIB / seconds}
+    """The raw read speed."""
+    seconds = reading_seconds(arguments.folder)
+    return {"seconds": seconds, "GiB/s": bytes_of(arguments.folder) / GIB / seconds}
 
 
 def _resident(arguments: argparse.Namespace) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
     cpu = arguments.device == "cpu"
-    _forget(arguments.folder)
+    drop_cache(arguments.folder)
     start = time.monotonic()
     model = AutoModelForCausalLM.from_pretrained(
         arguments.folder,
@@ -158,7 +147,7 @@ def _stream(
     arguments: argparse.Namespace, precision: torch.dtype, batches: int, rows: int, length: int
 ) -> dict[str, float]:
     given = [batch(rows, length)] * batches
-    _forget(arguments.folder)
+    drop_cache(arguments.folder)
 
     def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
@@ -178,18 +167,6 @@ def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]
     made = run()
     took, working = time.monotonic() - start, time.process_time() - worked
     return made, {"seconds": took, "CPU seconds": working, "peak GiB": peak(device) / GIB}
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _forget(folder: Path) -> None:
-    """Let the system drop the files of a folder from its cache."""
-    os.sync()
-    for file in _files(folder):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 PARTS = {"write": _write, "read": _read, "resident": _resident, "streamed": _streamed, "short": _short}

@@ -11,7 +11,6 @@ Exit code 1 when a bar fails.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -20,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import describe
-from benchmarks.random_checkpoint import forget, seconds_of_reading, write_checkpoint
+from benchmarks.measure import GIB, describe, drop_cache, parser, reading_seconds
+from benchmarks.models import write_checkpoint
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.statistics.weights import rows_absolute_and_square, weigh_experts
 
@@ -31,17 +30,16 @@ RESIDENT = {
     "Qwen3-30B-A3B": (48, (128, 2 * 768, 2048), (128, 2048, 768), 60.0),
 }
 """Model -> MoE layers, shapes of gate_up_proj and down_proj of a layer, milliseconds the sums may take."""
-GIB = 2**30
 
 
 def main() -> int:
     """Measure, print, compare with the bars."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--layers", type=int, default=2, help="layers of the checkpoint that is streamed")
-    parser.add_argument("--folder", type=Path, help="where it is, or is written and left; else it is temporary")
-    parser.add_argument("--pairs", type=int, default=3)
-    arguments = parser.parse_args()
+    options = parser("weights", __doc__)
+    options.add_argument("--device", default="cpu", help="cpu or cuda")
+    options.add_argument("--layers", type=int, default=2, help="layers of the checkpoint that is streamed")
+    options.add_argument("--folder", type=Path, help="where it is, or is written and left; else it is temporary")
+    options.add_argument("--pairs", type=int, default=3)
+    arguments = options.parse_args()
     print(describe(arguments.device), flush=True)
     failed = False
     if arguments.device != "cpu":
@@ -60,11 +58,11 @@ def _streamed(folder: Path, device: str, pairs: int) -> bool:
         rows_absolute_and_square(torch.ones(1, 1, 8, device=device))
     sizes = {name: entry.size for name, entry in open_checkpoint(folder).tensors.items()}
     scored = sum(size for name, size in sizes.items() if ".experts." in name)
-    seconds_of_reading(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
+    reading_seconds(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
     found = []
     for _ in range(pairs):
-        speed = sum(sizes.values()) / seconds_of_reading(folder)
-        forget(folder)
+        speed = sum(sizes.values()) / reading_seconds(folder)
+        drop_cache(folder)
         wall, processor = time.monotonic(), time.process_time()
         weigh_experts(folder, fingerprint={}, device=device)
         found.append((scored / (time.monotonic() - wall) / speed, scored / (time.process_time() - processor) / GIB))

@@ -20,7 +20,7 @@ from mirrors import BOOLQ, MINIATURES, RTE, Rows, mirrored, subject_rows
 from transformers import AutoTokenizer
 
 from benchmarks import choices
-from benchmarks.random_model import random_model
+from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, suite

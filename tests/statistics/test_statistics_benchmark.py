@@ -7,7 +7,7 @@ from pathlib import Path
 import preloaded
 import pytest
 
-from benchmarks import memory, published, streaming
+from benchmarks import memory, models, streaming
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--experts 8 --top-k 2 --layers 1 --hidden 64 --width 32 --rows 1 --every-rows 1 --length 64 --pairs 1"
@@ -27,7 +27,7 @@ def test_the_benchmark_prints_all_ratios_and_says_whether_they_hold() -> None:
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """A published configuration, small for once."""
     monkeypatch.setitem(
-        published.CONFIGURATIONS, "olmoe_7b", published.CONFIGURATIONS["olmoe_7b"] | TINY | HEADS | {"eos_token_id": 0}
+        models.CONFIGURATIONS, "olmoe_7b", models.CONFIGURATIONS["olmoe_7b"] | TINY | HEADS | {"eos_token_id": 0}
     )
     shape = {"layers": 2, "batches": 2, "rows": 1, "length": 16, "vocabulary": 1024}
     return Namespace(folder=tmp_path / "model", model="olmoe_7b", device="cpu", **shape)

@@ -1,0 +1,156 @@
+"""Parts that the programs share: command line, timing, memory, and the line that compares a figure with its bar.
+
+torch is imported late, so that programs that do not need it are measured without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+GIB = 2**30
+
+
+def parser(program: str, doc: str) -> argparse.ArgumentParser:
+    """The command line of `python -m benchmarks.PROGRAM`, described by the first line of its docstring."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=doc.splitlines()[0])
+
+
+# Timing.
+
+
+def describe(device: str) -> str:
+    """One line: the device, its threads or memory, and the versions."""
+    import torch
+
+    if device == "cpu":
+        where = f"{_processor()}, {torch.get_num_threads()} threads"
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        where = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+    return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def _processor() -> str:
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """CPU seconds of all threads, which other work on the machine disturbs little."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def wall_seconds(run: Callable[[], object]) -> float:
+    """Seconds of wall-clock time."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def device_seconds(device: str, run: Callable[[], object]) -> float:
+    """CPU seconds on the CPU; on CUDA wall-clock seconds until the device has finished."""
+    if device == "cpu":
+        return cpu_seconds(run)
+    import torch
+
+    def finished() -> None:
+        run()
+        torch.cuda.synchronize(device)
+
+    torch.cuda.synchronize(device)
+    return wall_seconds(finished)
+
+
+def rounds(ways: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
+    """CPU seconds of each way in each of `count` rounds, in which all ways run one after the other."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(count):
+        for name, way in ways.items():
+            seconds[name].append(cpu_seconds(way))
+    return seconds
+
+
+def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
+    """The ratio of each pair."""
+    return [one / other for one, other in zip(numerators, denominators, strict=True)]
+
+
+# Memory and files.
+
+
+def peak(device: str) -> int:
+    """Peak memory in bytes: of this process so far, or on the CUDA device."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
+
+
+def in_own_process(program: str, option: str, value: str) -> dict[str, float]:
+    """The JSON that this program prints with its arguments and one more option, in a process of its own."""
+    command = [sys.executable, "-m", f"benchmarks.{program}", *sys.argv[1:], option, value]
+    document: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return document
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def bytes_of(folder: Path) -> int:
+    """Size of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in weight_files(folder))
+
+
+def drop_cache(folder: Path) -> None:
+    """Let the system drop a checkpoint's weights from its cache of files."""
+    os.sync()
+    for file in weight_files(folder):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def reading_seconds(folder: Path) -> float:
+    """Wall-clock seconds for reading a checkpoint's weights from the disk, eight MiB at a time."""
+    drop_cache(folder)
+    buffer = bytearray(8 << 20)
+
+    def read() -> None:
+        for file in weight_files(folder):
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+
+    return wall_seconds(read)
+
+
+# Bars.
+
+
+def misses(what: str, value: float, relation: str, bar: float, note: str = "") -> bool:
+    """Print a figure with its bar, "<=" or ">="; True when it misses the bar."""
+    good = value <= bar if relation == "<=" else value >= bar
+    print(f"  {what}: {value:.2f}{note}, bar {relation} {bar:.2f}: {'ok' if good else 'FAILED'}", flush=True)
+    return not good
+
+
+def median_misses(what: str, figures: list[float], relation: str, bar: float) -> bool:
+    """Print the median of figures with its bar; True when it misses the bar."""
+    spread = f" ({min(figures):.2f} to {max(figures):.2f} in {len(figures)} pairs)"
+    return misses(what, statistics.median(figures), relation, bar, spread)
