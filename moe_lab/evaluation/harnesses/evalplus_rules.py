@@ -127,4 +127,4 @@ def agrees(dataset: str, problem: dict[str, Any], part: str, outputs: list[Any],
         details,
         progress,
     )
-    return verdict.value == _SUCCESS
+    return bool(verdict.value == _SUCCESS)
