@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,16 +144,21 @@ def check_numbers(document: Any, field: str) -> None:
 
 
 def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
-    """The file `name` of `group` as an object. UserError with the nearest name when there is none."""
+    """The file `name` of `group` as an object, with what is set inside the group. UserError with the nearest name when
+    there is none."""
     if name not in files.names(group):
         raise unknown(group, name, files.names(group))
-    content = files.load(group, name)
-    for key, value in files.overrides:
-        head, _, rest = key.partition(".")
-        if head == group:
-            OmegaConf.update(content, rest, value, force_add=True)
-    check_references(f"{group}={name}", group, content, files)
-    return typed(schema, content, f"{group}={name}", files.surroundings)
+    parts = [(key.partition("."), value) for key, value in files.overrides]
+    return _load(schema, group, name, files, [(rest, value) for (head, _, rest), value in parts if head == group])
+
+
+def _load(schema: type[Group], group: str, name: str, files: Files, values: Iterable[tuple[str, Any]] = ()) -> Group:
+    """The file `name` of `group`, with `values` by dotted key in place of its own, as an object."""
+    content, origin = files.load(group, name), f"{group}={name}"
+    for key, value in values:
+        OmegaConf.update(content, key, value, force_add=True)
+    check_references(origin, group, content, files)
+    return typed(schema, content, origin, files.surroundings)
 
 
 def check_references(origin: str, group: str, content: DictConfig, files: Files) -> None:
@@ -223,9 +228,9 @@ class _Choices:
 
     def __init__(self, config: Config, files: Files) -> None:
         self.files = files
-        self.texts = _Texts(files, config.flops_text)
         self.config = replace(config, calibration=mixed(config.calibration, files))
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._texts: dict[str, CalibrationConfig] = {}
         self._published: dict[tuple[str, int], AllocationConfig] = {}
 
     def cells(self, grid: GridConfig) -> list[Cell]:
@@ -253,7 +258,7 @@ class _Choices:
             seeds,
             self._axis(ProtocolConfig, "protocol", grid.protocol),
         )
-        cells = [Cell(*point[:-1], texts=self.texts.of(*point[3:5]), protocol=point[-1]) for point in product]
+        cells = [Cell(*point[:-1], texts=self._texts_of(*point[3:5]), protocol=point[-1]) for point in product]
         return [replace(cell, allocation=self._searched(cell)) if cell.model.search else cell for cell in cells]
 
     def _searched(self, cell: Cell) -> AllocationConfig:
@@ -291,38 +296,22 @@ class _Choices:
                 )
         return [self._loaded[group, name] for name in names] or [getattr(self.config, group)]
 
-
-class _Texts:
-    """The texts of a cell besides its calibration set, each file loaded once; `calibration.X=...` does not reach
-    them."""
-
-    def __init__(self, files: Files, flops: str) -> None:
-        self.files, self.flops = files, flops
-        self._loaded: dict[str, CalibrationConfig] = {}
-
-    def of(self, allocation: AllocationConfig, recovery: RecoveryConfig) -> dict[str, CalibrationConfig]:
-        """What the allocation and the recovery name, and the text FLOPs are counted on."""
+    def _texts_of(self, allocation: AllocationConfig, recovery: RecoveryConfig) -> dict[str, CalibrationConfig]:
+        """The texts besides the calibration set: those that the allocation and the recovery name, and the one FLOPs are
+        counted on. `calibration.X=...` does not reach them."""
         named = {
             "search": ("allocation.search", allocation.search),
             "instructions": ("recovery.instructions", recovery.instructions),
-            "flops": ("flops_text", self.flops),
+            "flops": ("flops_text", self.config.flops_text),
         }
-        return {role: self._load(setting, name) for role, (setting, name) in named.items() if name is not None}
+        return {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}
 
-    def _load(self, setting: str, name: str) -> CalibrationConfig:
-        if name not in self._loaded:
+    def _text(self, setting: str, name: str) -> CalibrationConfig:
+        if name not in self._texts:
             if name not in self.files.names("calibration"):
                 raise unknown(setting, name, self.files.names("calibration"))
-            self._loaded[name] = mixed(_text(name, self.files), self.files)
-        return self._loaded[name]
-
-
-def _text(name: str, files: Files, /, **changes: str) -> CalibrationConfig:
-    """The file `name` of the calibration sets, with `changes`, for something else than the axis."""
-    content, origin = files.load("calibration", name), f"calibration={name}"
-    content.update(changes)
-    check_references(origin, "calibration", content, files)
-    return typed(CalibrationConfig, content, origin, files.surroundings)
+            self._texts[name] = mixed(_load(CalibrationConfig, "calibration", name, self.files), self.files)
+        return self._texts[name]
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
@@ -340,8 +329,8 @@ def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
     name = source.calibration
     if name not in files.names("calibration"):
         raise unknown(f"calibration={mixture}: source", name, files.names("calibration"))
-    own = {"name": Path(source.path).stem, "path": source.path} if source.path is not None else {}
-    settings = _text(name, files, **own)
+    own = [("name", Path(source.path).stem), ("path", source.path)] if source.path is not None else []
+    settings = _load(CalibrationConfig, "calibration", name, files, own)
     if settings.sources:
         raise UserError(
             f"calibration={mixture}: source {name} is a mixture itself, and a mixture takes none: expected its sets, "
@@ -387,7 +376,7 @@ def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
     if "parameters" in overrides:
         overrides["parameters"] = {**defaults.parameters, **overrides["parameters"]}
     benchmark = (
-        typed(BenchmarkConfig, OmegaConf.create({**plain(defaults), **overrides}), origin) if overrides else defaults
+        typed(BenchmarkConfig, OmegaConf.create({**asdict(defaults), **overrides}), origin) if overrides else defaults
     )
     if config.suite.path is not None and benchmark.harness != "perplexity":
         raise UserError(
@@ -402,9 +391,3 @@ def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
         judge=config.judge if benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].judged else None,
         python=config.interpreters.get(benchmark.harness),
     )
-
-
-def plain(settings: object) -> dict[str, Any]:
-    """A dataclass as plain JSON."""
-    assert is_dataclass(settings) and not isinstance(settings, type)
-    return asdict(settings)

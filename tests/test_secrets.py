@@ -21,7 +21,7 @@ from moe_lab.paths import conf
 from moe_lab.secret_settings import hidden, identified, revealed, shell
 from moe_lab.study import record
 from moe_lab.study.graph import build
-from moe_lab.study.report import Study
+from moe_lab.study.record import Study
 from moe_lab.study.slurm import submit
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.resources import resources
@@ -130,7 +130,7 @@ def test_what_jobs_are_handed_has_no_secret(tmp_path: Path, monkeypatch: pytest.
     handed = [Pack(str(tmp_path), steps, 1), Record(study)]
     asks = [resources([step], config.resources, lambda step: None) for step in steps if step.kind in ("scores", "plan")]
     script = [shell(line) for ask in asks for line in ask["setup"]] + [shell(str(config.launcher.python))]
-    record.write(store, config, graph, {}, add=False, written=study.written)
+    record.write(study, {})
     texts = [cloudpickle.dumps(handed), "\n".join(script).encode(), (store.root / "studies/study.json").read_bytes()]
     texts += [json.dumps([step.document() for step in steps]).encode()]
     assert [secret for secret in PLANTED[:-1] for text in texts if secret.encode() in text] == []

@@ -272,7 +272,8 @@ def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it(tmp_path: Pat
         asked.setdefault(cell.cell.model.name, set()).update(metrics)
         assert len(cell.evaluate) == 7
     assert asked == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
-    record.write(store := Store(tmp_path).create(), request("heapr_table2")[0], graph("heapr_table2"), {}, add=False)
+    store = Store(tmp_path).create()
+    record.write(record.Study(request("heapr_table2")[0], graph("heapr_table2"), store), {})
     noted = {(entry["cell"]["model"], entry["protocol"]) for entry in record.read(store, "heapr_table2")["cells"]}
     assert noted == {("qwen1_5_moe_chat", "heapr"), ("deepseek_moe_16b", "heapr_norm")}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.study.progress import watch
-from moe_lab.study.report import Study
+from moe_lab.study.record import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.steps.costs import device_here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,21 @@ PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
 """Steps of a cell that are no result: where one fails, what needs it is missing."""
 
 
+@dataclass(frozen=True)
+class Study:
+    """What is to be done, and where."""
+
+    config: Config
+    graph: Graph
+    store: Store
+    add: bool = False
+    """Whether its cells are added to those recorded under its name."""
+    before: float | None = None
+    """What `created` gave when it was started."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key -> how a setting is written that was taken from the environment."""
+
+
 def _path(store: Store, study: str) -> Path:
     return store.root / "studies" / f"{study}.json"
 
@@ -33,23 +48,14 @@ def created(store: Store, study: str) -> float | None:
     return written
 
 
-def write(
-    store: Store,
-    config: Config,
-    graph: Graph,
-    failed: Mapping[str, Mapping[str, Any]],
-    *,
-    add: bool,
-    before: float | None = None,
-    written: Mapping[str, Any] | None = None,
-) -> str:
+def write(study: Study, failed: Mapping[str, Mapping[str, Any]]) -> str:
     """Write studies/<study>.json: every cell with the folders of its steps; failed ones with their sentence.
 
-    `before`: what `created` gave when this run began. What another run of the study has written since is kept beside
-    this one's, and so it is with `add`, for the jobs of a multirun, each of which knows only its own cells. Gives a
-    sentence on another run's cells, or "".
-    `written`: dotted key -> how a setting is written that was taken from the environment.
+    What another run of the study has written since this one began (`study.before`) is kept beside this one's, and so it
+    is with `study.add`, for the jobs of a multirun, each of which knows only its own cells. Gives a sentence on another
+    run's cells, or "".
     """
+    store, config, graph = study.store, study.config, study.graph
 
     def place(step: Step | None) -> str | None:
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
@@ -75,19 +81,19 @@ def write(
         "study": config.study,
         "created": time.time(),
         "moe_lab": moe_lab.__version__,
-        "config": _settings(config, written or {}),
+        "config": _settings(config, study.written),
         "cells": cells,
         **{figure: {name: place(step) for name, step in steps.items()} for figure, steps in graph.figures().items()},
     }
     path = _path(store, config.study)
     with store.lock(path.with_suffix(".lock")):
         old = read(store, config.study)
-        if old is None or not (add or old["created"] != before):
+        if old is None or not (study.add or old["created"] != study.before):
             write_json(path, document)
             return ""
         joined, unlike = _joined(old, document)
         write_json(path, joined)
-    return "" if add else _about_another(config.study, len(joined["cells"]) - len(cells), unlike)
+    return "" if study.add else _about_another(config.study, len(joined["cells"]) - len(cells), unlike)
 
 
 def _settings(config: Config, written: Mapping[str, Any]) -> Any:

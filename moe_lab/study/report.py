@@ -5,41 +5,20 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from moe_lab import plugins
-from moe_lab.config import Config
 from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.start import command
-from moe_lab.study import record
-from moe_lab.study.graph import Graph
 from moe_lab.study.progress import say, say_notices
-from moe_lab.study.record import read
+from moe_lab.study.record import Study, read, write
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import Store
 
 NAMED = 8
 """Exports that are named one by one."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """What is to be done, and where."""
-
-    config: Config
-    graph: Graph
-    store: Store
-    add: bool
-    """Whether its cells are added to those recorded under its name."""
-    before: float | None = None
-    """What `record.created` gave when it was started."""
-    written: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> how a setting is written that was taken from the environment."""
 
 
 def finish(study: Study, schedule: Schedule) -> int:
@@ -50,16 +29,14 @@ def finish(study: Study, schedule: Schedule) -> int:
     plugins.load(study.config.plugins)  # the last job of a cluster is a process of its own
     study.store.check_there()
     errors = {name: error.document for name, error in schedule.failed.items()}
-    another = record.write(
-        study.store, study.config, study.graph, errors, add=study.add, before=study.before, written=study.written
-    )
+    another = write(study, errors)
     say_notices(study.store)
     if another:
         say(f"moe_lab: {another}")
     _complain(schedule, study.store)
     _name_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
-    code = _report(study.config, study.store) if study.config.report and not full else 0
+    code = _report(study) if study.config.report and not full else 0
     if schedule.failed:
         return 2 if all(error.document.get("user") for error in schedule.failed.values()) else 1
     return code
@@ -96,34 +73,36 @@ def _compared(difference: float | None) -> str:
     return f" (verified: its layers give what those of the masked model give, {how})"
 
 
-def _report(config: Config, store: Store) -> int:
+def _report(study: Study) -> int:
     """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date. One at a
     time: two runs of a study write to the same folder."""
-    page = report_folder(store, config.study) / "report.html"
-    with store.lock(store.root / "locks" / f"report-{config.study}.lock"):
-        if not report_is_current(store, config.study) and not _make_report(config, store, page):
+    store, name = study.store, study.config.study
+    page = report_folder(store, name) / "report.html"
+    with store.lock(store.root / "locks" / f"report-{name}.lock"):
+        if not report_is_current(store, name) and not _make_report(study, page):
             return 1
     say(f"report: {page.absolute()}")
     return 0
 
 
-def _make_report(config: Config, store: Store, page: Path) -> bool:
+def _make_report(study: Study, page: Path) -> bool:
     """Whether the report was made whole."""
-    start, made_from = time.monotonic(), fingerprint(store, config.study)
-    about = [f"store={store.root}", f"study={config.study}", f"out={page.parent}"]
-    if config.tracker.name != "none":
+    store, name = study.store, study.config.study
+    start, made_from = time.monotonic(), fingerprint(store, name)
+    about = [f"store={store.root}", f"study={name}", f"out={page.parent}"]
+    if study.config.tracker.name != "none":
         about.append("format=png")  # trackers show no vector images
     done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
     if not done.stdout.strip():  # it prints where the page is
-        _say_failed(done, store.root / "logs" / f"report-{config.study}.log")
+        _say_failed(done, store.root / "logs" / f"report-{name}.log")
         return False
-    _track(config, store, page.parent)
+    _track(study, page.parent)
     say(f"report written in {time.monotonic() - start:.0f} s")
     if failed := sorted(log.stem for log in (page.parent / "failed").glob("*.log")):
         say(f"report: {page.absolute()}")
         say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {page.parent / 'failed'}", style="red")
         return False
-    mark_report(store, config.study, made_from)
+    mark_report(store, name, made_from)
     return True
 
 
@@ -138,15 +117,15 @@ def _say_failed(done: subprocess.CompletedProcess[str], log: Path) -> None:
     say(f"moe_lab: the report failed: {lines[-1].removeprefix('analysis: ')}{more}", style="red")
 
 
-def _track(config: Config, store: Store, folder: Path) -> None:
-    if config.tracker.name == "none":
+def _track(study: Study, folder: Path) -> None:
+    if study.config.tracker.name == "none":
         return
     from moe_lab.study.tracking import log_study
 
     tables: dict[str, Path] = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
     figures: list[Path] = sorted(folder.rglob("*.png"))
-    if study := record.read(store, config.study):
-        log_study(config.tracker, study, tables, figures)
+    if document := read(study.store, study.config.study):
+        log_study(study.config.tracker, document, tables, figures)
 
 
 def report_folder(store: Store, study: str) -> Path:

@@ -16,7 +16,8 @@ from moe_lab.study.graph import Graph, build
 from moe_lab.study.launch import Launcher, launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
-from moe_lab.study.report import Study, finish
+from moe_lab.study.record import Study
+from moe_lab.study.report import finish
 from moe_lab.study.runs import begin, last_about
 from moe_lab.study.schedule import Schedule, recall_failures
 from moe_lab.study.step import Step

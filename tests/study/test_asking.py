@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
-from moe_lab.grid import plain
 from moe_lab.json_files import write_json
 from moe_lab.study.step import Job
 from moe_lab.study.steps import evaluation
@@ -23,7 +23,7 @@ BENCHMARK = BenchmarkConfig(
 
 def job(tmp_path: Path, data: str) -> Job:
     model = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
-    runtime = {"model": plain(model), "benchmark": plain(BENCHMARK), "policy": {}}
+    runtime = {"model": asdict(model), "benchmark": asdict(BENCHMARK), "policy": {}}
     return Job("evaluate", "x", {"benchmark": {"data": data}}, runtime, {}, str(tmp_path), str(tmp_path))
 
 

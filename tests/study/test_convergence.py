@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,17 @@ from safetensors.numpy import save_file
 
 from moe_lab import criteria
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.grid import plain
 from moe_lab.statistics.sums import read
 from moe_lab.study import steps
 from moe_lab.study.step import Job
 from moe_lab.study.steps import convergence
 
-MODEL = plain(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))
+MODEL = asdict(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))
 TEXT = {"name": "text", "path": "pocket:calibration/general.jsonl", "packing": "chunk", "length": 128, "tokens": 1024}
 
 
 def perform(root: Path, kind: str, settings: dict[str, Any], **inputs: Path) -> Path:
-    text = plain(CalibrationConfig(**TEXT, batch_size=2, seed=42, snapshots=settings.pop("snapshots", 0)))
+    text = asdict(CalibrationConfig(**TEXT, batch_size=2, seed=42, snapshots=settings.pop("snapshots", 0)))
     folder = root / f"{kind}{len(list(root.iterdir()))}"
     (folder / "partial").mkdir(parents=True)
     names = {role: str(path) for role, path in inputs.items()}

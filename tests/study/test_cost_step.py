@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConfig
-from moe_lab.grid import Cell, plain
+from moe_lab.grid import Cell
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.study.estimates import memory_of, memory_problems
@@ -110,7 +110,7 @@ def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
     channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert).save(tmp_path / "plan.json")
     one, other = (step(model, text, CHANNELS, engine) for engine in ("resident", "streamed"))
     assert one.id == other.id and other.runtime["text"] == {
-        **plain(text),
+        **asdict(text),
         "engine": "streamed",
         "activation_budget": 0.5,
     }

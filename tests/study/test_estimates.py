@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig, TimingConfig
-from moe_lab.grid import plain
 from moe_lab.json_files import write_json
 from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
@@ -40,14 +39,14 @@ def model(name: str = "olmoe_1b_7b", **changes: Any) -> dict[str, Any]:
     loaded = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(ROOT / "conf/model" / f"{name}.yaml"))
     settings = OmegaConf.to_object(loaded)
     assert isinstance(settings, ModelConfig)
-    return plain(replace(settings, **changes))
+    return asdict(replace(settings, **changes))
 
 
 def step(kind: str, about: dict[str, Any] | None = None, **runtime: Any) -> Step:
     """A step of any kind; what its kind needs and is not given is the ordinary."""
-    rest = {"text": plain(TEXT), "recovery": plain(RecoveryConfig()), "benchmark": plain(BENCHMARK)}
+    rest = {"text": asdict(TEXT), "recovery": asdict(RecoveryConfig()), "benchmark": asdict(BENCHMARK)}
     settings = Part({"parameters": runtime.pop("parameters", {})})
-    timed = Part(plain(TimingConfig()))
+    timed = Part(asdict(TimingConfig()))
     return Step(
         kind, "s", {"allocation": settings, "timing": timed}, {}, {"model": about or model(), **rest, **runtime}
     )
@@ -72,13 +71,13 @@ def searches() -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("name", SEARCHED)
 def test_published_searches_ran_on_as_many_gpus_as_estimated(name: str) -> None:
     text = replace(TEXT, tokens=262144, batch_size=1)
-    assert gpus(known(step("search", model(name), text=plain(text))), L40S) == searches()[name]["gpus_L40S"]
+    assert gpus(known(step("search", model(name), text=asdict(text))), L40S) == searches()[name]["gpus_L40S"]
 
 
 def test_gradients_take_more_memory_unless_recomputed() -> None:
     forward, backward = known(step("statistics")), known(step("gradients"))
     assert backward.bytes > 1.5 * forward.bytes
-    assert known(step("gradients", text=plain(replace(TEXT, checkpointing=True)))).bytes < backward.bytes
+    assert known(step("gradients", text=asdict(replace(TEXT, checkpointing=True)))).bytes < backward.bytes
 
 
 STREAMING = replace(TEXT, engine="streamed", activation_budget=1.0)
@@ -89,19 +88,19 @@ def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
     """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a batch of 16,384 tokens;
     for the gradients of weights, 6.6 of these in fp32."""
     whole, layered = (
-        known(step(kind, model("qwen2_57b_a14b"), text=plain(text), calibration=plain(text)))
+        known(step(kind, model("qwen2_57b_a14b"), text=asdict(text), calibration=asdict(text)))
         for text in (TEXT, STREAMING)
     )
     assert whole.bytes > 117 * 2**30
     assert 12 * 2**30 < layered.bytes - (6.6 * 2**30 if kind == "weight_gradients" else 0) < 15 * 2**30
-    more = known(step(kind, model("qwen2_57b_a14b"), text=plain(replace(STREAMING, activation_budget=3.0))))
+    more = known(step(kind, model("qwen2_57b_a14b"), text=asdict(replace(STREAMING, activation_budget=3.0))))
     assert more.bytes - layered.bytes == pytest.approx(2 * 2**30)
     assert layered.on_gpu
 
 
 def test_what_needs_the_whole_model_takes_it_by_either_engine() -> None:
     for kind in set(MODELS) - set(LAYERED):
-        assert known(step(kind, text=plain(STREAMING))) == known(step(kind)), kind
+        assert known(step(kind, text=asdict(STREAMING))) == known(step(kind)), kind
 
 
 def test_gradients_of_weights_are_held_in_full() -> None:
@@ -122,7 +121,7 @@ def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
 
 
 def test_small_models_and_models_meant_for_the_cpu_ask_for_no_gpu() -> None:
-    pocket = step("statistics", model("pocket_olmoe"), text=plain(replace(TEXT, tokens=4096, length=512)))
+    pocket = step("statistics", model("pocket_olmoe"), text=asdict(replace(TEXT, tokens=4096, length=512)))
     assert gpus(known(pocket), 80) == 0 and gpus(known(step("statistics", model(device="cpu"))), 80) == 0
 
 
@@ -133,7 +132,7 @@ def test_gpus_follow_from_memory() -> None:
 
 
 def test_a_model_nothing_is_known_of_has_no_estimate() -> None:
-    nowhere = step("statistics", plain(ModelConfig(name="n", path="a/b")))
+    nowhere = step("statistics", asdict(ModelConfig(name="n", path="a/b")))
     assert memory_of(nowhere) is None
     assert largest_memory([nowhere]) == "unknown" and largest_memory([]) == ""
     assert largest_memory([nowhere, step("statistics")]).endswith(" GiB or more")
@@ -156,12 +155,12 @@ def reading(rows: int, of: str = "one", kind: str = "statistics", about: dict[st
     """A pass over so many rows of 10 tokens."""
     text = Part({"rows": rows, "length": 10})
     return Step(
-        kind, of, {"calibration": text}, {"model": facts(of)}, {"model": about or model(), "calibration": plain(TEXT)}
+        kind, of, {"calibration": text}, {"model": facts(of)}, {"model": about or model(), "calibration": asdict(TEXT)}
     )
 
 
 def asking(kind: str, limit: int | None, of: str = "one", data: str = "d") -> Step:
-    benchmark = {**plain(BENCHMARK), "limit": limit}
+    benchmark = {**asdict(BENCHMARK), "limit": limit}
     inputs = {"model": facts(of)} if kind == "evaluate" else {}
     part = Part({"data": data, "limit": limit})
     return Step(kind, "a", {"benchmark": part}, inputs, {"model": model(), "benchmark": benchmark})
@@ -194,7 +193,7 @@ def test_a_pass_over_another_model_takes_what_its_active_parameters_say(store: S
     finish(store, reading(1, of="small"), 4.0)
     active = 1.28e9  # of OLMoE, 4e8 of the small one
     assert Times(store).seconds(reading(1)) == pytest.approx(4.0 * active / 4e8, rel=0.02)
-    nowhere = plain(ModelConfig(name="n", path="a/b"))
+    nowhere = asdict(ModelConfig(name="n", path="a/b"))
     assert Times(store).seconds(reading(1, about=nowhere)) is None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from math import inf
 from typing import Any
 
@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
 from moe_lab.errors import UserError
-from moe_lab.grid import plain
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm import resources as module
 from moe_lab.study.slurm.resources import check
@@ -39,7 +38,7 @@ def resources(steps: list[Step], settings: ResourcesConfig, seconds: Seconds = h
 
 
 def step(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
-    return Step(kind, "s", runtime={"model": plain(model), "benchmark": plain(WRITTEN)})
+    return Step(kind, "s", runtime={"model": asdict(model), "benchmark": asdict(WRITTEN)})
 
 
 def settings(text: str) -> ResourcesConfig:

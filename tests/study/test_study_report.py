@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from moe_lab.study import report
+from moe_lab.study.graph import Graph
+from moe_lab.study.record import Study
 from moe_lab.study.store import Store
+
+NO_CELLS = Graph([], {}, {}, {}, {})
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             (folder / "failed" / f"{name}.log").write_text("Traceback")
         done = SimpleNamespace(returncode=1, stdout=stdout, stderr="KeyError: 'cell'")
         monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-        return report._report(config, Store(tmp_path).create()), bool(marked)
+        return report._report(Study(config, NO_CELLS, Store(tmp_path).create())), bool(marked)
 
     return run
 

@@ -23,7 +23,7 @@ from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 
 if TYPE_CHECKING:
-    from moe_lab.study.report import Study
+    from moe_lab.study.record import Study
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from moe_lab.json_files import write_json
 from moe_lab.secret_settings import shell
 from moe_lab.study.estimates import Times
 from moe_lab.study.progress import say
-from moe_lab.study.report import Study
+from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler

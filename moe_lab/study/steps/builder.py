@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from moe_lab import allocation, criteria, plugins
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConfig
-from moe_lab.grid import Cell, plain
+from moe_lab.grid import Cell
 from moe_lab.models import files
 from moe_lab.paths import resolve
 from moe_lab.study.step import Part, Step
@@ -67,9 +67,9 @@ class Builder:
         value: T = self._cache[name]
         return value
 
-    def runtime(self, **settings: object) -> dict[str, Any]:
+    def runtime(self, **settings: Any) -> dict[str, Any]:
         """What a step runs with but is not identified by: each of the settings as plain JSON."""
-        return {name: self.once(("plain", part), partial(plain, part)) for name, part in settings.items()}
+        return {name: self.once(("plain", part), partial(asdict, part)) for name, part in settings.items()}
 
     def model_part(self, model: ModelConfig) -> Part:
         """What identifies a model: a hash of its files, or its name on the hub."""

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from moe_lab import criteria, results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
-from moe_lab.grid import plain
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import check_plain_weights, has_uneven_layers
 from moe_lab.start import command
@@ -135,7 +134,7 @@ def _timing_step(pruned: PrunedModel) -> Step:
 
     def make() -> Part:
         device = config.timed.device or device_here(model.device)
-        return Part({**plain(config.timed), "device": device, "threads": model.threads})
+        return Part({**asdict(config.timed), "device": device, "threads": model.threads})
 
     parts = {"timing": builder.once(("timing", model), make), "text": builder.text_part(text)}
     runtime = builder.runtime(model=model, text=text)
@@ -149,7 +148,7 @@ def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
     if not config.timing:
         return
     timed = config.timed
-    numbers = {**plain(timed), "batch_sizes": min(timed.batch_sizes, default=0)}
+    numbers = {**asdict(timed), "batch_sizes": min(timed.batch_sizes, default=0)}
     numbers["prompt_lengths"] = min(timed.prompt_lengths, default=0)
     for name in (name for name, number in numbers.items() if name != "device" and number < 1):
         yield f"timed.{name}={getattr(timed, name)}: expected whole numbers from 1 on"

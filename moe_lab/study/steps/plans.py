@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from moe_lab import allocation, criteria, plugins, results
 from moe_lab.allocation import listed
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
-from moe_lab.grid import Cell, plain
+from moe_lab.grid import Cell
 from moe_lab.models.config_json import expert_shape
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
@@ -29,7 +29,7 @@ from moe_lab.study.steps.scores import CHANNEL_SCORES, score, scores_step
 
 def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, Any]:
     """What changes a plan, and nothing else: the settings, the ratio, and the content of the file they name."""
-    identity = {**plain(settings), "ratio": ratio}
+    identity = {**asdict(settings), "ratio": ratio}
     del identity["label"]
     if source := allocation.get(settings.name).source:
         identity["source"] = source
@@ -48,7 +48,7 @@ def _known_layer(cell: Cell) -> dict[str, int] | None:
 def check_ratio(cell: Cell) -> None:
     """UserError when the ratio cannot be had."""
     if layer := _known_layer(cell):
-        settings = {**plain(cell.allocation), "ratio": cell.ratio}
+        settings = {**asdict(cell.allocation), "ratio": cell.ratio}
         allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
 
 
@@ -216,7 +216,7 @@ def check_schedules(cell: Cell) -> None:
     """UserError where no schedule loses as much as the ratio says."""
     check_ratio(cell)
     if layer := _known_layer(cell):
-        settings = {**plain(cell.allocation), "ratio": cell.ratio}
+        settings = {**asdict(cell.allocation), "ratio": cell.ratio}
         search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
         evolution.check(search.problem, search.evolution)
 
