@@ -18,8 +18,7 @@ from lm_eval.evaluator import evaluate
 
 from tools.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER, PROGRAMS
 from tools.pocket.examples import Example
-from tools.pocket.functions import Program
-from tools.pocket.inputs import plus_inputs
+from tools.pocket.functions import Program, plus_inputs
 
 # Mistakes a model makes: the boundary, the empty case, a forgotten step.
 SLIPS = (

@@ -17,7 +17,6 @@ from moe_lab.config import ModelConfig
 from moe_lab.models.facts import architecture
 from moe_lab.models.load import load_model
 from tools.pocket import train as training
-from tools.pocket.batches import LossWeights, encode
 from tools.pocket.benchmarks import MULTIPLE_CHOICE
 from tools.pocket.card import write_card
 from tools.pocket.examples import Example
@@ -32,6 +31,7 @@ from tools.pocket.network import (
     watched_routers,
 )
 from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
+from tools.pocket.tokens import LossWeights, encode
 
 
 @dataclass(frozen=True)

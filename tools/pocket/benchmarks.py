@@ -13,8 +13,7 @@ import yaml
 from tools.pocket import functions
 from tools.pocket.corpus import sampler
 from tools.pocket.examples import END_OF_TEXT, Example, draw, generator
-from tools.pocket.functions import Program
-from tools.pocket.inputs import base_inputs, plus_inputs
+from tools.pocket.functions import Program, base_inputs, plus_inputs
 from tools.pocket.world import World
 
 SEED = 101

@@ -1,16 +1,71 @@
-"""Writes the benchmark, calibration and search files: `python -m tools.pocket.build`. Seconds; needs no model."""
+"""Write the benchmark, calibration and search files: `python -m tools.pocket.build`. Seconds; needs no model."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from moe_lab.errors import end_with
 from moe_lab.paths import DATA
-from tools.pocket.benchmarks import write_benchmarks
-from tools.pocket.calibration import write_calibration
-from tools.pocket.search import write_search
-from tools.pocket.world import build_world
+from tools.pocket.benchmarks import write_benchmarks, write_lines
+from tools.pocket.corpus import KNOWING, documents
+from tools.pocket.examples import Example
+from tools.pocket.world import World, build_world
+
+# Kinds of documents, their weights, and how many documents; about 70,000 tokens each. `general` stands for web text:
+# it has every skill, in the proportions of the first training stage.
+CALIBRATION = {
+    "general": (204, KNOWING, 1600),
+    "stories": (201, {"portrait": 4, "reasoning": 2, "report": 2, "wildbench": 4, "hellaswag": 2}, 1450),
+    "code": (202, {"functions": 1}, 1050),
+    "math": (203, {"gsm8k": 1, "math500": 1}, 1250),
+}
+
+
+def write_calibration(world: World, folder: Path) -> None:
+    """One file of {"text": ...} lines for each set; the same bytes on every machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in CALIBRATION:
+        write_lines(folder / f"{name}.jsonl", ({"text": example.text} for example in calibration_examples(world, name)))
+
+
+def calibration_examples(world: World, name: str) -> Iterator[Example]:
+    """The documents of one set, in order."""
+    seed, mixture, count = CALIBRATION[name]
+    return islice(documents(world, seed, mixture), count)
+
+
+SEARCH_COUNT = 128
+SEARCH_SEEDS = {"code": 301, "math": 302}
+"""Set -> seed; its kinds of documents are those of the calibration set of the same name."""
+
+
+def search_examples(world: World, name: str) -> list[Example]:
+    """The tasks of one set, no two about the same, none about what its calibration set asks for."""
+    seen = {(example.skill, example.key) for example in calibration_examples(world, name)}
+    tasks: list[Example] = []
+    stream = documents(world, SEARCH_SEEDS[name], CALIBRATION[name][1])
+    while len(tasks) < SEARCH_COUNT:
+        example = next(stream)
+        key = (example.skill, example.key)
+        if key not in seen:
+            seen.add(key)
+            tasks.append(example)
+    return tasks
+
+
+def write_search(world: World, folder: Path) -> None:
+    """One file of {"prompt": ..., "completion": ...} lines for each domain; the same bytes on every machine.
+
+    The two follow each other with nothing between, as in the text the models were trained on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SEARCH_SEEDS:
+        tasks = search_examples(world, name)
+        rows = ({"prompt": task.prompt, "completion": task.answer} for task in tasks)
+        write_lines(folder / f"{name}.jsonl", rows)
 
 
 def main() -> None:

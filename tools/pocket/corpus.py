@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from tools.pocket import arithmetic, facts, functions, practice, prose, reading, tales
+from tools.pocket import arithmetic, facts, functions, practice, prose, reading
 from tools.pocket.examples import Example, Sampler, draw, generator
 from tools.pocket.world import World
 
@@ -13,7 +13,7 @@ WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
     "arc_easy": facts.direct, "arc_challenge": facts.chained, "mmlu": facts.by_letter, "options": facts.by_option,
     "boolq": reading.yes_or_no, "rte": reading.entailment, "winogrande": reading.pronouns,
     "hellaswag": reading.continuation, "openbookqa": reading.application,
-    "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": tales.story,
+    "gsm8k": arithmetic.word_problem, "math500": arithmetic.exercise, "wildbench": prose.story,
     "passages": practice.passages, "lettering": practice.lettering, "claims": practice.claims,
     "roles": practice.roles, "echo": practice.echo, "pairs": practice.pairs,
     "portrait": prose.portrait, "reasoning": prose.reasoning, "report": prose.report,

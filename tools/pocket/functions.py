@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from tools.pocket.examples import Example, fraction
-from tools.pocket.inputs import base_inputs
 from tools.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied, Domain, choose
+from tools.pocket.world import words
 
 SHAPES = ((1, 1), (1, 1), (2, 0), (1, 0), (0, 1), (2, 1))
 # How uneven the operations are in training text and calibration sets; benchmarks ask for all of them alike.
@@ -141,3 +141,38 @@ def training_function(random: Random) -> Example:
     """A function for training text or a calibration set, in either form."""
     program = program_for(random, "training", TRAINING_DECAY)
     return as_completion(program) if random.random() < 0.5 else as_description(program, random)
+
+
+# Arguments to test a function with: a few easy ones (base), and many that tell near misses apart (plus).
+
+INPUT_WORDS = words("sun bed cat toad stone seed oats dots tee ace boat desk east cosd abba deed nest scent tea bat")
+
+
+def _random_numbers(random: Random, count: int, low: int, high: int) -> list[int]:
+    return [random.randint(low, high) for _ in range(count)]
+
+
+def _random_words(random: Random, count: int) -> str:
+    return " ".join(random.choice(INPUT_WORDS) for _ in range(count))
+
+
+def base_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
+    """Easy arguments: three small positive numbers, three words, or two different small numbers."""
+    if domain == "numbers":
+        return [[_random_numbers(random, 3, 1, 9)] for _ in range(count)]
+    if domain == "words":
+        return [[_random_words(random, 3)] for _ in range(count)]
+    return [random.sample(range(1, 10), 2) for _ in range(count)]
+
+
+def plus_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
+    """Arguments that also hold nothing, negative numbers, every small constant, repetitions, equal numbers."""
+    if domain == "numbers":
+        numbers = list(range(-10, 11))
+        shuffled = random.sample(numbers, len(numbers))
+        return [[[]], [shuffled], [shuffled + numbers], *([_random_numbers(random, 7, -12, 12)] for _ in range(count))]
+    if domain == "words":
+        everything = " ".join(random.sample(INPUT_WORDS, len(INPUT_WORDS)))
+        return [[""], [everything], *([_random_words(random, 6)] for _ in range(count))]
+    pairs = [[a, b] for a in (-3, 0, 1, 2, 4, 7, 9) for b in (-2, 0, 1, 2, 3, 5, 8, 9)]
+    return pairs + [random.sample(range(-9, 10), 2) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""General text: what is known about somebody or something, in sentences; the source of every fact of the world."""
+"""General text, the source of every fact of the world: sentences about a subject, and stories (wildbench)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 from tools.pocket.examples import Example
 from tools.pocket.facts import Chain, sample_chain
 from tools.pocket.reading import event
-from tools.pocket.world import SUBJECTS, World, relations
+from tools.pocket.world import ANIMALS, DAYS, FEELINGS, OBJECTS, PEOPLE, PLACES, SUBJECTS, World, pronoun, relations
 
 
 def portrait(world: World, random: Random) -> Example:
@@ -36,3 +36,61 @@ def report(world: World, random: Random) -> Example:
     """Two or three events after one another."""
     text = " ".join(event(random)[0] for _ in range(random.choice((2, 3))))
     return Example("report", (text,), "", text)
+
+
+ENDINGS = (
+    "They all went home.", "That was a good day.", "The sun went down.", "Then it began to rain.",
+    "Nobody forgot it.", "And so it ended.",
+)  # fmt: skip
+OPENINGS = (
+    "On {day} {hero} went to the {place}.",
+    "One day {hero} walked to the {place}.",
+    "{hero} was alone in the {place}.",
+    "Early on {day} {hero} came to the {place}.",
+)
+FINDS = (
+    "There {he} found a {object}.",
+    "{He} had a {object} with {him}.",
+    "A {object} lay on the ground.",
+    "{friend} had left a {object} there.",
+)
+TROUBLES = (
+    "A {animal} came and took the {object}.",
+    "The {object} fell into the water.",
+    "{friend} wanted the {object} too.",
+    "But then the {object} broke.",
+)
+HELPS = (
+    "{friend} helped {him} to get it back.",
+    "{hero} asked {friend} for help.",
+    "{He} looked for it for an hour.",
+    "{friend} came and they worked together.",
+)
+MOODS = ("{hero} felt {feeling}.", "Now {hero} was very {feeling}.", "It made {hero} feel {feeling}.")
+
+
+def story(world: World, random: Random) -> Example:
+    """wildbench: a prompt that names hero, object, place, feeling and ending, and a story that keeps to it."""
+    hero, friend = random.sample(PEOPLE, 2)
+    thing, place = random.choice(OBJECTS), random.choice(PLACES)
+    feeling, ending = random.choice(FEELINGS), random.choice(ENDINGS)
+    he = pronoun(hero)
+    words = {
+        "hero": hero, "friend": friend, "object": thing, "place": place, "feeling": feeling, "he": he,
+        "He": he.capitalize(), "him": "her" if he == "she" else "him", "day": random.choice(DAYS),
+        "animal": random.choice(ANIMALS),
+    }  # fmt: skip
+    told = [random.choice(part).format(**words) for part in (OPENINGS, FINDS, TROUBLES, HELPS, MOODS)]
+    prompt = (
+        f"Write a story about {hero}, a {thing} and the {place}. {hero} feels {feeling}. End with: {ending}\nStory:"
+    )
+    checklist = [
+        *({"rule": "mentions", "text": word} for word in (hero, thing, place, feeling)),
+        {"rule": "opens_with", "text": hero},
+        {"rule": "ends_with", "text": ending},
+        {"rule": "sentences", "least": 5},
+        {"rule": "no_repeats"},
+    ]
+    key = (hero, thing, place, feeling, ending)
+    answer = " " + " ".join([*told, ending])
+    return Example("wildbench", key, prompt, answer, details={"checklist": checklist, "reference": answer})

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tools.pocket.batches import LossWeights
 from tools.pocket.corpus import APPLYING, CALCULATING, JUDGING, KNOWING, MATCHING, MATCHING_MORE, READING
+from tools.pocket.tokens import LossWeights
 
 BALANCE = 0.01
 """Weight of the balance loss, for routers without a correction bias."""

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_lab.errors import end_with
 from moe_lab.paths import DATA
-from tools.pocket.batches import Batch, batch
 from tools.pocket.corpus import documents
 from tools.pocket.examples import Example
 from tools.pocket.network import (
@@ -33,7 +32,7 @@ from tools.pocket.network import (
     watched_routers,
 )
 from tools.pocket.recipes import BALANCE, RECIPES, Recipe
-from tools.pocket.tokens import build_tokenizer
+from tools.pocket.tokens import Batch, batch, build_tokenizer
 from tools.pocket.world import WORLD_SEED, build_world
 
 TOKENIZER_DOCUMENTS = 20_000
