@@ -32,7 +32,8 @@ def task_specific_table(results: Results, name: str, criteria: Sequence[str] | N
         for domains in by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
-                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                methods = [names.method(method) for method in block[0].index]
+                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned, "Criterion": methods}
                 rows.append(block[0].assign(**labels))
                 low.append(block[1])
                 high.append(block[2])

@@ -1,4 +1,7 @@
-"""The numbers that the papers print, and how they were measured: facts from CSV, in this project's own words."""
+"""The numbers that the papers print, how they were measured, and whether a measured number agrees with one.
+
+What the papers say is in CSV files; nothing here depends on which paper it is.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ from typing import Any
 from analysis import names
 
 FOLDER = Path(__file__).parent
-PAPERS = ("unified", "evoesap", "heapr", "aimer", "coverage")
-"""One file for each paper, and the first word of the names of its tables here; `coverage` is MoE-Slimming."""
 ANY = "*"
 """Stands for every table or model in the files about how numbers were measured."""
 AVERAGE, RANK = "Avg", "Avg Rank"
@@ -26,31 +27,18 @@ SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """What an AVERAGE is taken over."""
 PERPLEXITIES = ("wikitext2",)
 """Printed perplexities that are measured here too, under these names."""
-ASKED = ("harness", "chat", "shots", "max_new_tokens", "length", "judge")
-"""What a paper may say about how a benchmark was asked and graded."""
+ASKED = {
+    "metric": "metric",
+    "harness": "harness",
+    "chat": "use of the chat template",
+    "shots": "number of examples in the prompt",
+    "max_new_tokens": "limit of answers",
+    "length": "length of windows",
+    "judge": "judge",
+}
+"""What a paper may say about how a benchmark was asked and graded, in words."""
 NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off the 1/277 grid"
 """How the notes begin that change what a printed number can be compared with."""
-
-TABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "unified.table1": (("unified", "1"),),
-    "unified.table2": (("unified", "2"),),
-    "unified.table3": (("unified", "3"), ("evoesap", "3")),
-    "unified.table5": (("unified", "5"),),
-    "evoesap.table1": (("evoesap", "1"), ("evoesap", "2")),
-    **{f"evoesap.table{number}": (("evoesap", f"{number}"),) for number in range(3, 11)},
-    "heapr.table1": (("heapr", "1"), ("heapr", "readme")),
-    "heapr.table2": (("heapr", "2"),),
-    "aimer.table2": (("aimer", "text"),),
-    "coverage.table3": tuple(("coverage", f"reply {table}") for table in ("3", "5", "quantised")),
-    "coverage.table6": (("coverage", "6"), ("coverage", "reply 10")),
-    "coverage.table7": (("coverage", "reply 7"),),
-    "coverage.table13": (("coverage", "13"),),
-    "coverage.table8": (("coverage", "reply 8"),),
-    "coverage.table9": (("coverage", "9"), ("coverage", "reply 9")),
-    "coverage.table11": (("coverage", "reply 11"), ("coverage", "reply 14")),
-    "coverage.table16": (("coverage", "reply 16"),),
-}
-"""Name of a table here -> the papers' tables that print counterparts of its numbers."""
 
 Key = tuple[str, float, str, str, str, str]
 """Model, ratio, criterion, allocation, recovery and calibration set: the row of a printed table."""
@@ -95,40 +83,61 @@ class Protocol:
     gate: str | None
     seed: int | None
     search: str | None
-    """The set that searched allocations were searched on, and for how many generations."""
+    """The set that searched allocations were searched on."""
     generations: int | None
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a paper measured a benchmark; None where it does not say."""
+    """How a benchmark was measured, by a paper or here; what is not said lacks."""
 
     items: int | None
-    metric: str | None
+    """Of the whole benchmark."""
     asked: Mapping[str, str]
-    """Of ASKED, what the paper says, in words."""
+    """Of ASKED, what is said."""
+
+
+@cache
+def _read(name: str) -> tuple[dict[str, str], ...]:
+    with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
+        return tuple(csv.DictReader(lines))
+
+
+def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for row in _read("tables"):
+        pairs.setdefault(row["name"], []).append((row["paper"], row["table"]))
+    return {name: tuple(printed) for name, printed in pairs.items()}
+
+
+TABLES = _tables()
+"""Name of a table here -> (paper, table) that print counterparts of its numbers."""
+PAPERS = tuple(dict.fromkeys(paper for printed in TABLES.values() for paper, _ in printed))
+"""One file for each paper, and the first word of the names of its tables here; `coverage` is MoE-Slimming."""
 
 
 @cache
 def numbers() -> tuple[Printed, ...]:
     """Every printed number of the five papers."""
-    return tuple(_printed(row) for name in PAPERS for row in _read(name))
+    rows = (row for paper in PAPERS for row in _read(paper))
+    return tuple(
+        Printed(row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"]) for row in rows
+    )
 
 
-def _printed(row: Mapping[str, str]) -> Printed:
+def _key(row: Mapping[str, str]) -> Key:
     ratio = float(row["ratio"] or "nan")
-    key = (row["model"], ratio, row["criterion"], row["allocation"], row["recovery"], row["calibration"])
-    return Printed(row["paper"], row["table"], key, row["benchmark"], row["value"], row["note"])
+    return row["model"], ratio, row["criterion"], row["allocation"], row["recovery"], row["calibration"]
 
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
     """Row -> its printed numbers, of the papers' tables that print counterparts of the table `name` here."""
-    by_key: dict[Key, list[Printed]] = {}
+    by_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
-            by_key.setdefault(number.key, []).append(number)
-    return {key: tuple(row) for key, row in by_key.items()}
+            by_key[number.key] = (*by_key.get(number.key, ()), number)
+    return by_key
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
@@ -146,20 +155,18 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 def protocol(number: Printed) -> Protocol:
     """How the models of this number were calibrated and searched."""
-    row = _most_specific("protocols", number) or {}
-    tokens, seed, generations = (_whole(row.get(word)) for word in ("tokens", "seed", "generations"))
+    row = _most_specific("protocols", number)
+    tokens, seed, generations = (
+        int(row[word]) if row.get(word) else None for word in ("tokens", "seed", "generations")
+    )
     return Protocol(tokens, row.get("gate") or None, seed, row.get("search") or None, generations)
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text else None
 
 
 def split(number: Printed, benchmark: str) -> Split:
     """How the paper of this number measured a benchmark."""
-    row = _most_specific("splits", number, benchmark=benchmark) or {}
-    asked = {word: row[word] for word in ASKED if row.get(word)}
-    return Split(_whole(row.get("items")), row.get("metric") or None, asked)
+    row = _most_specific("splits", number, benchmark=benchmark)
+    items = int(row["items"]) if row.get("items") else None
+    return Split(items, {word: row[word] for word in ASKED if row.get(word)})
 
 
 def stands_for(axis: str, name: str) -> str:
@@ -168,16 +175,10 @@ def stands_for(axis: str, name: str) -> str:
     return stand_ins.get((axis, name), name)
 
 
-def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str] | None:
-    """The first row of a file that holds for the number; files list what holds for fewer first."""
+def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str]:
+    """The first row of a file that holds for the number; files list what holds for fewer first. Empty for none."""
     wanted = {"paper": number.paper, "table": number.table, "model": number.key[0], **more}
-    return next((row for row in _read(file) if all(row[key] in (ANY, value) for key, value in wanted.items())), None)
-
-
-@cache
-def _read(name: str) -> tuple[dict[str, str], ...]:
-    with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
-        return tuple(csv.DictReader(lines))
+    return next((row for row in _read(file) if all(row[key] in (ANY, value) for key, value in wanted.items())), {})
 
 
 AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
@@ -186,14 +187,6 @@ READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "
 """Printed criteria whose scores depend on what the gate is taken to be."""
 UNGRADED = 0.99
 """Share of the items that must have been graded: a judge may be silent about a few."""
-_ASKED = {
-    "harness": "harness",
-    "chat": "use of the chat template",
-    "shots": "number of examples in the prompt",
-    "max_new_tokens": "limit of answers",
-    "length": "length of windows",
-    "judge": "judge",
-}
 _SEARCH = ("search set", "generations")
 _LISTED = 3
 """Benchmarks that a reason lists by name; of more it says how many."""
@@ -201,14 +194,12 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How one benchmark was measured here; None where the store does not say."""
+    """How one benchmark was measured here."""
 
     benchmark: str
     n: int
-    expected: int | None
-    metric: str
-    asked: Mapping[str, str]
-    """Of `published_numbers.ASKED`, what the store says, in words."""
+    """Items that were graded."""
+    split: Split
 
 
 @dataclass(frozen=True)
@@ -282,37 +273,26 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
 
 
 def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    with_split = [(found, split(number, found.benchmark)) for found in evaluations]
-    kinds = {
-        "other items": [_items(found, paper) for found, paper in with_split],
-        "other metric": [_other(found.metric, paper.metric) for found, paper in with_split],
-        **{
-            f"other {kind}": [_other(found.asked.get(word), paper.asked.get(word)) for found, paper in with_split]
-            for word, kind in _ASKED.items()
-        },
-    }
-    for kind, details in kinds.items():
-        differing = [
-            f"{names.benchmark(found.benchmark)} ({detail})"
-            for (found, _), detail in zip(with_split, details, strict=True)
-            if detail
-        ]
-        if differing:
-            many = len(differing) > _LISTED
-            yield f"{kind}: {f'{len(differing)} benchmarks' if many else ', '.join(differing)}"
+    differing: dict[str, list[str]] = {}
+    for here in evaluations:
+        paper = split(number, here.benchmark)
+        details = {"items": _items(here, paper.items)}
+        for word, kind in ASKED.items():
+            own, printed = here.split.asked.get(word, "unknown"), paper.asked.get(word)
+            details[kind] = "" if printed in (None, own) else f"{own}, published {printed}"
+        for kind, detail in details.items():
+            differing.setdefault(kind, []).extend([f"{names.benchmark(here.benchmark)} ({detail})"] if detail else [])
+    for kind, benchmarks in differing.items():
+        if benchmarks:
+            many = len(benchmarks) > _LISTED
+            yield f"other {kind}: {f'{len(benchmarks)} benchmarks' if many else ', '.join(benchmarks)}"
 
 
-def _items(evaluation: Evaluation, paper: Split) -> str:
-    whole = evaluation.n if evaluation.expected is None else evaluation.expected
+def _items(evaluation: Evaluation, printed: int | None) -> str:
+    whole = evaluation.n if evaluation.split.items is None else evaluation.split.items
     graded = evaluation.n >= UNGRADED * whole
-    if graded and paper.items in (None, whole):
+    if graded and printed in (None, whole):
         return ""
     of = "" if graded else f" of {whole:,}"
-    published = "" if paper.items is None else f", published on {paper.items:,}"
+    published = "" if printed is None else f", published on {printed:,}"
     return f"{evaluation.n:,}{of}{published}"
-
-
-def _other(value: object, paper: object) -> str:
-    if paper is None or value == paper:
-        return ""
-    return f"{'unknown' if value is None else value}, published {paper}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -28,6 +28,7 @@ from analysis.published.numbers import (
     Key,
     Measured,
     Printed,
+    Split,
     counterparts,
     stands_for,
     target,
@@ -38,78 +39,6 @@ from analysis.render.table import SCORE, Table
 from analysis.stats import rank_blocks
 from analysis.stats.comparison import Comparison
 
-
-class Facts:
-    """Looks things up in a study, each file once. None stands for what the store does not say."""
-
-    def __init__(self, study: Study) -> None:
-        self.study = study
-        self._documents: dict[tuple[str, str], Mapping[str, Any]] = {}
-
-    def axes(self, cell: int) -> Mapping[str, Any]:
-        """The axes of a cell and the folders of its steps."""
-        return self._cells[cell]
-
-    def tokens(self, cell: Mapping[str, Any]) -> int | None:
-        """Slots of the calibration pass of a cell, gaps between documents counted."""
-        report = self.study.calibrations.get(f"{cell['calibration']}@{cell['model']}", {})
-        return int(report["rows"]) * int(report["length"]) if {"rows", "length"} <= set(report) else None
-
-    def search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """On what and for how many generations the cell's allocation was searched; None for one that was not."""
-        if cell not in self._generations:
-            return None
-        plan = self._document(str(self.study.cells.loc[cell, "plan_folder"]), "plan.json")
-        return (plan.get("provenance") or {}).get("search"), self._generations[cell]
-
-    def evaluation(self, cell: int, benchmark: str) -> Evaluation | None:
-        """How a benchmark was measured for a cell; None when it was not."""
-        row = self._results.get((cell, benchmark))
-        if row is None:
-            return None
-        protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
-        settings = {
-            **protocol,
-            **(protocol.get("parameters") or {}),
-            "judge": (protocol.get("judge") or {}).get("model"),
-        }
-        return Evaluation(
-            benchmark=benchmark,
-            n=int(row["n"]),
-            expected=_whole(row["expected"]),
-            metric=str(row["metric"]),
-            asked={word: _word(settings[word]) for word in ASKED if settings.get(word) is not None},
-        )
-
-    @cached_property
-    def _cells(self) -> dict[int, dict[str, Any]]:
-        return dict(zip(self.study.cells.index.astype(int), records(self.study.cells), strict=True))
-
-    @cached_property
-    def _results(self) -> dict[tuple[int, str], dict[str, Any]]:
-        return {(int(row["cell"]), str(row["benchmark"])): row for row in records(self.study.results)}
-
-    @cached_property
-    def _generations(self) -> dict[int, int | None]:
-        return {int(row["cell"]): _whole(row["generations"]) for row in records(self.study.searches)}
-
-    def _document(self, name: str, file: str) -> Mapping[str, Any]:
-        if (name, file) not in self._documents:
-            folder = self.study.reader.folder(name)
-            self._documents[name, file] = (self.study.reader.json(folder, file) if folder else None) or {}
-        return self._documents[name, file]
-
-
-def _word(value: Any) -> str:
-    """As the published files write it: true, 2048, openai/gpt-oss-120b."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _whole(value: Any) -> int | None:
-    return None if pd.isna(value) else int(value)
-
-
-Found = tuple[Printed, Measured]
 Number = tuple[float, float, float]
 """A value and the ends of its interval."""
 MEMORY_TOLERANCE = 0.01
@@ -120,10 +49,53 @@ _TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
 _GIB = 2**30
 
 
-def found(study: Study, comparisons: Sequence[Comparison], of: str) -> list[Found]:
-    """Numbers of the study with their counterparts in the papers' tables that the table `of` corresponds to."""
-    facts = Facts(study)
-    return [*_scores(facts, comparisons, of), *_ranks(facts, comparisons, of), *_memory(study, of)]
+class Facts:
+    """How a study measured its numbers. None stands for what the store does not say."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.cells = dict(zip(study.cells.index.astype(int), records(study.cells), strict=True))
+        self._results = {(int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)}
+        self._document = cache(self._read_document)
+
+    def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
+        reader = self.study.reader
+        return reader.json(reader.folder(name), file) or {}
+
+    def measured(self, value: Number, sources: Mapping[str, int], lacking: Sequence[str]) -> Measured:
+        """A number that rests on benchmarks, each evaluated for a cell."""
+        cell = next(iter(sources.values()))
+        axes = self.cells[cell]
+        report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
+        slots = int(report["rows"]) * int(report["length"]) if {"rows", "length"} <= set(report) else None
+        evaluations = [self._evaluation(own, name) for name, own in sources.items() if (own, name) in self._results]
+        return Measured(*value, axes, slots, self._search(cell), evaluations, lacking)
+
+    def _search(self, cell: int) -> tuple[str | None, int | None] | None:
+        """On what and for how many generations the cell's allocation was searched; None for one that was not."""
+        searches = self.study.searches
+        generations = searches.loc[searches["cell"] == cell, "generations"]
+        if generations.empty:
+            return None
+        plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
+        return (plan.get("provenance") or {}).get("search"), _whole(generations.iloc[0])
+
+    def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
+        row = self._results[cell, benchmark]
+        protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
+        judge = (protocol.get("judge") or {}).get("model")
+        settings = {**protocol, **(protocol.get("parameters") or {}), "judge": judge, "metric": row["metric"]}
+        asked = {word: _word(settings[word]) for word in ASKED if settings.get(word) is not None}
+        return Evaluation(benchmark, int(row["n"]), Split(_whole(row["expected"]), asked))
+
+
+def _word(value: Any) -> str:
+    """As the published files write it: true, 2048, openai/gpt-oss-120b."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    return None if pd.isna(value) else int(value)
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
@@ -136,20 +108,21 @@ def key_of(cell: Mapping[str, Any]) -> Key:
     return model, ratio, str(cell["criterion"]), allocation, str(cell["recovery"]), calibration
 
 
-def _scores(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
+Found = Iterator[tuple[Printed, Measured]]
+
+
+def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
     """Benchmarks, displayed columns and their averages."""
-    printed = counterparts(of)
-    for comparison in comparisons:
-        for cell, axes in zip(comparison.cells.index.astype(int), records(comparison.cells), strict=True):
-            row = printed.get(key_of(axes), ())
-            for number in row:
-                wanted = target(number, row)
-                here = _run(comparison, wanted)
-                if here:
-                    ends = [float(end[cell]) for end in comparison.interval(here)]
-                    value = (float(comparison.score(here)[cell]), ends[0], ends[1])
-                    sources = dict.fromkeys(comparison.weights(here), cell)
-                    yield number, _measured(facts, value, sources, _lacking(comparison, wanted))
+    for cell in comparison.cells.index.astype(int):
+        row = counterparts(of).get(key_of(facts.cells[cell]), ())
+        for number in row:
+            wanted = target(number, row)
+            here = _run(comparison, wanted)
+            if here:
+                low, high = (float(end[cell]) for end in comparison.interval(here))
+                value = (float(comparison.score(here)[cell]), low, high)
+                sources = dict.fromkeys(comparison.weights(here), cell)
+                yield number, facts.measured(value, sources, _lacking(comparison, wanted))
 
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
@@ -165,87 +138,78 @@ def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
-def _ranks(facts: Facts, comparisons: Iterable[Comparison], of: str) -> Iterator[Found]:
+def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
     """Average ranks, which the tables of scores compute for all methods of a block at once."""
     printed = {key: number for key, row in counterparts(of).items() for number in row if number.benchmark == RANK}
-    if not printed:
-        return
-    for comparison in comparisons:
-        blocks = _task_ranks(comparison) if of == "unified.table2" else _panel_ranks(comparison)
-        for block, columns in blocks:
+    for matched in {key[-1] == MATCHED for key in printed}:
+        numbers = {key: number for key, number in printed.items() if (key[-1] == MATCHED) == matched}
+        ranked = list(dict.fromkeys(criterion for _, _, criterion, *_ in numbers))
+        blocks = _task_ranks(comparison, ranked) if matched else _panel_ranks(comparison, ranked)
+        every = _TASK_COLUMNS if matched else tuple(names.COLUMNS)
+        for block in blocks:
             for cells, value in block:
-                key = key_of(facts.axes(cells[columns[0]]))
-                number = printed.get(key) or printed.get((*key[:5], MATCHED))
+                key = key_of(facts.cells[next(iter(cells.values()))])
+                number = numbers.get((*key[:5], MATCHED) if matched else key)
                 if number is None:
                     continue
-                sources = {name: cells[column] for column in columns for name in comparison.weights((column,))}
-                every = sum(1 for other in printed if (other[:2], other[5]) == (number.key[:2], number.key[5]))
-                among = [f"ranked among {len(block)}, published among {every}"] if len(block) != every else []
-                lacking = [*among, *_other_columns(columns, of), *_lacking(comparison, columns)]
-                yield number, _measured(facts, value, sources, lacking)
+                columns = list(cells)
+                sources = {name: cell for column, cell in cells.items() for name in comparison.weights((column,))}
+                lacking = [
+                    *_otherwise_ranked(number, numbers, len(block), columns, every),
+                    *_lacking(comparison, columns),
+                ]
+                yield number, facts.measured(value, sources, lacking)
 
 
-Ranked = tuple[list[tuple[dict[str, int], Number]], tuple[str, ...]]
-"""Rows of a block (column -> the cell its score comes from, and the average rank), and the columns."""
+def _otherwise_ranked(
+    number: Printed, numbers: Iterable[Key], methods: int, columns: Sequence[str], every: Sequence[str]
+) -> Iterator[str]:
+    """That a rank was taken among other methods, or over other columns, than the printed one."""
+    model, ratio, *_, calibration = number.key
+    printed = sum((key[0], key[1], key[-1]) == (model, ratio, calibration) for key in numbers)
+    if methods != printed:
+        yield f"ranked among {methods}, published among {printed}"
+    if set(columns) != set(every):
+        yield f"ranked over {len(columns)} columns, published over {len(every)}"
 
 
-def _panel_ranks(comparison: Comparison) -> Iterator[Ranked]:
+Ranked = list[tuple[dict[str, int], Number]]
+"""Rows of a block: column -> the cell its score comes from; and the average rank."""
+
+
+def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
     for panel in comparison.panels:
-        columns = panel.columns(comparison)
-        ranked = [cell for name, cell in panel.cells.items() if name in names.RANKED]
-        if ranked:
-            parts = rank_blocks.rank_block(comparison, panel, names.RANKED)
-            yield [(dict.fromkeys(columns, cell), _rank(parts, cell)) for cell in ranked], columns
+        cells = [cell for name, cell in panel.cells.items() if name in ranked]
+        if cells:
+            parts = rank_blocks.rank_block(comparison, panel, ranked)
+            columns = panel.columns(comparison)
+            yield [(dict.fromkeys(columns, cell), _rank(parts, cell)) for cell in cells]
 
 
-def _task_ranks(comparison: Comparison) -> Iterator[Ranked]:
+def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
     for domains in rank_blocks.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
-            sides = {column: domains["code"].cells for column in names.CODE_COLUMNS}
-            sides |= {column: domains["math"].cells for column in names.MATH_COLUMNS}
-            parts = rank_blocks.task_block(comparison, domains, names.TASK_SPECIFIC)
-            rows = {names.method(name): name for name in names.TASK_SPECIFIC}
-            methods = [(place, rows[word]) for place, word in parts[0]["Criterion"].items() if word in rows]
-            yield (
-                [({c: side[name] for c, side in sides.items()}, _rank(parts, place)) for place, name in methods],
-                _TASK_COLUMNS,
-            )
+            parts = rank_blocks.task_block(comparison, domains, ranked)
+            code, math = domains["code"].cells, domains["math"].cells
+            yield [
+                (
+                    {**dict.fromkeys(names.CODE_COLUMNS, code[name]), **dict.fromkeys(names.MATH_COLUMNS, math[name])},
+                    _rank(parts, name),
+                )
+                for name in parts[0].index
+                if name in ranked
+            ]
 
 
-def _rank(parts: Sequence[Any], row: Any) -> Number:
-    value, low, high = (float(part[RANK].get(row)) if RANK in part else float("nan") for part in parts)
+def _rank(parts: Sequence[pd.DataFrame], row: int | str) -> Number:
+    value, low, high = (float(part[RANK].get(row, math.nan)) if RANK in part else math.nan for part in parts)
     return value, low, high
 
 
-def _other_columns(columns: Sequence[str], of: str) -> list[str]:
-    """That ranks were taken over other columns than the printed ones."""
-    every = _TASK_COLUMNS if of == "unified.table2" else tuple(names.COLUMNS)
-    if set(columns) == set(every):
-        return []
-    return [f"ranked over {len(columns)} columns, published over {len(every)}"]
-
-
-def _measured(facts: Facts, value: Number, sources: Mapping[str, int], lacking: Sequence[str]) -> Measured:
-    """A number that rests on benchmarks, each evaluated for a cell."""
-    cell = next(iter(sources.values()))
-    axes = facts.axes(cell)
-    evaluations = [facts.evaluation(each, name) for name, each in sources.items()]
-    return Measured(
-        *value,
-        cell=axes,
-        tokens=facts.tokens(axes),
-        search=facts.search(cell),
-        evaluations=[evaluation for evaluation in evaluations if evaluation],
-        lacking=lacking,
-    )
-
-
-def _memory(study: Study, of: str) -> Iterator[Found]:
+def _memory(study: Study, of: str) -> Found:
     """Loading memory, exact from configurations and plans."""
     printed = [number for row in counterparts(of).values() for number in row if number.benchmark in (BEFORE, AFTER)]
-    if not printed:
-        return
-    for row in records(study.memory):
+    for row in records(study.memory) if printed else ():
         for number in printed:
             model, ratio, _, allocation, *_ = number.key
             if (stands_for("model", row["model"]), row["ratio"], row["allocation"]) == (model, ratio, allocation):
@@ -271,8 +235,12 @@ def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str)
     Rows are exact in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Models and
     calibration sets that ship here find the rows of what they stand for, and the verdict says that they are not it.
     """
-    pairs = found(study, comparisons, of)
+    facts = Facts(study)
+    pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, of)]
+    pairs += [pair for comparison in comparisons for pair in _ranks(facts, comparison, of)]
+    pairs += _memory(study, of)
     rows = [_row(number, measured) for number, measured in pairs]
+    verdicts = [row["Verdict"] for row in rows]
     return Table(
         name=f"{of}.published",
         title=f"Measured beside published: {of}",
@@ -285,7 +253,7 @@ def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str)
         blocks=("Model", "Pruned", "Calibration"),
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
-        footnotes=(_summary([row["Verdict"] for row in rows]), *_without_counterpart(study, of)),
+        footnotes=(*([f"{_counted(verdicts)}."] if rows else []), *_without_counterpart(study, of)),
     )
 
 
@@ -313,10 +281,11 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _summary(verdicts: Sequence[str]) -> str:
-    agree, differ, missing = (sum(word.startswith(kind) for word in verdicts) for kind in (AGREES, DIFFERS, MISSING))
-    rest = len(verdicts) - agree - differ - missing
-    return f"{agree} agree, {differ} differ, {rest} are not comparable, {missing} are missing."
+def _counted(verdicts: Sequence[str]) -> str:
+    """`12 agree, 3 differ and 40 cannot be compared`."""
+    kinds = {AGREES: "agree", DIFFERS: "differ", BECAUSE: "cannot be compared", MISSING: "are missing here"}
+    counts = {words: sum(verdict.startswith(kind) for verdict in verdicts) for kind, words in kinds.items()}
+    return names.listing(f"{count:,} {words}" for words, count in counts.items() if count)
 
 
 def _without_counterpart(study: Study, of: str) -> Iterator[str]:
@@ -356,14 +325,7 @@ def beside_the_papers(tables: Sequence[Table]) -> list[str]:
     verdicts = [str(word) for table in tables for word in table.frame["Verdict"]]
     if not verdicts:
         return []
-    kinds = {
-        "agree": sum(word.startswith(AGREES) for word in verdicts),
-        "differ": sum(word.startswith(DIFFERS) for word in verdicts),
-        "cannot be compared": sum(word.startswith(BECAUSE) for word in verdicts),
-        "are missing here": sum(word.startswith(MISSING) for word in verdicts),
-    }
-    counted = names.listing(f"{count:,} {kind}" for kind, count in kinds.items() if count)
-    sentences = [f"{len(verdicts):,} printed numbers have a counterpart in this study: {counted}."]
+    sentences = [f"{len(verdicts):,} printed numbers have a counterpart in this study: {_counted(verdicts)}."]
     reasons = Counter(
         reason for word in verdicts if word.startswith(BECAUSE) for reason in word.removeprefix(BECAUSE).split("; ")
     )

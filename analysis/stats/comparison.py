@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import pandas as pd
@@ -90,16 +90,11 @@ class Comparison:
         """Those of `columns` that an average may have: where less is better, a mean with the others says nothing."""
         return tuple(name for name in columns if not set(self.weights((name,))) & set(self.lower_is_better))
 
-    def score(self, target: Target) -> pd.Series:
-        """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
-        if target not in self._scores:
-            self._scores[target] = self._score(target)
-        return self._scores[target]
-
+    # what is asked for by many tables and figures is computed once for each target
     @cached_property
-    def _scores(self) -> dict[Target, pd.Series]:
-        """Scores that were asked for already: they are looked up cell by cell."""
-        return {}
+    def score(self) -> Callable[[Target], pd.Series]:
+        """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
+        return cache(self._score)
 
     def _score(self, target: Target) -> pd.Series:
         if not target:
@@ -107,20 +102,14 @@ class Comparison:
         columns = [self.columns[name] if name in self.parts else self.benchmarks[name] for name in target]
         return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
 
-    def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
+    @cached_property
+    def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
         """Ends of the 95 % interval of every cell's score, from the items it was asked.
 
         Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks, the reported
         standard error for cells that have no outcomes.
         """
-        if target not in self._intervals:
-            self._intervals[target] = self._interval(target)
-        return self._intervals[target]
-
-    @cached_property
-    def _intervals(self) -> dict[Target, tuple[pd.Series, pd.Series]]:
-        """Intervals that were asked for already: several tables and figures show the same ones."""
-        return {}
+        return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
         answers = self._right_or_wrong(target, self._asked)
@@ -195,32 +184,23 @@ class Comparison:
         low, high = uncertainty.percentiles(draws[:, first] - draws[:, second])
         return float(low), float(high)
 
-    def draws(self, target: Target) -> np.ndarray | None:
+    @cached_property
+    def draws(self) -> Callable[[Target], np.ndarray | None]:
         """Bootstrap replicates (replicates, cells) of the target's score, from the items each cell was asked.
 
         None when a benchmark has no outcomes.
         """
+        return cache(self._draws)
+
+    def _draws(self, target: Target) -> np.ndarray | None:
         if not set(self.weights(target)) & set(self.own):
             return self.paired_draws(target)
-        if target not in self._own_target_draws:
-            self._own_target_draws[target] = uncertainty.mean_draws(target, self._own_draws)
-        return self._own_target_draws[target]
+        return uncertainty.mean_draws(target, self._own_draws)
 
-    def paired_draws(self, target: Target) -> np.ndarray | None:
+    @cached_property
+    def paired_draws(self) -> Callable[[Target], np.ndarray | None]:
         """The same from the items that all cells share, which differences are of."""
-        if target not in self._target_draws:
-            self._target_draws[target] = uncertainty.mean_draws(target, self._column_draws)
-        return self._target_draws[target]
-
-    @cached_property
-    def _target_draws(self) -> dict[Target, np.ndarray | None]:
-        """Replicates that were asked for already: a table measures many cells against the same one."""
-        return {}
-
-    @cached_property
-    def _own_target_draws(self) -> dict[Target, np.ndarray | None]:
-        """The same of `draws`."""
-        return {}
+        return cache(lambda target: uncertainty.mean_draws(target, self._column_draws))
 
     def rows(self, cells: Sequence[int]) -> np.ndarray:
         """Positions of `cells` in matrices."""

@@ -91,19 +91,13 @@ def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
     return overlaps.drop(columns="model").groupby(["ratio", *VARIANT], as_index=False, sort=True).mean()
 
 
-def component_effects(overlaps: pd.DataFrame, measure: str = "triple") -> pd.DataFrame:
+def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
     """Mean overlap of all usable variants that share a level of one component: component, level, ratio, overlap."""
-    usable = overlaps.dropna(subset=[measure])
-    parts = [
-        usable.groupby(["ratio", component])[measure]
-        .mean()
-        .rename("overlap")
-        .rename_axis(["ratio", "level"])
-        .reset_index()
-        .assign(component=component)
-        for component in VARIANT
-    ]
-    return pd.concat(parts, ignore_index=True)[["component", "level", "ratio", "overlap"]]
+    levels = overlaps.dropna(subset=["triple"]).melt(
+        id_vars=["ratio", "triple"], value_vars=VARIANT, var_name="component", value_name="level"
+    )
+    means = levels.groupby(["component", "ratio", "level"], sort=True)["triple"].mean()
+    return means.rename("overlap").reset_index()[["component", "level", "ratio", "overlap"]]
 
 
 def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:

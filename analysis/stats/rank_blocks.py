@@ -68,7 +68,7 @@ def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, 
 def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """One block of T2, the unpruned model first and then a row per method: numbers, lower and upper ends."""
+    """One block of T2, the unpruned model first and then a row per method's key: numbers, lower and upper ends."""
     code, math = domains["code"].cells, domains["math"].cells
     shown = [name for name in code if name in math and (criteria is None or name in criteria)]
     full = comparison.unpruned
@@ -85,13 +85,13 @@ def task_block(
                 if column in comparison.parts
                 else np.full(len(cells), np.nan)
                 for column, cells in sources.items()
-            }
+            },
+            index=([] if full is None else ["none"]) + shown,
         )
 
     frame = gather(lambda column: comparison.columns[column])
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
-    frame["Criterion"] = [names.method(name) for name in ([] if full is None else ["none"]) + shown]
     ranked = frame.iloc[len(frame) - len(shown) :]
     frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
     competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}

@@ -6,7 +6,6 @@ average ranks are further apart than the critical difference; it says nothing wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -67,10 +66,10 @@ class RankTest:
 
 
 @cache
-def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
+def critical_difference(methods: int, blocks: int) -> float:
     """Average ranks further apart than q sqrt(k (k + 1) / 6 N) differ; q is the quantile of the studentized range of k
     methods and infinite degrees of freedom, over the square root of 2."""
-    return float(scipy.stats.studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2) * _spread(methods, blocks))
+    return float(scipy.stats.studentized_range.ppf(1 - LEVEL, methods, np.inf) / np.sqrt(2) * _spread(methods, blocks))
 
 
 def nemenyi(differences: np.ndarray, methods: int, blocks: int) -> np.ndarray:
@@ -83,15 +82,12 @@ def _spread(methods: int, blocks: int) -> float:
     return float(np.sqrt(methods * (methods + 1) / (6 * blocks)))
 
 
-def rank_test(
-    comparison: Comparison, panel: Panel, over: str = COLUMNS, criteria: Sequence[str] | None = None
-) -> RankTest | None:
+def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
     """The test of one panel; None with fewer than three complete methods or three blocks.
 
     Ranks are taken as for Avg Rank: on values rounded to three decimals, ties sharing the mean of their ranks.
     """
-    cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
-    values = _blocks(comparison, panel, over).reindex(list(cells.values())).set_axis(list(cells), axis=0)
+    values = _blocks(comparison, panel, over).reindex(list(panel.cells.values())).set_axis(list(panel.cells), axis=0)
     complete = values.notna().all(axis=1)
     kept = values[complete].round(ranks.PRINTED_DECIMALS)
     if min(kept.shape) < FEWEST:

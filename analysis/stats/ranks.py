@@ -65,11 +65,6 @@ def component_columns(scores: pd.DataFrame, columns: Mapping[str, Sequence[str]]
     return pd.DataFrame(means, index=scores.index)
 
 
-def average(columns: pd.DataFrame) -> pd.Series:
-    """Avg: the unweighted mean of the displayed columns; NaN where one is missing."""
-    return columns.mean(axis=1, skipna=False).rename("Avg")
-
-
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
     """Rank of each row in each column, 1 = best, ties sharing the mean of their ranks; NaN is not ranked."""
     signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])

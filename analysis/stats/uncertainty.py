@@ -17,14 +17,16 @@ from analysis import names
 
 CONFIDENCE = 0.95
 REPLICATES = 4000
+SEED = 0
+"""Of resampling: the same study gives the same intervals and p-values."""
 _CHUNK = 500
 
 
-def wilson(successes: np.ndarray, items: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.ndarray, np.ndarray]:
-    """Wilson interval of a share of successes among items (arrays of one shape): lower and upper ends."""
+def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """95 % Wilson interval of a share of successes among items (arrays of one shape): lower and upper ends."""
     from statsmodels.stats.proportion import proportion_confint
 
-    low, high = proportion_confint(np.asarray(successes), np.asarray(items), alpha=1 - confidence, method="wilson")
+    low, high = proportion_confint(np.asarray(successes), np.asarray(items), alpha=1 - CONFIDENCE, method="wilson")
     return np.asarray(low), np.asarray(high)
 
 
@@ -52,7 +54,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.asarray(np.minimum(1.0, 2 * tail))
 
 
-def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES, seed: int = 0) -> np.ndarray:
+def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES) -> np.ndarray:
     """Two-sided p-values of paired differences (pairs, items): McNemar's test for graded or averaged scores.
 
     If two plans were equally good, each item's difference could as well have had the other sign; the p-value is the
@@ -62,7 +64,7 @@ def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES, seed: in
     tolerance = 1e-9 * np.abs(differences).sum(axis=-1)
     reached = np.zeros(len(differences))
     items = differences.shape[-1]
-    for packed in _patterns(replicates, items, seed):
+    for packed in _patterns(replicates, items):
         signs = np.unpackbits(packed, axis=1, count=items) * 2.0 - 1.0
         reached += (np.abs(signs @ differences.T) >= totals - tolerance).sum(axis=0)
     return np.asarray((reached + 1) / (replicates + 1))
@@ -91,9 +93,7 @@ def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return differences, np.where(np.isnan(differences + variance), np.nan, p_values)
 
 
-def bootstrap(
-    strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES, seed: int = 0
-) -> dict[str, np.ndarray]:
+def bootstrap(strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES) -> dict[str, np.ndarray]:
     """Paired, stratified bootstrap: replicates of every column's score for every plan at once.
 
     strata: stratum -> column -> contributions (plans, items of the stratum); a column's score is the sum of its
@@ -103,16 +103,14 @@ def bootstrap(
     drawn: dict[str, np.ndarray] = {}
     for stratum, columns in strata.items():
         items = next(iter(columns.values())).shape[1]
-        for place, counts in _resamples(stratum, items, replicates, seed):
+        for place, counts in _resamples(stratum, items, replicates):
             for column, contributions in columns.items():
                 target = drawn.setdefault(column, np.zeros((replicates, len(contributions)), np.float32))
                 target[place] += counts @ contributions.T.astype(np.float32)
     return drawn
 
 
-def bootstrap_means(
-    strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES, seed: int = 0
-) -> dict[str, np.ndarray]:
+def bootstrap_means(strata: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Paired bootstrap of means of plans that were not all asked the same items.
 
     strata: stratum -> benchmark -> outcomes (plans, items of the stratum), NaN where a plan was not asked. Items are
@@ -122,13 +120,13 @@ def bootstrap_means(
     drawn: dict[str, np.ndarray] = {}
     for stratum, benchmarks in strata.items():
         items = next(iter(benchmarks.values())).shape[1]
-        for place, counts in _resamples(stratum, items, replicates, seed):
+        for place, counts in _resamples(stratum, items, REPLICATES):
             for benchmark, outcomes in benchmarks.items():
                 answered = np.isfinite(outcomes).T.astype(np.float32)
                 total, among = counts @ np.nan_to_num(outcomes).T.astype(np.float32), counts @ answered
                 score = np.nansum(outcomes, axis=1) / np.maximum(answered.sum(axis=0), 1)
                 mean = np.where(among > 0, total / np.maximum(among, 1), score)
-                target = drawn.setdefault(benchmark, np.full((replicates, len(outcomes)), np.nan, np.float32))
+                target = drawn.setdefault(benchmark, np.full((REPLICATES, len(outcomes)), np.nan, np.float32))
                 target[place] = np.where(answered.any(axis=0), mean, np.nan)
     return drawn
 
@@ -143,17 +141,17 @@ def percentiles(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.n
 
 
 @lru_cache(maxsize=8)
-def _patterns(replicates: int, items: int, seed: int) -> tuple[np.ndarray, ...]:
+def _patterns(replicates: int, items: int) -> tuple[np.ndarray, ...]:
     """Random signs of items as bits, in chunks of replicates: the same for all tests over as many items."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     return tuple(
         np.packbits(rng.integers(0, 2, size=(rows, items)).astype(np.uint8), axis=1) for rows in _chunks(replicates)
     )
 
 
-def _resamples(stratum: str, items: int, replicates: int, seed: int) -> Iterator[tuple[slice, np.ndarray]]:
+def _resamples(stratum: str, items: int, replicates: int) -> Iterator[tuple[slice, np.ndarray]]:
     """How often each item of a stratum is drawn, in chunks of replicates with their place: the same at every call."""
-    rng = np.random.default_rng([seed, zlib.crc32(stratum.encode())])
+    rng = np.random.default_rng([SEED, zlib.crc32(stratum.encode())])
     start = 0
     for rows in _chunks(replicates):
         yield slice(start, start + rows), _draw(rng, rows, items)

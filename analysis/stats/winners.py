@@ -32,21 +32,18 @@ SETTINGS = ["model", "ratio", "gate", "seed"]
 _BEST = ("winners", "cell", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
 
 
-def winner_map(
-    comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None, columns: Sequence[str] | None = None
-) -> pd.DataFrame:
-    """One row per model, ratio, calibration set and column.
+def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None) -> pd.DataFrame:
+    """One row per model, ratio, calibration set and displayed column.
 
-    criteria: whose plain methods compete, by default all methods do; columns: displayed columns by default, benchmarks
-    are possible too. Returned columns: SETTINGS, pruned (how much, in words), calibration, column, winners (tuple of
-    methods' keys, several when tied), cell (of the first winner), score, runner_up, runner_up_score, lead, lead_low,
-    lead_high (95 % interval), p, p_holm, beyond_noise.
+    criteria: whose plain methods compete, by default all methods do. Returned columns: SETTINGS, pruned (how much, in
+    words), calibration, column, winners (tuple of methods' keys, several when tied), cell (of the first winner), score,
+    runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
         for comparison in comparisons
         for panel in comparison.panels
-        for column in (columns or panel.columns(comparison))
+        for column in panel.columns(comparison)
     ]
     winners = pd.DataFrame(rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_BEST])
     if winners.empty:
