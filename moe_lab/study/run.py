@@ -12,7 +12,7 @@ from moe_lab.errors import UserError
 from moe_lab.grid import Request
 from moe_lab.study import record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
-from moe_lab.study.graph import Graph, build
+from moe_lab.study.graph import build
 from moe_lab.study.launch import Launcher, launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
@@ -55,7 +55,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     if store.notices and not config.dry_run:
         report.outdate_reports(store)
     say_notices(store)
-    say(_summary(config, graph, steps, done))
+    say(f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}")
     undone = [step for step in steps if step.id not in done]
     full = disk_problems(config.store, undone)
     if config.launcher.name != "slurm":  # whose nodes have another memory
@@ -94,7 +94,3 @@ def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times:
 
 def _together(heading: str, problems: Sequence[str]) -> UserError:
     return UserError(problems[0] if len(problems) == 1 else "\n  - ".join([heading, *problems]))
-
-
-def _summary(config: Config, graph: Graph, steps: Sequence[Step], done: set[str]) -> str:
-    return f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}"

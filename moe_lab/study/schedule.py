@@ -103,7 +103,7 @@ def check_retry(retry: str | None) -> None:
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
     """Steps that failed in an earlier run stay failed, with their error; retry=failed or other code tries again."""
     for step in list(schedule.waiting.values()):
-        if step.id not in schedule.waiting or (document := store.error(step)) is None:
+        if step.id not in schedule.waiting or (document := store.error(step.id)) is None:
             continue
         if retry == "failed" or document.get("code") != code_state():
             store.forget(step)

@@ -97,7 +97,7 @@ def _state(
         return "running"
     if queued:
         return "pending"
-    if store.error_of(step):
+    if store.error(step):
         return "failed"
     return "blocked" if any(needed.state in ("failed", "blocked") for needed in needs) else "missing"
 
@@ -122,7 +122,7 @@ HEADING = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
 def step_log(store: Store, state: StudyState, step: StepState) -> tuple[Path, list[str]] | None:
     """The log a step was last announced in, and the last lines it printed there."""
-    error = store.error_of(step.id) or {}
+    error = store.error(step.id) or {}
     named = [Path(error["log"])] if "log" in error else []
     named += [store.root / "logs" / f"slurm-{step.job}.log"] if step.job else []
     others = sorted((store.root / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -251,7 +251,7 @@ COMMANDS: Mapping[str, Callable[[Store, str, StudyState, list[StepState]], int |
 
 def _reason(store: Store, state: StudyState, step: StepState) -> str:
     if step.state == "failed":
-        error = store.error_of(step.id) or {}
+        error = store.error(step.id) or {}
         return f"{error.get('message')} (retry=failed tries again)"
     if step.state == "blocked":
         causes = [name for name in step.needs if state.steps[name].state in ("failed", "blocked")]

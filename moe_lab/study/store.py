@@ -208,11 +208,7 @@ class Store:
         if sentence not in self.notices:
             self.notices.append(sentence)
 
-    def error(self, step: Step) -> dict[str, Any] | None:
-        """What the step failed with in an earlier run, if it did."""
-        return self.error_of(step.id)
-
-    def error_of(self, step_id: str) -> dict[str, Any] | None:
+    def error(self, step_id: str) -> dict[str, Any] | None:
         """What the step with that id failed with, if it did."""
         path = self.root / "failed" / f"{step_id}.json"
         content: dict[str, Any] | None = self.read(path, ERROR_SHAPE, "the step is tried again")

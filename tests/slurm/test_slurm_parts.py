@@ -238,7 +238,7 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     assert Pack(str(tmp_path), [bad, last, failed, good], 1)() == {"done": 2, "failed": 1, "skipped": 3}
-    assert given == ["failed", "good"] and store.done(good) and store.error(failed)
+    assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:

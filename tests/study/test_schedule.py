@@ -53,7 +53,7 @@ def test_a_failure_skips_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
 
     run(schedule, store, execute)
     assert set(schedule.failed) == {left.id} and set(schedule.skipped) == {last.id}
-    assert store.done(right) and (store.error(left) or {})["message"] == "no"
+    assert store.done(right) and (store.error(left.id) or {})["message"] == "no"
 
 
 def test_a_full_disk_is_said_and_not_remembered(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_full_disk_is_said_and_not_remembered(tmp_path: Path) -> None:
 
     run(schedule, store, execute)
     assert "disk of the store is full" in str(schedule.failed[first.id])
-    assert store.error(first) is None and not store.done(first)
+    assert store.error(first.id) is None and not store.done(first)
 
 
 def test_two_runs_share_the_work(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
     assert later.done(first)
     schedule = Schedule([second], finished={first.id})
     work(schedule, later, lambda step, scratch: pytest.fail("it read a damaged file"))
-    assert "plan/example" in str(schedule.failed[second.id]) and later.error(second) is None
+    assert "plan/example" in str(schedule.failed[second.id]) and later.error(second.id) is None
     assert not later.done(first) and len(list((later.root / "damaged").iterdir())) == 1
     publish(later, first)
     hashed.clear()
@@ -239,10 +239,10 @@ def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
 
 def test_errors_are_left_for_a_later_run(store: Store) -> None:
     store.fail(a_step(), {"message": "broken"})
-    found = Store(store.root).error(a_step())
+    found = Store(store.root).error(a_step().id)
     assert found is not None and found["message"] == "broken"
     publish(store, a_step())
-    assert store.error(a_step()) is None
+    assert store.error(a_step().id) is None
 
 
 def test_a_newer_store_is_refused(tmp_path: Path) -> None:

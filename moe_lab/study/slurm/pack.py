@@ -96,7 +96,7 @@ def settle(schedule: Schedule, store: Store) -> None:
             del schedule.waiting[step.id]
             schedule.finished.add(step.id)
     for step in list(schedule.waiting.values()):
-        if document := store.error(step):
+        if document := store.error(step.id):
             schedule.fail(step, StepError(document))
     for step in list(schedule.waiting.values()):
         if step.id in schedule.waiting and all(needed.id in schedule.finished for needed in step.inputs.values()):

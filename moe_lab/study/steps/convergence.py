@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lab import criteria, plugins, results
+from moe_lab import criteria, results
 from moe_lab.grid import Cell
 from moe_lab.study.step import Job, Part, Step
-from moe_lab.study.steps.builder import Builder
+from moe_lab.study.steps.builder import Builder, scoring
 from moe_lab.study.steps.engine import Resident
 from moe_lab.study.steps.inputs import STATISTICS, facts, write_table
 from moe_lab.study.steps.kind import Kind, Reads
 from moe_lab.study.steps.passes import STATISTICS_PASS
+from moe_lab.study.steps.scores import score
 
 Sums = dict[int, dict[str, Any]]
 PASSES = {"statistics": Resident.statistics, "gradients": Resident.gradients}
@@ -72,18 +73,11 @@ def _channel_step(builder: Builder, cell: Cell) -> Step:
     def make() -> Step:
         chosen = criteria.get(cell.criterion.name)
         sums = builder.evidence(str(criteria.summed_over(chosen.name)), cell)
-        settings: dict[str, Any] = {
-            "criterion": chosen.name,
-            "parameters": dict(cell.criterion.parameters),
-            "gate": cell.gate if chosen.uses_gate else None,
-            "snapshots": cell.calibration.snapshots,
-        }
+        scored, plugged = scoring(cell)
+        settings = Part({"gate": None, **scored.settings, "snapshots": cell.calibration.snapshots})
         inputs = {"model": builder.model(cell.model)}
         inputs |= {need: builder.evidence(need, cell) for need in chosen.needs}
-        runtime = dict(sums.runtime)
-        if chosen.source:
-            settings["source"], runtime["plugins"] = chosen.source, [plugins.place(chosen.function)]
-        parts = {**sums.parts, "convergence": Part(settings)}
+        parts, runtime = {**sums.parts, "convergence": settings}, {**sums.runtime, **plugged}
         return Step("channel_convergence", f"{sums.label}-{chosen.name}", parts, inputs, runtime)
 
     key = ("channel convergence", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed)
@@ -140,22 +134,13 @@ def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
 
 def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float64]]]]:
     """Valid tokens, and the criterion's scores after them, of each snapshot and of the whole."""
-    from moe_lab import criteria
     from moe_lab.statistics.sums import by_layer, read
 
     settings, layers = job.settings["convergence"], facts(job)["layers"]
     [role] = [role for role in job.inputs if role in PASSES]
     weights = [read(job.input(need, STATISTICS)) for need in job.inputs if need not in (*PASSES, "model")]
     for tokens, sums in _parts(job, role, "channel_square"):
-        scores = criteria.score(
-            settings["criterion"],
-            by_layer([sums, *weights]),
-            experts={layer: about["n_experts"] for layer, about in layers.items()},
-            widths={layer: about["width"] for layer, about in layers.items()},
-            gate=settings["gate"],
-            parameters=settings["parameters"],
-        )
-        yield tokens, scores
+        yield tokens, score(settings, by_layer([sums, *weights]), layers)
 
 
 def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:

@@ -303,12 +303,13 @@ def sequential(job: Job) -> None:
     from moe_lab.search.sequential import prune_sequentially
 
     passes = Streamed(job)
-    model, weights, settings = facts(job), evidence(job), job.settings["allocation"]
-    of_channels = criteria.get(job.settings["criterion"]["criterion"]).granularity == "channel"
+    model, weights = facts(job), evidence(job)
+    settings, criterion = job.settings["allocation"], job.settings["criterion"]
+    of_channels = criteria.get(criterion["criterion"]).granularity == "channel"
 
     def choose(layer: int, sums: Any) -> Any:
         here = {layer: model["layers"][layer]}
-        scored = score(job, {layer: {**weights.get(layer, {}), **sums}}, here)
+        scored = score(criterion, {layer: {**weights.get(layer, {}), **sums}}, here)
         limits = router_limits(here)
         if not of_channels:
             remove = allocation.allocate({**settings, "name": "uniform"}, here, scored, model=model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe_lab import criteria, results
@@ -16,6 +17,7 @@ from moe_lab.study.steps.kind import Kind, Packing
 from moe_lab.study.steps.passes import STATISTICS_PASS
 
 CHANNEL_SCORES = "scores.safetensors"
+ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def scores_step(builder: Builder, cell: Cell) -> Step:
@@ -34,8 +36,9 @@ def scores_step(builder: Builder, cell: Cell) -> Step:
 
 def scores(job: Job) -> None:
     """A score per expert, or per channel; higher means keep."""
-    values = score(job, evidence(job), facts(job)["layers"])
-    if criteria.get(job.settings["criterion"]["criterion"]).granularity == "channel":
+    settings = job.settings["criterion"]
+    values = score(settings, evidence(job), facts(job)["layers"])
+    if criteria.get(settings["criterion"]).granularity == "channel":
         from safetensors.numpy import save_file
 
         save_file({str(layer): array for layer, array in values.items()}, job.output(CHANNEL_SCORES))
@@ -45,9 +48,9 @@ def scores(job: Job) -> None:
     write_table(job.output("scores.parquet"), results.SCORES, table)
 
 
-def score(job: Job, inputs: dict[int, dict[str, Any]], layers: dict[int, dict[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores by the job's criterion, of the layers whose facts are given, from their sums and weights."""
-    settings = job.settings["criterion"]
+def score(settings: Mapping[str, Any], inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
+    """Layer -> scores by a criterion, whose settings are those of `scoring`, from sums over the layer's tokens and
+    weights. `layers`: the facts of those that are scored."""
     return criteria.score(
         settings["criterion"],
         inputs,
