@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.measure import parser
 from moe_lab import criteria
-from moe_lab.allocation.uniform import uniform
+from moe_lab.allocation.problem import limits
+from moe_lab.allocation.uniform import same_share
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.evaluation.generation import GenSpec
@@ -117,10 +118,8 @@ def pruned_loss(subject: LocalModel, scores: Scores, items: Sequence[tuple[str, 
 
 
 def _plan(model: Any, scores: Scores, ratio: float) -> Plan:
-    layers = moe_layers(model)
-    top_k = {layer.index: layer.top_k for layer in layers}
-    remove = uniform({layer.index: layer.n_experts for layer in layers}, ratio, top_k=top_k)
-    return make_plan(scores, remove, top_k=top_k, provenance={})
+    layers = {layer.index: vars(layer) for layer in moe_layers(model)}
+    return make_plan(scores, same_share(limits(layers), ratio), layers, provenance={})
 
 
 def random_scores(model: Any, seed: int) -> Scores:

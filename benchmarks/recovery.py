@@ -22,7 +22,8 @@ import torch
 import yaml
 
 from benchmarks.measure import parser, ratios, rounds
-from moe_lab.allocation.uniform import uniform
+from moe_lab.allocation.problem import limits
+from moe_lab.allocation.uniform import same_share
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.run import evaluate
@@ -84,14 +85,10 @@ def _arguments() -> argparse.Namespace:
 
 def random_half(model: Any) -> Plan:
     """The plan that keeps half of the experts of each layer, at random."""
-    layers = moe_layers(model)
+    layers = {layer.index: vars(layer) for layer in moe_layers(model)}
     generator = torch.Generator().manual_seed(0)
-    return make_plan(
-        {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers},
-        uniform({layer.index: layer.n_experts for layer in layers}, 0.5, top_k=layers[0].top_k),
-        top_k=layers[0].top_k,
-        provenance={"ratio": 0.5},
-    )
+    scores = {layer: torch.rand(about["n_experts"], generator=generator).tolist() for layer, about in layers.items()}
+    return make_plan(scores, same_share(limits(layers), 0.5), layers, provenance={"ratio": 0.5})
 
 
 def _conf(name: str) -> dict[str, Any]:

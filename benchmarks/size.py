@@ -69,7 +69,8 @@ def write(arguments: argparse.Namespace) -> dict[str, float]:
 def score(arguments: argparse.Namespace) -> dict[str, float]:
     """AIMER scores are read from it, and a plan made:"""
     from moe_lab import criteria
-    from moe_lab.allocation.uniform import uniform
+    from moe_lab.allocation.problem import limits
+    from moe_lab.allocation.uniform import same_share
     from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"
@@ -81,9 +82,10 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     seconds = time.monotonic() - start
     experts = dict.fromkeys(range(arguments.layers), int(QWEN3_30B["num_experts"]))
     scores = criteria.score("aimer", sums.layers, experts=experts)
-    top_k = int(QWEN3_30B["num_experts_per_tok"])
+    router = {"top_k": int(QWEN3_30B["num_experts_per_tok"]), "n_group": 1, "topk_group": None}
+    layers = {layer: {"n_experts": count, **router} for layer, count in experts.items()}
     listed = {layer: values.tolist() for layer, values in scores.items()}
-    plan = make_plan(listed, uniform(experts, 0.5, top_k=top_k), top_k=top_k, provenance={"ratio": 0.5})
+    plan = make_plan(listed, same_share(limits(layers), 0.5), layers, provenance={"ratio": 0.5})
     plan.save(arguments.folder / "plan.json")
     return {"share of the raw read speed": raw / seconds}
 

@@ -235,7 +235,7 @@ def plan(
     from moe_lab import allocation as allocations
     from moe_lab.config import AllocationConfig
     from moe_lab.errors import UserError
-    from moe_lab.pruning.plan import make_channel_plan, make_plan, router_limits
+    from moe_lab.pruning.plan import make_channel_plan, make_plan
 
     known = scores.attrs.get("statistics")
     statistics = statistics or (known.statistics if known else None)
@@ -253,15 +253,14 @@ def plan(
     lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
     if lacking:
         raise UserError(f"allocation={allocation} reads {', '.join(lacking)}, which these statistics lack")
-    limits = router_limits(layers)
     provenance = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
     values = {int(str(layer)): _in_order(rows, of_channels) for layer, rows in scores.groupby("layer")}
     if of_channels:
         keep = allocations.budgets(chosen, layers, values, statistics.sums, facts)
         zero = allocations.zero_expert(chosen)
-        return make_channel_plan(values, keep, zero_expert=zero, **limits, provenance=provenance)
+        return make_channel_plan(values, keep, layers, zero_expert=zero, provenance=provenance)
     remove = allocations.allocate(chosen, layers, values, statistics.sums, facts)
-    return make_plan(values, remove, **limits, provenance=provenance)
+    return make_plan(values, remove, layers, provenance=provenance)
 
 
 def _in_order(rows: pd.DataFrame, of_channels: bool) -> Any:

@@ -8,6 +8,7 @@ zero, so that every expert would be as good as any other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 import moe_lab.models.ports  # noqa: F401  # makes more architectures known to transformers
-from moe_lab.allocation.uniform import uniform
+from moe_lab.allocation.problem import limits
+from moe_lab.allocation.uniform import same_share
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 
@@ -168,15 +170,16 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def plan(model: PreTrainedModel, ratio: float, *, seed: int = 0) -> Plan:
     """A plan for `model` that drops `ratio` of the experts of each layer by random scores."""
     layers = moe_layers(model)
-    first = layers[0]
     generator = torch.Generator().manual_seed(seed)
-    limits = {"top_k": first.top_k, "n_group": first.n_group, "topk_group": first.topk_group}
-    return make_plan(
-        {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers},
-        uniform({layer.index: layer.n_experts for layer in layers}, ratio, **limits),
-        **limits,
-        provenance={"ratio": ratio, "seed": seed},
-    )
+    scores = {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in layers}
+    facts = {layer.index: vars(layer) for layer in layers}
+    return make_plan(scores, same_share(limits(facts), ratio), facts, provenance={"ratio": ratio, "seed": seed})
+
+
+def routers(layers: Iterable[int], top_k: int, n_group: int = 1, topk_group: int | None = None) -> Any:
+    """Layer -> what its router needs, the same in all layers."""
+    router = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
+    return {layer: router for layer in layers}
 
 
 def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> PreTrainedModel:

@@ -12,10 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy
 
-from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, Infeasible, apportion, measured
-from moe_lab.allocation.ranking import best
-from moe_lab.allocation.shapes import layer_budgets, layer_losses, loss_needs, u_shape
-from moe_lab.allocation.smoothing import Smoothing, smooth
+from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, Infeasible, apportion, best, measured
+from moe_lab.allocation.shapes import Smoothing, layer_losses, loss_needs, smooth, u_shape
 
 BY_LOSS = ("coverage", "loss_based")
 """Ways to give layers their budgets that look at the layers' losses."""
@@ -62,7 +60,7 @@ def coverage(
         kept = cover(pools, shares, problem.keep, search=search, tolerance=tolerance)
         budgets = dict(zip(scores, kept.tolist(), strict=True))
     else:
-        budgets = layer_budgets(problem, shares)
+        budgets = problem.layer_budgets(shares)
 
     def divide(layer: int, values: Array) -> Budget:
         if intra == "uniform":

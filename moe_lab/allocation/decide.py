@@ -22,7 +22,7 @@ from moe_lab.allocation.problem import (
 )
 from moe_lab.allocation.registry import Granularity, get, own, zero_expert
 from moe_lab.errors import UserError
-from moe_lab.models.routing import fewest_experts
+from moe_lab.models.config_json import fewest_experts
 
 Layers = Mapping[int, Mapping[str, Any]]
 
@@ -73,7 +73,7 @@ def budgets(
     }
     alignment = align.parse(settings["parameters"].get("align"))
 
-    def found(ratio: float) -> Budgets:
+    def budgets_at(ratio: float) -> Budgets:
         problem = Channels(ratio, values, evidence or {}, settings.get("path"))
         kept = function(problem, **own(function, settings["parameters"]))
         if alignment is not None:
@@ -86,7 +86,7 @@ def budgets(
         check_ratio(ratio, 0.99)
         if alignment is not None:
             align.check_fits(alignment, layers, ratio)
-        return _or_nearest(found, ratio)
+        return _or_nearest(budgets_at, ratio)
 
 
 def fits(
@@ -167,7 +167,7 @@ def _check_survivors(kept: Budgets, layers: Layers) -> None:
     for layer, facts in layers.items():
         groups = int(facts["n_group"])
         left = numpy.count_nonzero(kept[layer].reshape(groups, -1), axis=1)
-        fewest = fewest_experts(int(facts["top_k"]), groups, facts["topk_group"])
+        fewest = fewest_experts(facts)
         if left.sum() < fewest or len(set(left.tolist())) > 1:
             wanted = f"the same number in each of its {groups} groups, " if groups > 1 else ""
             raise Infeasible(
@@ -177,7 +177,7 @@ def _check_survivors(kept: Budgets, layers: Layers) -> None:
 
 
 def _or_nearest(budgets_at: Callable[[float], Budgets], ratio: float) -> Budgets:
-    """`found(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
+    """`budgets_at(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
     try:
         return budgets_at(ratio)
     except Infeasible as error:

@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from moe_lab.errors import UserError
-from moe_lab.models.routing import fewest_experts
+from moe_lab.models.config_json import fewest_experts
 
 Array: TypeAlias = NDArray[numpy.float64]
 Budget: TypeAlias = NDArray[numpy.int64]
@@ -38,6 +38,19 @@ class Experts:
     path: str | None = None
     """The file of allocation=list."""
 
+    def in_proportion(self, shares: Array) -> dict[int, int]:
+        """Layer -> experts to remove, when layers keep in proportion to share * size."""
+        limits = self.limits.values()
+        count = numpy.array([limit.count for limit in limits])
+        kept = apportion(
+            shares * count,
+            int(count.sum()) - budget(self.limits, self.ratio),
+            [limit.smallest for limit in limits],
+            [limit.largest for limit in limits],
+            [limit.step for limit in limits],
+        )
+        return dict(zip(self.limits, (count - kept).tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class Channels:
@@ -60,6 +73,29 @@ class Channels:
     def keep(self) -> int:
         """Channels all layers keep together: int(all of them * (1 - ratio))."""
         return whole(int(self.sizes.sum()) * (1 - self.ratio))
+
+    def layer_budgets(self, shares: Array) -> dict[int, int]:
+        """Layer -> channels it keeps, in proportion to share * size, all together `keep` to the channel."""
+        kept = apportion(shares * self.sizes, self.keep, 0, self.sizes)
+        return dict(zip(self.scores, kept.tolist(), strict=True))
+
+    def in_proportion(self, shares: Array) -> Budgets:
+        """Layer -> channels each expert keeps: layer budgets as `layer_budgets`, the best channels of each stay."""
+        kept = self.layer_budgets(shares)
+        return {layer: best(scores, kept[layer]) for layer, scores in self.scores.items()}
+
+
+def best(scores: Array, keep: int) -> Budget:
+    """How many of the `keep` highest of `scores` (E, I) each expert has (E,); ties fall in order, first ones first."""
+    counts: Budget = highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
+    return counts
+
+
+def highest(scores: Array, keep: int) -> Budget:
+    """1 for the `keep` highest of `scores` (n,), 0 for the rest; of equals the later ones stay."""
+    flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
+    flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
+    return flags
 
 
 def whole(value: float) -> int:
@@ -162,7 +198,7 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
     by_layer = {}
     for layer, facts in layers.items():
         count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
-        fewest = fewest_experts(top_k, n_group, facts["topk_group"])
+        fewest = fewest_experts(facts)
         limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(

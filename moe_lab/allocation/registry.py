@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from moe_lab import criteria
-from moe_lab.allocation import align, coverage, listed, ranking, shapes, uniform
+from moe_lab.allocation import align, coverage, listed, shapes, uniform
 from moe_lab.config import AllocationConfig
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
@@ -20,10 +20,6 @@ Function: TypeAlias = Callable[..., dict[int, Any]]
 """A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each expert keeps."""
 
 
-def _nothing(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Allocation:
     """A named way to say how much each layer, or each expert, loses."""
@@ -33,7 +29,7 @@ class Allocation:
     """The paper it is from."""
     functions: Mapping[Granularity, Function | None]
     """What decides, by granularity; None where another step than the plan's does."""
-    needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = _nothing
+    needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
     """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
     step: Step = "plan"
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
@@ -60,15 +56,12 @@ ALLOCATIONS: dict[str, Allocation] = {
     for allocation in (
         Allocation("uniform", "all papers", {"expert": uniform.experts, "channel": uniform.channels}),
         Allocation(
-            "global", f"{EVOESAP}; {HEAPR}", {"expert": ranking.global_experts, "channel": ranking.global_channels}
+            "global", f"{EVOESAP}; {HEAPR}", {"expert": shapes.global_experts, "channel": shapes.global_channels}
         ),
         Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}),
-        Allocation("u_shaped", SLIMMING, {"expert": shapes.u_shaped_experts, "channel": shapes.u_shaped_channels}),
+        Allocation("u_shaped", SLIMMING, {"expert": shapes.u_shaped, "channel": shapes.u_shaped}),
         Allocation(
-            "loss_based",
-            SLIMMING,
-            {"expert": shapes.loss_based_experts, "channel": shapes.loss_based_channels},
-            shapes.loss_needs,
+            "loss_based", SLIMMING, {"expert": shapes.loss_based, "channel": shapes.loss_based}, shapes.loss_needs
         ),
         Allocation("coverage", SLIMMING, {"channel": coverage.coverage}, coverage.needs, zero_expert="drop"),
         Allocation("list", "a file of yours", {"expert": listed.experts, "channel": listed.channels}),

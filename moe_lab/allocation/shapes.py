@@ -1,49 +1,90 @@
-"""Budgets of layers that follow a rule: the same share, a U over the depth, or the layer's measured loss."""
+"""Budgets that follow a rule: one ranking over all layers, the same share, a U over the depth, or the layer's loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy
 
-from moe_lab.allocation.problem import Array, Budgets, Channels, Evidence, Experts, apportion, budget, measured
-from moe_lab.allocation.ranking import best
-from moe_lab.allocation.smoothing import Smoothing, smooth
+from moe_lab.allocation.problem import (
+    Array,
+    Budgets,
+    Channels,
+    Evidence,
+    Experts,
+    Limits,
+    budget,
+    finite,
+    highest,
+    measured,
+)
 from moe_lab.errors import UserError
 
+Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
 LayerLoss: TypeAlias = Literal["loss", "nll"]
 LAYER_LOSSES: Mapping[str, tuple[str, str]] = {"loss": ("statistics", "layer_loss"), "nll": ("scaling", "scaling")}
 """How a layer's loss is measured -> the step that measures it, and the name of the number."""
 
 
-def u_shaped_experts(problem: Experts, *, beta: float = 0.02, floor: float = 0.1) -> dict[int, int]:
-    """Layer -> experts to remove: the first and last layers keep more, as `u_shape`."""
-    return _experts(problem, u_shape(len(problem.limits), 1 - problem.ratio, beta, floor))
+def u_shaped(problem: Experts | Channels, *, beta: float = 0.02, floor: float = 0.1) -> dict[int, Any]:
+    """The first and last layers keep more, as `u_shape`."""
+    return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
-def loss_based_experts(
-    problem: Experts, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
-) -> dict[int, int]:
-    """Layer -> experts to remove: layers keep in proportion to their smoothed loss."""
-    return _experts(problem, smooth(layer_losses(problem.evidence, problem.limits, layer_prior), smoothing))
-
-
-def u_shaped_channels(problem: Channels, *, beta: float = 0.02, floor: float = 0.1) -> Budgets:
-    """Layer budgets as `u_shape`; the best channels of each layer stay."""
-    return _channels(problem, u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
-
-
-def loss_based_channels(
-    problem: Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
-) -> Budgets:
-    """Layer budgets in proportion to the smoothed layer loss; the best channels of each layer stay."""
-    return _channels(problem, smooth(layer_losses(problem.evidence, problem.scores, layer_prior), smoothing))
+def loss_based(
+    problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
+) -> dict[int, Any]:
+    """Layers keep in proportion to their smoothed loss."""
+    return problem.in_proportion(smooth(layer_losses(problem.evidence, problem.scores, layer_prior), smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
     """HEAPr-L: every layer loses the same share, its lowest channels whichever expert they are of."""
-    return _channels(problem, numpy.ones(len(problem.scores)))
+    return problem.in_proportion(numpy.ones(len(problem.scores)))
+
+
+def global_channels(problem: Channels) -> Budgets:
+    """One threshold over the channels of all experts of all layers (HEAPr-G); an expert may keep none."""
+    flags = highest(numpy.concatenate([scores.ravel() for scores in problem.scores.values()]), problem.keep)
+    parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
+    kept = {}
+    for (layer, scores), part in zip(problem.scores.items(), parts, strict=True):
+        kept[layer] = part.reshape(scores.shape).sum(axis=1)
+    return kept
+
+
+def global_experts(problem: Experts) -> dict[int, int]:
+    """One threshold over the experts of all layers (EvoESAP, Fig. 1): layer -> experts to remove.
+
+    Experts are compared by the scores in evidence["by"], of another criterion, or by their own. A layer that cannot
+    lose more is skipped and the list goes on down. Where experts only go in steps (`multiple_of`, groups that lose
+    equally) the list is of such steps, each by its mean score. When the steps of layers differ, the sum may stay below
+    the budget by less than the largest step.
+    """
+    by = problem.evidence.get("by", problem.scores)
+    if set(by) != set(problem.limits):
+        raise UserError(f"allocation.by: scores are of layers {sorted(by)}, expected {sorted(problem.limits)}")
+    remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
+    left = budget(problem.limits, problem.ratio) - sum(remove.values())
+    for _, layer, _ in sorted(_steps(problem.limits, by)):
+        limit = problem.limits[layer]
+        if limit.step <= left and limit.count - remove[layer] - limit.step >= limit.smallest:
+            remove[layer] += limit.step
+            left -= limit.step
+    return remove
+
+
+def _steps(limits: Mapping[int, Limits], by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
+    """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that must go."""
+    steps = []
+    for layer, limit in limits.items():
+        scores = finite("allocation.by", layer, by[layer], (limit.count,))
+        gone = (limit.count - limit.largest) // limit.n_group
+        rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, gone:]
+        means = rows.reshape(limit.n_group, -1, limit.step // limit.n_group).mean(axis=(0, 2))
+        steps += [(float(mean), layer, number) for number, mean in enumerate(means)]
+    return steps
 
 
 def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
@@ -79,25 +120,30 @@ def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     return (LAYER_LOSSES[parameters.get("layer_prior", "loss")][0],)
 
 
-def layer_budgets(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> channels it keeps, in proportion to share * size, all together `problem.keep` to the channel."""
-    kept = apportion(shares * problem.sizes, problem.keep, 0, problem.sizes)
-    return dict(zip(problem.scores, kept.tolist(), strict=True))
+def smooth(values: Array, name: Smoothing) -> Array:
+    """g(x) for x = values / mean(values), values >= 0 (n,); then at least 1e-6 of the sum, so that nothing is at zero.
+
+    sqrt: x^(1/2). log: ln(1 + 5x). huber: x up to d = mean + std/2, above it d + (d (x - d))^(1/2). clip: x within
+    mean +- std/2. none: x. std is that of the population. Dividing by the mean makes log, too, independent of how many
+    tokens were summed. All-zero values give equal targets.
+    """
+    total = values.sum()
+    if total <= 0:
+        return numpy.ones_like(values)
+    smoothed = FUNCTIONS[name](values * (len(values) / total))
+    clamped: Array = numpy.maximum(smoothed, 1e-6 * smoothed.sum())
+    return clamped
 
 
-def _experts(problem: Experts, shares: Array) -> dict[int, int]:
-    limits = problem.limits.values()
-    count = numpy.array([limit.count for limit in limits])
-    kept = apportion(
-        shares * count,
-        int(count.sum()) - budget(problem.limits, problem.ratio),
-        [limit.smallest for limit in limits],
-        [limit.largest for limit in limits],
-        [limit.step for limit in limits],
-    )
-    return dict(zip(problem.limits, (count - kept).tolist(), strict=True))
+def _huber(x: Array) -> Array:
+    delta = x.mean() + 0.5 * x.std()
+    return numpy.where(x <= delta, x, delta + numpy.sqrt(delta * numpy.maximum(x - delta, 0)))
 
 
-def _channels(problem: Channels, shares: Array) -> Budgets:
-    kept = layer_budgets(problem, shares)
-    return {layer: best(scores, kept[layer]) for layer, scores in problem.scores.items()}
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "sqrt": numpy.sqrt,
+    "log": lambda x: numpy.log1p(5 * x),
+    "huber": _huber,
+    "clip": lambda x: numpy.clip(x, x.mean() - 0.5 * x.std(), x.mean() + 0.5 * x.std()),
+    "none": numpy.asarray,
+}

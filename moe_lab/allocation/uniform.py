@@ -13,48 +13,23 @@ from moe_lab.allocation.problem import (
     Limits,
     check_ratio,
     largest_ratio,
-    limits,
     rounded_up,
     whole,
 )
 from moe_lab.errors import UserError
-from moe_lab.models.routing import PerLayer, at
-
-
-def uniform(
-    n_experts: Mapping[int, int],
-    ratio: float,
-    *,
-    top_k: PerLayer,
-    multiple_of: int = 1,
-    n_group: PerLayer = 1,
-    topk_group: PerLayer | None = None,
-) -> dict[int, int]:
-    """How many experts each layer loses: int(n * ratio), the papers' rule, or the next smaller number that leaves a
-    multiple of `multiple_of` (and of `n_group`, for group-limited routers).
-
-    `n_experts`: layer -> number of routed experts. UserError, naming the nearest feasible ratio, when `ratio` is
-    outside [0, 1), leaves fewer experts than the router needs, or when no such multiple exists.
-    """
-    facts = {
-        layer: {
-            "n_experts": count,
-            "top_k": at(top_k, layer),
-            "n_group": at(n_group, layer),
-            "topk_group": at(topk_group or n_group, layer),
-        }
-        for layer, count in n_experts.items()
-    }
-    return same_share(limits(facts, multiple_of), ratio)
 
 
 def experts(problem: Experts) -> dict[int, int]:
-    """The rule of `uniform` for the layers of `problem`."""
+    """Layer -> experts to remove: the same share of each layer."""
     return same_share(problem.limits, problem.ratio)
 
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
-    """Layer -> experts to remove, `Limits.even` of each. UserError, naming the nearest feasible ratio."""
+    """Layer -> experts to remove: int(n * ratio), the papers' rule, or the next smaller number that the limits allow.
+
+    UserError, naming the nearest feasible ratio, when `ratio` is outside [0, 1), leaves fewer experts than the router
+    needs, or when a layer has no such number.
+    """
     largest = largest_ratio(layers)
     check_ratio(ratio, largest)
     remove = {}

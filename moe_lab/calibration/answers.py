@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool 
     of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. Marks are of tokens, not of
     the positions that predict them. UserError as for `batches`, and for a set without answers.
     """
-    _check_fast(tokenizer)
-
-    def read_marked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        return marked(document, tokenizer, special_tokens, header)
-
-    batches = list(Packed(settings, tokenizer, read_answered, read_marked).batches())
+    if not tokenizer.is_fast:
+        raise UserError(
+            "the model's tokenizer does not say which characters a token stands for, so answers cannot be marked: "
+            "expected a fast tokenizer (a tokenizer.json)"
+        )
+    tokenize = partial(marked, tokenizer=tokenizer, header=header)
+    batches = list(Packed(settings, tokenizer, read_answered, tokenize).batches())
     if not any(bool(answers.any()) for _, _, answers in batches):
         raise UserError(
             f"calibration.length={settings.length} cuts every answer of {settings.name} away: expected longer rows"
@@ -48,15 +50,7 @@ def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool 
     return batches
 
 
-def _check_fast(tokenizer: Any) -> None:
-    if not tokenizer.is_fast:
-        raise UserError(
-            "the model's tokenizer does not say which characters a token stands for, so answers cannot be marked: "
-            "expected a fast tokenizer (a tokenizer.json)"
-        )
-
-
-def marked(document: Document, tokenizer: Any, special_tokens: bool, header: bool) -> tuple[list[int], list[bool]]:
+def marked(document: Document, special_tokens: bool, *, tokenizer: Any, header: bool) -> tuple[list[int], list[bool]]:
     """Token ids of a document, the same as without marks, and which of them belong to an answer."""
     text, add = written(document, tokenizer, special_tokens)
     encoded = tokenizer(text, add_special_tokens=add, verbose=False, return_offsets_mapping=True)

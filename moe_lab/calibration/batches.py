@@ -99,7 +99,7 @@ class Packed:
         pack = PACKINGS[self.settings.packing]
         rows = pack(self._documents(), self.settings.length, None if self.gap is None else GAP)
         packed = []
-        for row, _ in islice(rows, row_count(self.settings)):
+        for row in islice(rows, row_count(self.settings)):
             packed.append(row)
             for place in row:
                 if place != GAP:

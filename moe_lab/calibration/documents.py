@@ -74,23 +74,21 @@ def document(
             return _named(record, standard_field, where)
     for task, solution in PAIRS:
         if task in record and solution in record:
-            parts = [_string(record, name, where) for name in (task, *(["input"] if record.get("input") else []))]
-            return Pair("\n\n".join(parts), _string(record, solution, where))
+            instruction = _string(record, task, where)
+            if record.get("input"):
+                instruction += BLANK_LINE + _string(record, "input", where)
+            return Pair(instruction, _string(record, solution, where))
     if "prompt" in record and "completion" in record:
         return Completion(_string(record, "prompt", where), _string(record, "completion", where))
     raise UserError(
         f"{where}: none of the fields text, messages, instruction and output, question and answer, or prompt and "
-        "completion is there "
-        f"(found: {_names(record)}); {remedy}"
+        f"completion is there (found: {_names(record)}); {remedy}"
     )
 
 
 def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
     """The document in one field: a string, or a list of chat messages."""
-    if field not in record:
-        close = nearest(field, record)
-        hint = f"did you mean {close}? " if close else ""
-        raise UserError(f"{where}: calibration.field={field} is not there: {hint}(found: {_names(record)})")
+    _check_field(record, field, where, f"calibration.field={field}")
     if isinstance(record[field], list):
         return Chat(tuple(_message(entry, f"{where}, field {field}") for entry in record[field]))
     return Text(_string(record, field, where))
@@ -98,11 +96,16 @@ def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
 
 def _filled_in(record: Mapping[str, Any], field: str, where: str) -> str:
     """What stands in a template's field."""
+    _check_field(record, field, where, f"field {field} of calibration.template")
+    return _string(record, field, where)
+
+
+def _check_field(record: Mapping[str, Any], field: str, where: str, setting: str) -> None:
+    """Raise UserError with the nearest field, naming the `setting` that asks for it, unless the record has it."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
-        raise UserError(f"{where}: field {field} of calibration.template is not there: {hint}(found: {_names(record)})")
-    return _string(record, field, where)
+        raise UserError(f"{where}: {setting} is not there: {hint}(found: {_names(record)})")
 
 
 def _message(entry: Any, where: str) -> Mapping[str, str]:
@@ -130,22 +133,15 @@ def _kind(value: Any) -> str:
 
 def is_empty(document: Document) -> bool:
     """Whether there is nothing to read in it."""
-    if isinstance(document, Text):
-        return not document.text.strip()
-    if isinstance(document, Chat):
-        return not document.messages
-    if isinstance(document, Completion):
-        return not (document.prompt + document.completion).strip()
-    return not (document.instruction + document.output).strip()
+    return not document.messages if isinstance(document, Chat) else not plain(document).strip()
 
 
 def has_answer(document: Document) -> bool:
     """Whether it has an answer: an output, a completion, or a turn of the assistant."""
-    if isinstance(document, Pair | Completion):
-        return bool((document.output if isinstance(document, Pair) else document.completion).strip())
-    return isinstance(document, Chat) and any(
-        message["role"] == "assistant" and message["content"].strip() for message in document.messages
-    )
+    if isinstance(document, Text | Completion):
+        return isinstance(document, Completion) and bool(document.completion.strip())
+    turns = messages(document)
+    return any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns)
 
 
 def rendering(document: Document, tokenizer: Any) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,19 @@ def _numbers(text: Mapping[str, Any], fields: Mapping[str, Sequence[str]]) -> di
         if isinstance(stated, int):
             numbers[name] = stated
     return numbers
+
+
+def fewest_experts(router: Mapping[str, Any]) -> int:
+    """The smallest number of experts a layer can keep, of whose facts top_k, n_group and topk_group are read.
+
+    A router needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group`
+    groups; the `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are
+    ranked by their two best experts.
+    """
+    top_k, n_group = int(router["top_k"]), int(router["n_group"])
+    if n_group == 1:
+        return top_k
+    return n_group * max(2, ceil(top_k / (router["topk_group"] or n_group)))
 
 
 def has_uneven_layers(settings: ModelConfig) -> bool:

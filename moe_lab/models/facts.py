@@ -13,8 +13,7 @@ from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.models.config_json import compare
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
-from moe_lab.models.load import check_sizes, skeleton
-from moe_lab.models.top_k import set_top_k
+from moe_lab.models.load import check_sizes, set_top_k, skeleton
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""

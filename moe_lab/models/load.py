@@ -24,9 +24,9 @@ from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, quantization
 from moe_lab.models.device import check_room, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
+from moe_lab.models.families import TOP_K_FIELDS
 from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
-from moe_lab.models.top_k import set_top_k
 from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError
 
 
@@ -81,6 +81,47 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # sizes and names in it
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{folder / 'config.json'} describes no model that can be built ({reason})") from None
+
+
+def set_top_k(model: Any, top_k: int | None) -> None:
+    """Let every router of `model` choose `top_k` experts, in place; None leaves the model as it was trained.
+
+    Gates follow the router's own rule, normalised over the chosen ones where it normalises. The configuration says the
+    new number too. Works on the meta device. UserError unless every router has so many experts to choose from, and for
+    one whose number is fixed by its formula.
+    """
+    if top_k is None:
+        return
+    for layer in routed_layers(model):
+        most = layer.n_experts // layer.n_group * layer.topk_group
+        if not 1 <= top_k <= most:
+            raise UserError(f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {most} experts")
+        for module in (layer.block, *layer.router.modules()):
+            for name in ("top_k", *TOP_K_FIELDS):
+                if vars(module).get(name) == layer.top_k:
+                    setattr(module, name, top_k)
+        if (chosen := _experts_of_a_token(layer)) != top_k:
+            raise UserError(
+                f"model.top_k={top_k}: the router of {layer.name} gives a token {chosen} experts, whatever it is told"
+            )
+    config = model.config.get_text_config()
+    for field in TOP_K_FIELDS:
+        stated = vars(config).get(field)
+        if stated is not None:
+            setattr(config, field, [top_k] * len(stated) if isinstance(stated, list) else top_k)
+
+
+@torch.no_grad()
+def _experts_of_a_token(layer: MoELayer) -> int:
+    """Experts that the router of `layer` gives a token."""
+    weight = layer.routing[0].tensor
+    hidden = torch.zeros(2, layer.hidden, dtype=weight.dtype, device=weight.device)
+    passed = [part.tensor for part in layer.routing if part.module is layer.block]
+    try:
+        _, _, index = layer.router(hidden, *passed)
+    except ValueError:  # it takes a batch
+        _, _, index = layer.router(hidden[None], *passed)
+    return int(index.shape[-1])
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,20 @@ from torch import nn
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
-from moe_lab.models.checkpoint_reader import ReadAhead
 from moe_lab.models.config_json import quantization
 from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
 from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder
-from moe_lab.models.load import check_finite, check_shapes, load_tokenizer, quiet, skeleton
+from moe_lab.models.load import check_finite, check_shapes, load_tokenizer, quiet, set_top_k, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
-from moe_lab.models.top_k import set_top_k
 from moe_lab.models.transformers_private import Memory, compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+BLOCK = 8 << 20
+"""Bytes of one read."""
+Ranges = Sequence[tuple[Path, int, int]]
+"""(file, first byte, how many)."""
 REST = -1
 """What belongs to no decoder layer: embeddings, the last norm, the vocabulary head."""
 
@@ -185,3 +188,44 @@ class StreamedModel:
                 opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))
             slices[name] = opened[shard].get_slice(name)
         return slices
+
+
+class ReadAhead:
+    """Reads ranges of files into the system's cache, in a thread of its own, in the order of the requests.
+
+    Advice to the system (posix_fadvise) would do for a few MB: of each range it follows no more than the disk's
+    read-ahead.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: dict[int, Future[None]] = {}
+
+    def start(self, number: int, ranges: Ranges) -> None:
+        """Start reading `ranges` under the key `number`; does nothing while that key is being read."""
+        if number not in self._pending:
+            self._pending[number] = self._thread.submit(_read_ranges, _joined(ranges))
+
+    def wait(self, number: int) -> None:
+        """Wait until `number` is read. Errors are ignored: whoever uses the bytes meets them again."""
+        wait([self._pending.pop(number)])
+
+
+def _joined(ranges: Ranges) -> list[tuple[Path, int, int]]:
+    """The same bytes in order, ranges that touch as one."""
+    joined: list[tuple[Path, int, int]] = []
+    for file, start, size in sorted(ranges):
+        if joined and joined[-1][0] == file and joined[-1][1] + joined[-1][2] == start:
+            joined[-1] = (file, joined[-1][1], joined[-1][2] + size)
+        else:
+            joined.append((file, start, size))
+    return joined
+
+
+def _read_ranges(ranges: Ranges) -> None:
+    buffer = memoryview(bytearray(BLOCK))
+    for path, start, size in ranges:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while size and (count := file.readinto(buffer[:size])):
+                size -= count

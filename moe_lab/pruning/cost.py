@@ -9,9 +9,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from moe_lab.errors import UserError, unknown
 from moe_lab.models.discover import MoELayer, linears, moe_layers, routed_layers
-from moe_lab.pruning.flops import Routing, channel_parameters, even_routing, flops_per_token, kept_widths
+from moe_lab.pruning.flops import (
+    Routing,
+    channel_parameters,
+    dropped_experts,
+    even_routing,
+    flops_per_token,
+    kept_experts,
+    kept_widths,
+)
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 
@@ -19,8 +26,6 @@ NF4_BLOCK = 64
 """Weights that share one scale."""
 SCALE_BLOCK = 256
 """Scales, of 8 bit each, that share one scale of 32 bit."""
-QUANTISED = ("experts", "shared_experts", "attention")
-"""What can be stored in 4 bits."""
 
 
 def cost(
@@ -31,7 +36,7 @@ def cost(
     *,
     facts: Mapping[str, Any],
     bits: int = 16,
-    modules: Sequence[str] = QUANTISED[:2],
+    modules: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Parameters, bytes and FLOPs of the unpruned `model` under `plan` (None: as it is), as JSON data.
 
@@ -46,10 +51,8 @@ def cost(
     flops_by_part                    the same by part, see PARTS in flops.py
     flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model in such a row; 1 - ratio
 
-    bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for another number of bits, unknown
-    modules, and a plan that does not fit.
+    bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for a plan that does not fit.
     """
-    _check(bits, modules)
     layers = routed_layers(model)
     parts = flops_per_token(layers, plan, row, routing)
     total = before = sum(parts.values())
@@ -74,10 +77,9 @@ def size(
     *,
     facts: Mapping[str, Any],
     bits: int = 16,
-    modules: Sequence[str] = QUANTISED[:2],
+    modules: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The entries of `cost` about parameters and bytes; needs no weights, the model may be on the meta device."""
-    _check(bits, modules)
     layers = routed_layers(model) if plan is None else moe_layers(model)
     total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
     routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
@@ -117,9 +119,8 @@ def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
 
 def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
     """Parameters in the routing entries of dropped experts; correction biases that are buffers are no parameters."""
-    dropped = 0 if plan is None else layer.n_experts - len(plan.experts[layer.index])
     entries = [part.tensor for part in layer.routing if isinstance(part.tensor, nn.Parameter)]
-    return sum(entry.numel() for entry in entries) // layer.n_experts * dropped
+    return sum(entry.numel() for entry in entries) // layer.n_experts * dropped_experts(layer, plan)
 
 
 def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:
@@ -127,17 +128,9 @@ def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, m
     if "experts" in modules:
         for layer in layers:
             widths = kept_widths(layer, plan)
-            kept = range(layer.n_experts) if plan is None else plan.experts[layer.index]
-            for width in widths[list(kept)].tolist():
+            for width in widths[kept_experts(layer, plan)].tolist():
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)
     for part in sorted(set(modules) - {"experts"}):
         for _, module in linears(model, part):
             yield module.weight.numel()
-
-
-def _check(bits: int, modules: Sequence[str]) -> None:
-    if bits not in (4, 16):
-        raise UserError(f"recovery.bits={bits}: expected 16 or 4")
-    if strange := [name for name in modules if name not in QUANTISED]:
-        raise unknown("recovery.modules", strange[0], QUANTISED)

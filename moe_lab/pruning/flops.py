@@ -29,7 +29,7 @@ from moe_lab.models.experts import watch_routing
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.models.partial_forward import replace_forward, run
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.mask import mask, mask_layer
+from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics.observe import Batch
@@ -77,8 +77,10 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
         counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
         with counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+    head: Any = model.get_output_embeddings()
+    vocabulary = 0 if head is None else int(head.weight.numel())
     parts = _by_part(counter.get_flop_counts(), layers, model)
-    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * _vocabulary_weights(model)}
+    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * vocabulary}
 
 
 def flops_per_token(
@@ -91,7 +93,10 @@ def flops_per_token(
     although tokens go there.
     """
     experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in layers) / routing.tokens
-    dropped = sum(_router_flops_dropped(layer, plan) for layer in layers)
+    dropped = 0
+    for layer in layers:
+        weight = next(part.tensor for part in layer.routing if part.name == "weight")
+        dropped += 2 * weight.numel() // layer.n_experts * dropped_experts(layer, plan)
     return {**row, "router": row["router"] - dropped, "experts": experts}
 
 
@@ -102,8 +107,7 @@ def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | Non
     """
     channels = {}
     for layer in layers:
-        kept = range(layer.n_experts) if plan is None else plan.experts[layer.index]
-        widths = set(kept_widths(layer, plan)[list(kept)].tolist())
+        widths = set(kept_widths(layer, plan)[kept_experts(layer, plan)].tolist())
         if len(widths) > 1:
             return None
         channels[layer.index] = layer.top_k * widths.pop()
@@ -144,25 +148,22 @@ def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
     if plan is None:
         return torch.tensor(layer.widths)
     widths = torch.zeros(layer.n_experts, dtype=torch.int64)
-    kept = torch.tensor(plan.experts[layer.index])
-    widths[kept] = torch.tensor(plan.widths(layer.index)) if plan.channels else layer.width
+    widths[kept_experts(layer, plan)] = torch.tensor(plan.widths(layer.index)) if plan.channels else layer.width
     return widths
 
 
-def _router_flops_dropped(layer: MoELayer, plan: Plan | None) -> int:
-    """FLOPs of a token in the router rows of dropped experts."""
-    dropped = 0 if plan is None else layer.n_experts - len(plan.experts[layer.index])
-    weight = next(part.tensor for part in layer.routing if part.name == "weight")
-    return 2 * weight.numel() // layer.n_experts * dropped
+def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
+    """Ids of the experts that stay under `plan`."""
+    return list(range(layer.n_experts) if plan is None else plan.experts[layer.index])
+
+
+def dropped_experts(layer: MoELayer, plan: Plan | None) -> int:
+    """How many experts go with their router rows under `plan`."""
+    return layer.n_experts - len(kept_experts(layer, plan))
 
 
 def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
     return torch.zeros_like(hidden_states)
-
-
-def _vocabulary_weights(model: PreTrainedModel) -> int:
-    head: Any = model.get_output_embeddings()
-    return 0 if head is None else int(head.weight.numel())
 
 
 class Routed:
@@ -243,7 +244,7 @@ def layered_routing(
             with ExitStack() as stack:
                 stack.enter_context(streamed.layer(number, then=number + 1))
                 if plan is not None and number in streamed.moe:
-                    stack.enter_context(mask_layer(streamed.model, streamed.moe[number], plan))
+                    stack.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
                 for index, (_, valid) in enumerate(batches):
                     routed.valid = valid.flatten()
                     output = rows.read(number, index, rows.entering(number, index), None)

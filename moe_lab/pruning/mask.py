@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import intermediate, output, sort_by_expert
+from moe_lab.models.experts import chosen_experts, intermediate, output, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.prune import check_fit, count_attributes, replace_tensor, rows
@@ -37,41 +35,18 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
+    with mask_layers(model, layers, plan):
+        yield
+
+
+@contextmanager
+def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
+    """The mask on some layers alone, for models that have no others in memory. The plan must be for the model."""
     with ExitStack() as undo:
         for layer in layers:
             _keep(layer, plan.experts[layer.index], undo)
         if plan.channels:
             undo.enter_context(channel_masks(model, layers, plan))
-        yield
-
-
-@contextmanager
-def mask_layer(model: PreTrainedModel, layer: MoELayer, plan: Plan) -> Iterator[None]:
-    """The mask on one layer alone, for models that have only that one in memory. The plan must be for the model."""
-    with ExitStack() as undo:
-        _keep(layer, plan.experts[layer.index], undo)
-        if plan.channels:
-            undo.enter_context(channel_masks(model, [layer], plan))
-        yield
-
-
-@contextmanager
-def mask_logits(model: nn.Module, drop: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """While this context is open, dropped experts have logits and correction biases of minus infinity.
-
-    `drop`: layer -> bool, True for dropped, of shape (E,), or (T, E) for a choice per token, where T counts the rows
-    the router sees (batch x length, row-major); so several candidates fit in one batch. Layers left out are
-    untouched. Within rounding of structural pruning (2e-5 in fp32; the softmax sums more terms). Restored on exit.
-    UserError for unknown layers, wrong shapes, or fewer experts left than the router needs.
-    """
-    layers = {layer.index: layer for layer in moe_layers(model)}
-    if strange := sorted(set(drop) - set(layers)):
-        raise UserError(f"mask names layer {strange[0]}: expected one of {sorted(layers)}")
-    for index, dropped in drop.items():
-        _check_drop(layers[index], dropped)
-    with ExitStack() as undo:
-        for index, dropped in drop.items():
-            _mask_router(layers[index], dropped, undo)
         yield
 
 
@@ -115,8 +90,7 @@ def _map_ids(layer: MoELayer, ids: torch.Tensor) -> list[Any]:
         return logits, gates, issued[0]
 
     def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        chosen = named.get("top_k_index", inputs[1] if len(inputs) > 1 else None)
-        if not issued or chosen is not issued[0]:
+        if not issued or chosen_experts(inputs, named) is not issued[0]:
             raise RuntimeError(
                 f"the mask is not in force: {layer.name} got a routing that its masked router did not give"
             )
@@ -128,74 +102,13 @@ def _map_ids(layer: MoELayer, ids: torch.Tensor) -> list[Any]:
     ]
 
 
-def _check_drop(layer: MoELayer, dropped: torch.Tensor) -> None:
-    if dropped.dtype != torch.bool or dropped.dim() not in (1, 2) or dropped.shape[-1] != layer.n_experts:
-        raise UserError(
-            f"mask of layer {layer.index} is {dropped.dtype} of shape {tuple(dropped.shape)}: expected torch.bool of "
-            f"shape ({layer.n_experts},) or (tokens, {layer.n_experts})"
-        )
-    left = int((~dropped).sum(-1).min())
-    if left < layer.top_k:
-        raise UserError(
-            f"mask of layer {layer.index} leaves {left} experts, but its router needs at least {layer.top_k}"
-        )
-
-
-def _mask_router(layer: MoELayer, dropped: torch.Tensor, undo: ExitStack) -> None:
-    router: Any = layer.router
-    weight = next(part for part in layer.routing if part.name == "weight")
-    dropped = dropped.to(weight.tensor.device)
-    for part in layer.routing:
-        # a router's own `bias` is added to the logits before they are masked; the others act on what follows
-        if part.name not in ("weight", "bias"):
-            undo.callback(replace_tensor, part.module, part.name, part.tensor)
-            replace_tensor(part.module, part.name, _minus_infinity(part.tensor, dropped))
-    original: Callable[..., Any] = router.forward
-
-    def masked(*inputs: Any, **named: Any) -> Any:
-        with _LogitMask(dropped) as logits:
-            output = original(*inputs, **named)
-        if logits.masked != 1:
-            raise RuntimeError(
-                f"the mask is not in force: the router of {layer.name} computed {logits.masked} logits, not one"
-            )
-        return output
-
-    had_own = "forward" in vars(router)
-    undo.callback(lambda: setattr(router, "forward", original) if had_own else delattr(router, "forward"))
-    router.forward = masked
-
-
-def _minus_infinity(bias: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-    """`bias`, (E,) or (1, E), with -inf at dropped experts: (E,), (1, E) or (T, E)."""
-    masked = bias.detach().masked_fill(dropped, float("-inf"))
-    return nn.Parameter(masked, requires_grad=False) if isinstance(bias, nn.Parameter) else masked
-
-
-class _LogitMask(TorchFunctionMode):
-    """Sets the logits of dropped experts to -inf as the router's linear map gives them."""
-
-    def __init__(self, dropped: torch.Tensor) -> None:
-        super().__init__()
-        self.dropped = dropped
-        self.masked = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is F.linear:
-            self.masked += 1
-            return output.masked_fill(self.dropped, float("-inf"))
-        return output
-
-
 @contextmanager
-def channel_masks(model: PreTrainedModel, layers: list[MoELayer], plan: Plan) -> Iterator[None]:
+def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
     """While open, channels of `layers` that `plan` does not keep are 0 before the down projection.
 
-    Ids are the original ones.
-
-    Models that run grouped_mm stay with it; others compute expert after expert, sorted once: what experts with all
-    channels give is bit for bit that of the eager forward. RuntimeError when experts are called past the mask.
+    Ids are the original ones. Models that run grouped_mm stay with it; others compute expert after expert, sorted
+    once: what experts with all channels give is bit for bit that of the eager forward. RuntimeError when experts are
+    called past the mask.
     """
     calls = {layer.index: _Call(layer, plan.channels[layer.index]) for layer in layers}
     with ExitStack() as undo:
@@ -230,18 +143,15 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
     kept = mask.sum(1).tolist()
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        rows = sort_by_expert(index, layer.n_experts)
-        gates = weights[rows.token, rows.column, None]
-        mixed = torch.zeros_like(hidden)
-        for expert, part in rows.parts():
-            if kept[expert]:
-                token = rows.token[part]
-                phi = intermediate(layer.experts, hidden[token], expert)
-                if kept[expert] < layer.width:
-                    phi = phi.masked_fill(dropped[expert], 0)  # not a product: Inf x 0 is NaN
-                gated = output(layer.experts, phi, expert) * gates[part]
-                mixed.index_add_(0, token, gated.to(mixed.dtype))
-        return mixed
+        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+            if not kept[expert]:
+                return None
+            phi = intermediate(layer.experts, states, expert)
+            if kept[expert] < layer.width:
+                phi = phi.masked_fill(dropped[expert], 0)  # not a product: Inf x 0 is NaN
+            return output(layer.experts, phi, expert)
+
+        return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, of_expert)
 
     return compute
 

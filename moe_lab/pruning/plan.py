@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from moe_lab.errors import UserError
-from moe_lab.models.routing import PerLayer, at, fewest_experts
+from moe_lab.json_files import fits
+from moe_lab.models.config_json import fewest_experts
 
 SCHEMA = 1
-ZERO_EXPERT = ("keep_null", "drop")
-"""What becomes of an expert that keeps no channel: it stays routable and gives 0, or it goes with its router row."""
 Mask = NDArray[numpy.bool_]
 """(E, I): which channels of which experts are kept."""
+Routers = Mapping[int, Mapping[str, Any]]
+"""Layer -> facts of it, of which top_k, n_group and topk_group say what its router needs; see `fewest_experts`."""
+_LAYERS = {str: {"experts": int, "keep": [int], "width": int | None, "channels": list | None}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +64,14 @@ class Plan:
                 f"{sorted(self.n_experts)}: both must name the same layers, at least one"
             )
         for layer, kept in self.experts.items():
-            check_ids(layer, kept, self.n_experts[layer])
+            _check_ids(layer, kept, self.n_experts[layer])
         if self.channels and set(self.channels) != set(self.experts):
             raise UserError(
                 f"plan: channels are given for layers {sorted(self.channels)}, expected all of {sorted(self.experts)} "
                 "or none"
             )
         for layer, mask in self.channels.items():
-            check_mask(layer, mask, self.experts[layer], self.n_experts[layer])
+            _check_mask(layer, mask, self.experts[layer], self.n_experts[layer])
 
     def widths(self, layer: int) -> tuple[int, ...]:
         """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
@@ -79,25 +80,32 @@ class Plan:
     @property
     def digest(self) -> str:
         """sha256 of what is kept: equal for plans that give the same pruned model."""
-        return hashlib.sha256(_canonical(self._layers()).encode()).hexdigest()
+        canonical = json.dumps(self._layers(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def check(self, top_k: PerLayer, n_group: PerLayer = 1, topk_group: PerLayer | None = None) -> None:
+    def check(self, routers: Routers) -> None:
         """Raise UserError, naming layer and nearest feasible number, unless the routers work with what is kept.
 
-        `top_k` is the number of experts a token is routed to; `n_group` and `topk_group` (None: all) describe
-        group-limited routers, which need the same number of survivors in each group of adjacent experts. Each is one
-        number for all layers, or a number per layer.
+        Group-limited routers need the same number of survivors in each group of adjacent experts.
         """
         for layer, kept in self.experts.items():
-            k, groups, reached = (at(value, layer) for value in (top_k, n_group, topk_group or n_group))
-            fewest = fewest_experts(k, groups, reached)
+            router, count = routers[layer], self.n_experts[layer]
+            fewest, n_group = fewest_experts(router), router["n_group"]
             if len(kept) < fewest:
                 raise UserError(
-                    f"plan: layer {layer} keeps {len(kept)} of {self.n_experts[layer]} experts, but its router needs "
-                    f"at least {fewest} (top_k={k}{f', n_group={groups}' if groups > 1 else ''}): keep {fewest} or "
-                    "more"
+                    f"plan: layer {layer} keeps {len(kept)} of {count} experts, but its router needs at least {fewest} "
+                    f"(top_k={router['top_k']}{f', n_group={n_group}' if n_group > 1 else ''}): keep {fewest} or more"
                 )
-            check_groups(layer, kept, self.n_experts[layer], groups)
+            if count % n_group:
+                raise UserError(
+                    f"plan: layer {layer} has {count} experts, which do not fall into {n_group} equal groups"
+                )
+            groups = numpy.bincount(numpy.array(kept) // (count // n_group), minlength=n_group).tolist()
+            if len(set(groups)) > 1:
+                raise UserError(
+                    f"plan: layer {layer} keeps {groups} experts of the {n_group} groups of its router, which must "
+                    f"keep equally many: {max(1, round(len(kept) / n_group))} each is nearest"
+                )
 
     def check_origin(self, sha256: str, where: object) -> None:
         """Raise UserError if the plan was made for another model than the one in the folder `where`.
@@ -145,17 +153,25 @@ class Plan:
         if schema != SCHEMA:
             raise UserError(f"plan={path} has schema {schema}: expected a plan of schema {SCHEMA}")
         layers = content.get("layers")
-        if not isinstance(layers, dict) or not all(is_layer(key, layer) for key, layer in layers.items()):
-            raise UserError(
-                f"plan={path} is damaged: expected layers with the fields experts and keep, and width and channels in "
-                "all layers or in none"
-            )
-        plan = cls(
-            experts={int(layer): tuple(value["keep"]) for layer, value in layers.items()},
-            n_experts={int(layer): value["experts"] for layer, value in layers.items()},
-            provenance=content.get("provenance", {}),
-            channels={int(layer): unpack_mask(value) for layer, value in layers.items() if "channels" in value},
+        damaged = UserError(
+            f"plan={path} is damaged: expected layers with the fields experts and keep, and width and channels in all "
+            "layers or in none"
         )
+        if not fits(layers, _LAYERS):
+            raise damaged
+        try:
+            numbered = {int(layer): value for layer, value in layers.items()}
+            channels = {layer: _unpack_mask(value) for layer, value in numbered.items() if "channels" in value}
+        except (ValueError, TypeError, KeyError, IndexError):
+            raise damaged from None
+        plan = cls(
+            experts={layer: tuple(value["keep"]) for layer, value in numbered.items()},
+            n_experts={layer: value["experts"] for layer, value in numbered.items()},
+            provenance=content.get("provenance", {}),
+            channels=channels,
+        )
+        if layers != plan._layers():  # such as a field or bits that nothing stands for
+            raise damaged
         if content.get("digest") != plan.digest:
             raise UserError(f"plan={path} is damaged: its digest is {content.get('digest')}, expected {plan.digest}")
         return plan
@@ -172,54 +188,34 @@ class Plan:
         return layers
 
 
-def router_limits(layers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, int]]:
-    """What plans must respect, as `make_plan` takes it: top_k, n_group and topk_group -> layer -> number.
-
-    `layers`: layer -> facts of it (`models.facts`).
-    """
-    return {
-        name: {layer: about[name] for layer, about in layers.items()} for name in ("top_k", "n_group", "topk_group")
-    }
-
-
 def make_plan(
-    scores: Mapping[int, Sequence[float]],
-    remove: Mapping[int, int],
-    *,
-    top_k: PerLayer,
-    n_group: PerLayer = 1,
-    topk_group: PerLayer | None = None,
-    provenance: Mapping[str, Any],
+    scores: Mapping[int, ArrayLike], remove: Mapping[int, int], routers: Routers, *, provenance: Mapping[str, Any]
 ) -> Plan:
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
     `scores`: layer -> one finite number per expert, higher means keep; equal scores fall by expert index, lower
-    first. Layers of group-limited routers (`n_group` > 1) lose the same number in each group. `top_k`, `n_group` and
-    `topk_group` are as in `Plan.check`. UserError for scores that are not finite, for layers that differ between
-    `scores` and `remove`, and for what `Plan.check` refuses.
+    first. Layers of group-limited routers (`n_group` > 1) lose the same number in each group. UserError for scores that
+    are not finite, for layers that differ between `scores` and `remove`, and for what `Plan.check` refuses.
     """
     if set(scores) != set(remove):
         raise UserError(
             f"allocation: removes experts in layers {sorted(remove)}, but scores are of layers {sorted(scores)}"
         )
-    values = {layer: _finite(layer, scores[layer]) for layer in sorted(scores)}
-    plan = Plan(
-        experts={layer: _survivors(layer, row, remove[layer], at(n_group, layer)) for layer, row in values.items()},
-        n_experts={layer: len(row) for layer, row in values.items()},
-        provenance=dict(provenance),
-    )
-    plan.check(top_k, n_group, topk_group)
+    experts: dict[int, tuple[int, ...]] = {}
+    for layer in sorted(scores):
+        values = _finite(layer, scores[layer])
+        experts[layer] = _survivors(layer, values, remove[layer], routers[layer]["n_group"])
+    plan = Plan(experts, {layer: len(numpy.asarray(scores[layer])) for layer in experts}, dict(provenance))
+    plan.check(routers)
     return plan
 
 
 def make_channel_plan(
     scores: Mapping[int, NDArray[numpy.float64]],
     keep: Mapping[int, NDArray[numpy.int64]],
+    routers: Routers,
     *,
     zero_expert: str = "keep_null",
-    top_k: PerLayer,
-    n_group: PerLayer = 1,
-    topk_group: PerLayer | None = None,
     provenance: Mapping[str, Any],
 ) -> Plan:
     """The plan that keeps, of each expert, the `keep[layer][expert]` channels of highest score.
@@ -242,7 +238,7 @@ def make_channel_plan(
         channels=masks,
     )
     try:
-        plan.check(top_k, n_group, topk_group)
+        plan.check(routers)
     except UserError as error:
         raise UserError(f"{error} (allocation.parameters.zero_expert=keep_null keeps them all routable)") from None
     return plan
@@ -250,25 +246,17 @@ def make_channel_plan(
 
 def _best_channels(layer: int, scores: NDArray[numpy.float64], keep: NDArray[numpy.int64]) -> Mask:
     """(E, I) bool: the `keep` (E,) best of each row of `scores` (E, I)."""
-    count, width = scores.shape
-    if bad := numpy.argwhere(~numpy.isfinite(scores)).tolist():
-        expert, channel = bad[0]
-        raise UserError(
-            f"scores: layer {layer}, expert {expert}, channel {channel} is {scores[expert, channel]}: expected a "
-            "finite number"
-        )
+    count, width = _finite(layer, scores).shape
     if keep.shape != (count,) or keep.min() < 0 or keep.max() > width:
         raise UserError(
             f"allocation: keeps {keep.tolist()} channels in layer {layer}: expected {count} numbers from 0 to {width}"
         )
-    order = numpy.argsort(scores, axis=1, kind="stable")
-    places = numpy.empty_like(order)
-    numpy.put_along_axis(places, order, numpy.arange(width)[None, :].repeat(count, 0), axis=1)
+    places = scores.argsort(axis=1, kind="stable").argsort(axis=1)
     best: Mask = places >= (width - keep)[:, None]
     return best
 
 
-def _survivors(layer: int, scores: list[float], remove: int, n_group: int) -> tuple[int, ...]:
+def _survivors(layer: int, scores: NDArray[numpy.float64], remove: int, n_group: int) -> tuple[int, ...]:
     """Ids left after dropping the lowest `remove` of `scores`, an equal share from each group."""
     count = len(scores)
     if not 0 <= remove < count:
@@ -279,27 +267,23 @@ def _survivors(layer: int, scores: list[float], remove: int, n_group: int) -> tu
             f"allocation: removes {remove} of {count} experts in layer {layer}, whose router has {n_group} groups that "
             f"must lose equally: {nearest} is the nearest below"
         )
-    size, share = count // n_group, remove // n_group
-    dropped: set[int] = set()
-    for first in range(0, count, size):
-        group = range(first, first + size)
-        dropped.update(sorted(group, key=lambda expert: (scores[expert], expert))[:share])
-    return tuple(expert for expert in range(count) if expert not in dropped)
+    ids = numpy.arange(count).reshape(n_group, -1)
+    order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
+    kept = numpy.take_along_axis(ids, order, axis=1)[:, remove // n_group :]
+    return tuple(numpy.sort(kept, axis=None).tolist())
 
 
-def _finite(layer: int, scores: Sequence[float]) -> list[float]:
-    values = [float(score) for score in scores]
-    for expert, value in enumerate(values):
-        if not math.isfinite(value):
-            raise UserError(f"scores: layer {layer}, expert {expert} is {value}: expected a finite number")
+def _finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
+    """Scores of experts (E,), or of their channels (E, I); UserError naming the first that is not finite."""
+    values = numpy.asarray(scores, dtype=numpy.float64)
+    if places := numpy.argwhere(~numpy.isfinite(values)).tolist():
+        names = zip(("expert", "channel"), places[0], strict=False)
+        where = ", ".join(f"{name} {place}" for name, place in names)
+        raise UserError(f"scores: layer {layer}, {where} is {values[tuple(places[0])]}: expected a finite number")
     return values
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:
+def _check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:
     """Raise UserError unless `kept` are ids of `count` experts, ascending, at least one."""
     if not kept:
         raise UserError(f"plan: layer {layer} keeps no expert of {count}: keep at least 1")
@@ -312,66 +296,20 @@ def check_ids(layer: int, kept: tuple[int, ...], count: int) -> None:
         )
 
 
-def check_mask(layer: int, mask: Mask, kept: tuple[int, ...], count: int) -> None:
+def _check_mask(layer: int, mask: Mask, kept: tuple[int, ...], count: int) -> None:
     """Raise UserError unless `mask` is (count, I) bool and only keeps channels of kept experts."""
     if mask.ndim != 2 or mask.shape[0] != count or mask.dtype != numpy.bool_:
         raise UserError(
             f"plan: layer {layer} has a mask of {mask.dtype} {mask.shape}: expected bool ({count}, channels)"
         )
-    if strange := sorted(set(numpy.flatnonzero(mask.any(1)).tolist()) - set(kept)):
-        raise UserError(f"plan: layer {layer} keeps channels of expert {strange[0]}, which it does not keep")
+    if dropped := sorted(set(numpy.flatnonzero(mask.any(1)).tolist()) - set(kept)):
+        raise UserError(f"plan: layer {layer} keeps channels of expert {dropped[0]}, which it does not keep")
 
 
-def check_groups(layer: int, kept: tuple[int, ...], count: int, n_group: int) -> None:
-    """Raise UserError unless every group of adjacent experts keeps equally many."""
-    if count % n_group:
-        raise UserError(f"plan: layer {layer} has {count} experts, which do not fall into {n_group} equal groups")
-    size = count // n_group
-    survivors = [0] * n_group
-    for expert in kept:
-        survivors[expert // size] += 1
-    if len(set(survivors)) > 1:
-        raise UserError(
-            f"plan: layer {layer} keeps {survivors} experts of the {n_group} groups of its router, which must keep "
-            f"equally many: {max(1, round(len(kept) / n_group))} each is nearest"
-        )
-
-
-def is_layer(key: str, layer: Any) -> bool:
-    """Whether `layer` is the content of a layer in plan.json."""
-    return (
-        key.isdigit()
-        and isinstance(layer, dict)
-        and set(layer) in ({"experts", "keep"}, {"experts", "keep", "width", "channels"})
-        and type(layer["experts"]) is int
-        and isinstance(layer["keep"], list)
-        and all(type(expert) is int for expert in layer["keep"])
-        and ("channels" not in layer or are_masks(layer))
-    )
-
-
-def are_masks(layer: dict[str, Any]) -> bool:
-    """Whether the channels of a layer in plan.json are one bit mask per kept expert, of the right length."""
-    width, masks = layer["width"], layer["channels"]
-    if type(width) is not int or width < 1 or not isinstance(masks, list) or not isinstance(layer["keep"], list):
-        return False
-    if not all(type(expert) is int and 0 <= expert < layer["experts"] for expert in layer["keep"]):
-        return False
-    if len(masks) != len(layer["keep"]):
-        return False
-    digits = 2 * ((width + 7) // 8)
-    for mask in masks:
-        if not isinstance(mask, str) or len(mask) != digits:
-            return False
-        if not set(mask) <= set("0123456789abcdef"):
-            return False
-    return True
-
-
-def unpack_mask(layer: dict[str, Any]) -> Mask:
-    """The mask (E, I) of a layer of plan.json."""
+def _unpack_mask(layer: Mapping[str, Any]) -> Mask:
+    """The mask (E, I) of a layer of plan.json; ValueError for other masks than one of that width per kept expert."""
     mask: Mask = numpy.zeros((layer["experts"], layer["width"]), dtype=numpy.bool_)
     for expert, text in zip(layer["keep"], layer["channels"], strict=True):
         bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)
-        mask[expert] = numpy.unpackbits(bits, count=layer["width"], bitorder="little")
+        mask[expert] = numpy.unpackbits(bits, bitorder="little")[: layer["width"]]
     return mask

@@ -15,7 +15,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import watch_routing
 from moe_lab.models.partial_forward import run
-from moe_lab.pruning.mask import mask, mask_layer
+from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import EPSILON
 from moe_lab.statistics.observe import Batch
@@ -78,7 +78,7 @@ class _Loss:
         if self.again:  # the call below comes here, too
             return
         whole, self.again = self.routed, True
-        with mask_layer(self.model, self.layer, self.plan):
+        with mask_layers(self.model, [self.layer], self.plan):
             module(*inputs, **named)
         self.again = False
         self.off = (whole.double() - self.routed.double()).square().sum(-1)

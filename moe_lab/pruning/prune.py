@@ -14,8 +14,9 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import post_expert_norm
-from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
+from moe_lab.models.families import COUNT_FIELDS
 from moe_lab.pruning.export.form import RAGGED_FIELD, is_stock
+from moe_lab.pruning.export.remote import width_field
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.ragged import RaggedExperts
 
@@ -34,9 +35,7 @@ def prune(model: Model, plan: Plan) -> Model:
     """
     before = moe_layers(model)
     check_fit(plan, before)
-    tensors = [*model.parameters(), *model.buffers()]
-    shared = {id(tensor): tensor for tensor in tensors}
-    pruned = copy.deepcopy(model, shared)  # what its memo holds is not copied
+    pruned = share_copy(model)
     for layer in moe_layers(pruned):
         kept = plan.experts[layer.index]
         prune_layer(layer, kept)
@@ -51,6 +50,12 @@ def prune(model: Model, plan: Plan) -> Model:
     if ragged:
         pruned.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     return pruned
+
+
+def share_copy(model: Model) -> Model:
+    """A copy of `model` that shares its tensors."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)  # what its memo holds is not copied
 
 
 def prune_layer(layer: MoELayer, kept: Iterable[int]) -> None:
@@ -73,8 +78,7 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
         raise UserError(
             f"plan is for another model: it is about {_shape(plan.n_experts)}, this model has {_shape(expected)}"
         )
-    for layer in layers:
-        plan.check(layer.top_k, layer.n_group, layer.topk_group)
+    plan.check({layer.index: vars(layer) for layer in layers})
     if plan.channels:
         check_channels(plan, layers)
 
@@ -190,7 +194,7 @@ def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged
     for layer in layers if plan.channels else []:
         widths = plan.widths(layer.index)
         if min(widths) < layer.width:
-            different.setdefault(layer.index, {})[_width_field(config)] = max(widths)
+            different.setdefault(layer.index, {})[width_field(vars(config))] = max(widths)
     if ragged:
         setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
     if different:
@@ -209,10 +213,3 @@ def _counts(config: Any, counts: dict[int, int]) -> dict[int, dict[str, Any]]:
     for index, count in counts.items():
         per_layer.setdefault(index, {}).update(dict.fromkeys(fields, count))
     return per_layer
-
-
-def _width_field(config: Any) -> str:
-    for field in WIDTH_FIELDS:
-        if isinstance(vars(config).get(field), int):
-            return field
-    raise UserError(f"config.json has no width of experts: expected one of {', '.join(WIDTH_FIELDS)}")

@@ -55,7 +55,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
         for layer in routed_layers(model):
             unfused = UnfusedExperts(layer.experts, layer.n_experts)
             _inject(unfused, ["gate", "up", "down"], settings.rank, settings.scaling, settings.dropout)
-            _put(model, layer.name, unfused)
+            model.set_submodule(layer.name, unfused)
             router = _adapt_router(layer, settings) if settings.router_rank else None
             plain = _shared(model, layer.index) if settings.shared_experts else {}
             adapted.append(Adapted(layer, unfused.train(), router, _adapt_shared(model, plain, settings), plain))
@@ -74,13 +74,8 @@ def _adapt_shared(model: nn.Module, plain: Mapping[str, nn.Linear], settings: Re
     if plain:
         _inject(maps, list(maps), settings.rank, settings.scaling, settings.dropout)
     for name, adapted in zip(plain, maps.values(), strict=True):
-        _put(model, name, adapted)
+        model.set_submodule(name, adapted)
     return maps.train()
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, module)
 
 
 def _adapt_router(layer: MoELayer, settings: RecoveryConfig) -> nn.Module:
@@ -141,7 +136,7 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
     for adapted in layers:
         layer, router = adapted.layer, adapted.router
         _fuse(adapted)
-        _put(model, layer.name, layer.experts)
+        model.set_submodule(layer.name, layer.experts)
         for name in _weights(layer.experts):
             changed[f"{layer.name}.{name}"] = getattr(layer.experts, name).detach()
         if router is not None:
@@ -153,7 +148,7 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
         for (name, plain), adapter in zip(adapted.plain.items(), adapted.shared.values(), strict=True):
             merged = _merged(adapter, f"{name} in layer {layer.index}").clone()
             replace_tensor(plain, "weight", nn.Parameter(merged, requires_grad=False))
-            _put(model, name, plain)
+            model.set_submodule(name, plain)
             changed[f"{name}.weight"] = merged
     return changed
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import prune, replace_tensor
+from moe_lab.pruning.prune import prune, replace_tensor, share_copy
 from moe_lab.recovery.quantize import check_unquantized, quantize
 
 TENSORS = "tuned.safetensors"
@@ -38,11 +36,7 @@ def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str
 
 def pruned(model: Any, plan: Plan | None) -> Any:
     """A copy of `model`, pruned by `plan` unless that is None; it shares the tensors that are the same."""
-    if plan is not None:
-        return prune(model, plan)
-    tensors = [*model.parameters(), *model.buffers()]
-    shared = {id(tensor): tensor for tensor in tensors}
-    return copy.deepcopy(model, shared)  # what its memo holds is not copied
+    return share_copy(model) if plan is None else prune(model, plan)
 
 
 def _load(model: nn.Module, file: Path) -> None:
@@ -57,11 +51,8 @@ def _load(model: nn.Module, file: Path) -> None:
                     raise UserError(
                         f"{file} is of another model or plan: it has {name} {tuple(tensor.shape)}, this one has {own}"
                     )
-                _replace(model, name, tensor.to(parameters[name].device, parameters[name].dtype))
+                owner, _, attribute = name.rpartition(".")
+                moved = tensor.to(parameters[name].device, parameters[name].dtype)
+                replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(moved, requires_grad=False))
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}): expected the tensors that a fine-tuning left") from None
-
-
-def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    owner, _, attribute = name.rpartition(".")
-    replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))

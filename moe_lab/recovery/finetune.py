@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from moe_lab.recovery.adapters import Adapted, attach, merge, trainable
 from moe_lab.recovery.apply import TENSORS, pruned
 from moe_lab.recovery.quantize import check_unquantized
 from moe_lab.recovery.settings import check, finetune_identity
+from moe_lab.statistics.observe import digest
 
 REPORT = "finetune.json"
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,7 +47,6 @@ def finetune(
     partial: Path,
     fingerprint: Mapping[str, Any],
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: as it is), and merge them.
 
@@ -82,7 +82,6 @@ def finetune(
         partial=partial,
         fingerprint=fingerprint,
         seed=seed,
-        progress=progress,
     )
     changed = merge(tuned, layers)
     out.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,6 @@ def train(
     partial: Path,
     fingerprint: Mapping[str, Any],
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
     """Train the adapters `layers` of `model` on `rows`; returns the loss of each step, in nats per answer token.
 
@@ -136,7 +134,7 @@ def train(
         "fingerprint": dict(fingerprint),
         "settings": finetune_identity(settings),
         "seed": seed,
-        "rows": digest(rows),
+        "rows": digest(tensor for row in rows for tensor in row),
     }
     losses = load_progress(partial, about, parameters, optimizer)
     for step in range(len(losses), steps):
@@ -156,8 +154,6 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % settings.save_every == 0 and step + 1 < steps:
             save_progress(partial, about, losses, parameters, optimizer)
-        if progress is not None:
-            progress(step + 1, steps)
     return losses
 
 
@@ -226,15 +222,6 @@ def _stacked(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, .
     ids, valid, answers = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
     return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, answers))
-
-
-def digest(rows: Sequence[Row]) -> str:
-    """sha256 of all rows."""
-    content = hashlib.sha256()
-    for row in rows:
-        for tensor in row:
-            content.update(str(tuple(tensor.shape)).encode() + tensor.contiguous().numpy().tobytes())
-    return content.hexdigest()
 
 
 def _mixed(seed: int, step: int) -> int:

@@ -13,13 +13,10 @@ from torch.nn.functional import linear, pad
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears, part_of, routed_layers
+from moe_lab.pruning.cost import NF4_BLOCK, SCALE_BLOCK
 from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.settings import bitsandbytes_functional, check_modules
 
-BLOCK = 64
-"""Weights that share one scale."""
-NESTED = 256
-"""Scales that share one scale of their own."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,8 +93,7 @@ def _linears(model: nn.Module, part: str) -> int:
     """Quantise the linear maps of a part; how many weights they have."""
     maps = list(linears(model, part))
     for name, module in maps:
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, FourBitLinear(module))
+        model.set_submodule(name, FourBitLinear(module))
     return sum(module.weight.numel() for _, module in maps)
 
 
@@ -135,7 +131,7 @@ class FourBitMatrices(nn.Module):
         states = [_quantized(matrix) for matrix in matrices]
         self.dtype = matrices[0].dtype
         self.shapes = [tuple(matrix.shape) for matrix in matrices]
-        self.ends = list(accumulate(-(-matrix.numel() // BLOCK) for matrix in matrices))
+        self.ends = list(accumulate(-(-matrix.numel() // NF4_BLOCK) for matrix in matrices))
         self.nested_ends = list(accumulate(len(state.state2.absmax) for _, state in states))
         starts = accumulate((len(matrix) for matrix in matrices[:-1]), initial=0)
         self.numbers = {start: e for e, start in enumerate(starts) if len(matrices[e])}
@@ -162,19 +158,19 @@ class FourBitMatrices(nn.Module):
         # As rows of one block each: bitsandbytes 0.50 turns rows that end inside a block back wrongly on the CPU.
         code, code_of_scales = _codes(self.packed.device)
         of_scales = functional.QuantState(
-            absmax=self.nested[nested], code=code_of_scales, blocksize=NESTED, dtype=torch.float32
+            absmax=self.nested[nested], code=code_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
         )
         state = functional.QuantState(
             absmax=self.scales[first:last],
-            shape=torch.Size((last - first, BLOCK)),
+            shape=torch.Size((last - first, NF4_BLOCK)),
             code=code,
-            blocksize=BLOCK,
+            blocksize=NF4_BLOCK,
             quant_type="nf4",
             dtype=self.dtype,
             offset=self.means[number],
             state2=of_scales,
         )
-        half = BLOCK // 2
+        half = NF4_BLOCK // 2
         blocks = functional.dequantize_4bit(self.packed[first * half : last * half].reshape(-1, 1), state)
         rows, columns = self.shapes[number]
         matrix: torch.Tensor = blocks.reshape(-1)[: rows * columns].view(rows, columns)
@@ -202,7 +198,7 @@ class FourBitLinear(nn.Module):
 @cache
 def _codes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """What the 4 bits of a weight (16,) and the 8 bits of a scale (256,) stand for: the same for every matrix."""
-    _, state = _quantized(torch.zeros(1, BLOCK, device=device))
+    _, state = _quantized(torch.zeros(1, NF4_BLOCK, device=device))
     return state.code, state.state2.code
 
 
@@ -212,8 +208,8 @@ def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
         name = str(matrix.dtype).removeprefix("torch.")
         raise UserError(f"model.dtype={name} has no NF4: expected float32, bfloat16 or float16")
     flat = matrix.detach().reshape(-1)
-    blocks = pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    blocks = pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK)
     packed, state = bitsandbytes_functional().quantize_4bit(
-        blocks, blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+        blocks, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
     )
     return packed, state

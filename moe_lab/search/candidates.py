@@ -33,11 +33,6 @@ class Cost:
     screening: float = 0.0
     """Run to rank proposals; an expert on one token counts as its share of a layer whose experts do nothing else."""
 
-    @property
-    def all(self) -> float:
-        """Everything together."""
-        return self.forwards + self.full + self.screening
-
 
 class Plans:
     """Schedules as plans: each layer drops the lowest of `scores` (layer -> a score per expert)."""
@@ -45,16 +40,12 @@ class Plans:
     def __init__(self, model: Any, scores: Mapping[int, Sequence[float]]) -> None:
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
-        self.limits = {
-            "top_k": {layer.index: layer.top_k for layer in self.layers},
-            "n_group": {layer.index: layer.n_group for layer in self.layers},
-            "topk_group": {layer.index: layer.topk_group for layer in self.layers},
-        }
+        self.routers = {layer.index: vars(layer) for layer in self.layers}
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
         """The plan of one schedule; UserError when a layer is left with too few experts."""
         remove = {layer.index: lost for layer, lost in zip(self.layers, schedule, strict=True)}
-        return make_plan(self.scores, remove, provenance=dict(provenance or {}), **self.limits)
+        return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
 
 
 FLOAT = 4

@@ -51,14 +51,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, read_json
+from moe_lab.json_files import Number, read_json, write_json
 from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
 from moe_lab.search.settings import EvolutionSettings
 
@@ -78,8 +78,7 @@ class Outcome:
     """generations; made (rows); evaluated; known (made again, no cost); skipped (screened, then not evaluated)."""
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Proposal(NamedTuple):
     """A schedule and where it comes from."""
 
     schedule: Schedule
@@ -100,14 +99,13 @@ def evolve(
     screen: Judge | None = None,
     checkpoint: Path | None,
     fingerprint: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
     """Search for the schedule of highest fitness, as this module describes.
 
     `evaluate` is called once per generation, with schedules that it has not seen before; `screen` likewise, with
     children nobody has evaluated yet (it may see one again in a later generation). `checkpoint` is a file, written
     after every generation and gone on from when it is there (None: neither). `fingerprint` is JSON that says what
-    `evaluate` depends on: model, data, scores. `progress` is called with (generations done, of how many).
+    `evaluate` depends on: model, data, scores.
 
     Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
     pattern's name, uniform_feasible or mutation), screened (float, None when it was not), evaluated (bool: in this
@@ -123,17 +121,17 @@ def evolve(
             f"allocation.parameters.proposals={settings.proposals} needs a filter that ranks the proposals: choose "
             "allocation.parameters.filter, or proposals=1"
         )
-    search = identity(problem, settings, fingerprint)
-    state = (load(checkpoint, search) if checkpoint else None) or begin(settings.seed)
+    document = {"problem": asdict(problem), "settings": asdict(settings), "fingerprint": dict(fingerprint)}
+    search = json.loads(json.dumps(document))  # as it comes back from the checkpoint
+    state = (load(checkpoint, search) if checkpoint else None) or State(Generator(PCG64(settings.seed)))
     while state.generations < settings.generations and len(state.known) < space.size:
-        proposals = _children(space, settings, state) if state.generations else _first(space, settings, state)
-        _judge_generation(
-            proposals, settings, state, evaluate, screen if settings.proposals > 1 and state.generations else None
-        )
+        if state.generations == 0:
+            _judge_generation(_first(space, settings, state), settings, state, evaluate, None)
+        else:
+            children = _children(space, settings, state)
+            _judge_generation(children, settings, state, evaluate, screen if settings.proposals > 1 else None)
         if checkpoint:
             save(checkpoint, search, state)
-        if progress:
-            progress(state.generations, settings.generations)
     (best,) = state.elites(1)
     return Outcome(best, state.known[best], state.history, _counts(state))
 
@@ -149,30 +147,35 @@ def _space(problem: Problem, settings: EvolutionSettings) -> Space:
     return space
 
 
-def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Made]:
+def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Proposal]:
     """The first population: patterns, then uniform over what is feasible."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
     return [
-        *(_Made(pattern(name, space, state.random), name) for name in names),
-        *(_Made(space.sample(state.random), "uniform_feasible") for _ in range(drawn)),
+        *(_Proposal(pattern(name, space, state.random), name) for name in names),
+        *(_Proposal(space.sample(state.random), "uniform_feasible") for _ in range(drawn)),
     ]
 
 
-def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_Made]:
+def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_Proposal]:
     """`proposals` children for each place beside the elites."""
     elites = state.elites(settings.elites)
     parents = state.random.integers(len(elites), size=settings.proposals * (settings.population - settings.elites))
     return [
-        _Made(mutate(elites[parent], space, settings, state.random), "mutation", elites[parent]) for parent in parents
+        _Proposal(mutate(elites[parent], space, settings, state.random), "mutation", elites[parent])
+        for parent in parents
     ]
 
 
 def _judge_generation(
-    proposals: Sequence[_Made], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
+    proposals: Sequence[_Proposal], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
 ) -> None:
     """Evaluate what is new, or the best of it by `screen`, and note down the generation."""
-    new = [schedule for schedule in dict.fromkeys(each.schedule for each in proposals) if schedule not in state.known]
+    new = [
+        schedule
+        for schedule in dict.fromkeys(proposal.schedule for proposal in proposals)
+        if schedule not in state.known
+    ]
     screened = _values(new, screen, "screened value") if screen else {}
     if screen:
         best = sorted(new, key=lambda schedule: -screened[schedule])[: settings.population - settings.elites]
@@ -180,17 +183,17 @@ def _judge_generation(
     fitness = _values(new, evaluate, "fitness")
     state.known.update(fitness)
     elites = set(state.elites(settings.elites))
-    for each in proposals:
+    for proposal in proposals:
         state.history.append(
             {
                 "generation": state.generations,
-                "schedule": list(each.schedule),
-                "origin": each.origin,
-                "parent": None if each.parent is None else list(each.parent),
-                "screened": screened.get(each.schedule),
-                "evaluated": fitness.pop(each.schedule, None) is not None,
-                "fitness": state.known.get(each.schedule),
-                "elite": each.schedule in elites,
+                "schedule": list(proposal.schedule),
+                "origin": proposal.origin,
+                "parent": None if proposal.parent is None else list(proposal.parent),
+                "screened": screened.get(proposal.schedule),
+                "evaluated": fitness.pop(proposal.schedule, None) is not None,
+                "fitness": state.known.get(proposal.schedule),
+                "elite": proposal.schedule in elites,
             }
         )
     state.generations += 1
@@ -274,20 +277,8 @@ class State:
         return sorted(self.known, key=lambda schedule: -self.known[schedule])[:count]
 
 
-def identity(problem: Problem, settings: EvolutionSettings, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that decides how a search goes, as JSON has it."""
-    document = {"problem": asdict(problem), "settings": asdict(settings), "fingerprint": dict(fingerprint)}
-    read: dict[str, Any] = json.loads(json.dumps(document))
-    return read
-
-
-def begin(seed: int) -> State:
-    """The state before the first generation."""
-    return State(Generator(PCG64(seed)))
-
-
 def save(path: Path, search: Mapping[str, Any], state: State) -> None:
-    """Write the state beside `path` and rename it, so that a killed search leaves the old one or the new one."""
+    """Write the state, so that a killed search leaves the old one or the new one."""
     document = {
         "search": search,
         "generations": state.generations,
@@ -295,9 +286,7 @@ def save(path: Path, search: Mapping[str, Any], state: State) -> None:
         "history": state.history,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(document, allow_nan=False))
-    beside.replace(path)
+    write_json(path, document)
 
 
 def load(path: Path, search: Mapping[str, Any]) -> State | None:

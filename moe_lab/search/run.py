@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from moe_lab.search.evolution import Outcome, check, evolve
 from moe_lab.search.screening import Screen, halving, quartered, reconstruction
 from moe_lab.search.settings import SearchSettings, search_settings
 from moe_lab.search.speculative_decoding import DraftingCandidates
+from moe_lab.statistics.observe import digest
 
 CHECKPOINT = "evolution.json"
 SCHEMA = 1
@@ -52,7 +52,6 @@ def search(
     partial: Path,
     fingerprint: Mapping[str, Any],
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Search for the schedule of highest fitness and write plan.json, history.parquet and search.json in `out`.
 
@@ -60,7 +59,7 @@ def search(
     AllocationConfig and the ratio; `text`: the search set, tasks with answers. After every generation the state is
     saved in the folder `partial`, and a search that finds it there goes on from it to the very plan and history of one
     that was never stopped. `fingerprint` says in JSON what the fitness depends on besides settings, scores and the
-    search set: the model. `seed` decides all draws. `progress` is called with (generations done, of how many).
+    search set: the model. `seed` decides all draws.
 
     UserError for settings, a ratio or a search set that cannot work, a fitness that is not finite, and a saved state of
     another search.
@@ -78,12 +77,11 @@ def search(
         screen=screen,
         checkpoint=partial / CHECKPOINT,
         fingerprint=_fingerprint(fingerprint, scores, rows, chosen),
-        progress=progress,
     )
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     plan = plans.plan(outcome.best, {"allocation": dict(settings), **result, "model_sha256": facts.get("sha256")})
     plan.save(out / "plan.json")
-    _write_history(outcome, out / "history.parquet")
+    parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), out / "history.parquet")
     report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -123,43 +121,23 @@ def _fingerprint(
     text = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     ranked = [torch.tensor(list(map(float, scores[layer])), dtype=torch.float64) for layer in sorted(scores)]
     settings = {name: value for name, value in asdict(chosen.fitness).items() if name != "memory_budget"}
-    return {**given, "search_set": _digest(text), "scores": _digest(ranked), "fitness": settings}
-
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    """sha256 of some tensors' shapes, types and bytes."""
-    content = hashlib.sha256()
-    for tensor in tensors:
-        content.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + tensor.contiguous().numpy().tobytes())
-    return content.hexdigest()
-
-
-def _write_history(outcome: Outcome, path: Path) -> None:
-    parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), path)
+    return {**given, "search_set": digest(text), "scores": digest(ranked), "fitness": settings}
 
 
 def _report(outcome: Outcome, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float) -> dict[str, Any]:
     """search.json. `cost` is of this process: a search that was resumed has done the rest before."""
+    first = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,
         "layers": [layer.index for layer in plans.layers],
         "budget": chosen.problem.budget,
         "settings": {"evolution": asdict(chosen.evolution), "fitness": asdict(chosen.fitness)},
         "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
-        "uniform": _uniform(outcome),
+        "uniform": {name: first[name] for name in ("schedule", "fitness")} if first else None,
         "counts": outcome.counts,
         "cost": {
-            "candidates": cost.candidates,
-            "forwards": cost.forwards,
-            "full": cost.full,
-            "screening": cost.screening,
+            **asdict(cost),
             "per_candidate": cost.forwards / cost.candidates if cost.candidates else None,
             "seconds": round(seconds, 3),
         },
     }
-
-
-def _uniform(outcome: Outcome) -> dict[str, Any] | None:
-    """The uniform schedule and its fitness; None if the search did not begin with it."""
-    rows = (row for row in outcome.history if row["origin"] == "uniform")
-    return next(({"schedule": row["schedule"], "fitness": row["fitness"]} for row in rows), None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.mask import mask_layer
+from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, description
@@ -50,7 +50,7 @@ def prune_sequentially(
             if number in streamed.moe:
                 sums = rows.run(number, ForwardTap, keep=False)
                 plan = choose(number, sums[number])
-                masked.enter_context(mask_layer(streamed.model, streamed.moe[number], plan))
+                masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
             if number + 1 < len(streamed.layers):
                 rows.run(number, None, keep=True)
         finished.add("pruned", number, sums)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import combinations, product
-from math import ceil, comb
+from math import comb
 from typing import Any
 
-from moe_lab.allocation.uniform import uniform
+from moe_lab.allocation.problem import limits, rounded_up
+from moe_lab.allocation.uniform import same_share
 from moe_lab.errors import UserError
 
 LIMIT = 10_000
@@ -25,7 +26,7 @@ def check_removals(
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise UserError(f"allocation.parameters.limit={limit}: expected a whole number of at least 1")
-    removed = _removals(layers, ratio, multiple_of)
+    removed = same_share(limits(layers, multiple_of), ratio)
     for layer, about in layers.items():
         choices = count_subsets(about["n_experts"], removed[layer], about["n_group"])
         if choices > limit:
@@ -56,40 +57,21 @@ def kept_subsets(n_experts: int, removed: int, n_group: int = 1) -> list[tuple[i
     return subsets
 
 
-def _removals(layers: Mapping[int, Mapping[str, Any]], ratio: float, multiple_of: int) -> dict[int, int]:
-    def each(name: str) -> dict[int, int]:
-        return {layer: about[name] for layer, about in layers.items()}
-
-    return uniform(
-        each("n_experts"),
-        ratio,
-        top_k=each("top_k"),
-        n_group=each("n_group"),
-        topk_group=each("topk_group"),
-        multiple_of=multiple_of,
-    )
-
-
 def _largest(layers: Mapping[int, Mapping[str, Any]], ratio: float, limit: int, multiple_of: int) -> float:
     """The largest ratio below `ratio`, to four digits, at which no layer has more than `limit` choices."""
     counts = {about["n_experts"] for about in layers.values()}
-    shares = {_share(removed, count) for count in counts for removed in range(count)}
+    shares = {rounded_up(removed, count) for count in counts for removed in range(count)}
     for share in sorted(shares, reverse=True):
         if share >= ratio:
             continue
         with suppress(UserError):  # no such share with these groups and multiples
-            removed = _removals(layers, share, multiple_of)
+            removed = same_share(limits(layers, multiple_of), share)
             if all(
                 count_subsets(about["n_experts"], removed[layer], about["n_group"]) <= limit
                 for layer, about in layers.items()
             ):
-                return max(_share(removed[layer], about["n_experts"]) for layer, about in layers.items())
+                return max(rounded_up(removed[layer], about["n_experts"]) for layer, about in layers.items())
     return 0.0
-
-
-def _share(part: int, whole: int) -> float:
-    """part / whole to four digits, such that int(whole * share) is still `part`."""
-    return ceil(10_000 * part / whole) / 10_000
 
 
 def _formula(about: Mapping[str, Any], removed: int) -> str:

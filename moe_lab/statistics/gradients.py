@@ -212,7 +212,7 @@ class WeightGradientTap(Tap):
         sums = {f"snip_{projection}": torch.zeros(shape, dtype=torch.float64) for projection in projections}
         for (name, expert), gradient in self.gradients.items():
             products = (wide(getattr(experts, name)[expert].to(gradient.device)) * gradient).abs_()
-            for projection, part in by_channel(self.layer, name, products).items():
+            for projection, part in by_channel(experts, name, products).items():
                 sums[f"snip_{projection}"][expert] = part.double().cpu() / LOSS_SCALE
         return sums
 
@@ -240,12 +240,11 @@ class _OneExpert:
         return getattr(self.module, name)
 
 
-def by_channel(layer: MoELayer, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Projection -> sums (I,) over each channel's entries of one expert's weight `name`.
+def by_channel(module: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Projection -> sums (I,) over each channel's entries of the weight `name` of one expert.
 
-    `layer` says how its experts module lays the weight out.
+    `values` have the shape of the weight, which the experts `module` says how to read.
     """
-    module: Any = layer.experts
     channels_last = module.is_transposed != (name == "down_proj")
     sums = values.sum(0 if channels_last else 1)
     if name != "gate_up_proj":

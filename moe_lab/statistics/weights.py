@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
-from moe_lab.models.checkpoint_reader import read_tensors
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import wide
 from moe_lab.models.load import skeleton
+from moe_lab.statistics.gradients import by_channel
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16
 """Weights that are summed in fp32 at once: they fit the cache, and sums of so few lose nothing that matters."""
-PENDING = 256
-"""Tensors whose sums a device is left to work on before anybody waits for it."""
-
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of plain numbers, as safetensors calls them."""
 DECODER = r"^(?!mtp\.)(?:\w+\.)*layers\.(\d+)\.(?:\w+\.)*"
-ONE_EXPERT = re.compile(DECODER + r"experts\.(\d+)\.\w+\.weight$")
+ONE_EXPERT = re.compile(DECODER + r"experts\.(?P<expert>\d+)\.\w+\.weight$")
 ALL_EXPERTS = re.compile(
     DECODER + r"(?:experts\.(?:gate_up_proj|up_proj|down_proj)(?:_blocks)?|(?:input|output)_linear\.weight)$"
 )
@@ -48,18 +50,37 @@ def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device:
     expert and tensor).
     """
     folder = Path(folder)
-    last = decoder_layers(folder)
-    totals = _Totals()
+    weighed = []
     for layer, expert, name, weights in expert_weights(open_checkpoint(folder), device):
-        if layer < last:
-            totals.add(layer, expert, name, weights)
-    return Statistics(totals.layers(folder), {"kind": "weights", "fingerprint": dict(fingerprint)})
+        weighed.append((layer, expert, name, weights.numel(), absolute_and_square(weights)))
+    if not weighed:
+        raise _no_experts(folder)
+    # all at once: nothing waits for the device before
+    sums = torch.stack([sums for *_, sums in weighed]).tolist()
+    totals: dict[int, dict[int, list[float]]] = {}
+    for (layer, expert, name, count, _), (absolute, square) in zip(weighed, sums, strict=True):
+        if not math.isfinite(square):
+            raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
+        total = totals.setdefault(layer, {}).setdefault(expert, [0.0, 0.0, 0.0])
+        for at, value in enumerate((absolute, square, count)):
+            total[at] += value
+    layers: Layers = {}
+    for layer, experts in sorted(totals.items()):
+        counts = {count for _, _, count in experts.values()}
+        if sorted(experts) != list(range(len(experts))) or len(counts) > 1:
+            raise _incomplete(folder, layer)
+        rows = [experts[expert] for expert in sorted(experts)]
+        columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        layers[layer] = {"abs_sum": columns[0], "square_sum": columns[1], "count": columns[2][0]}
+    return Statistics(layers, {"kind": "weights", "fingerprint": dict(fingerprint)})
 
 
-def decoder_layers(folder: Path) -> int:
-    """Number of decoder layers; what is numbered beyond predicts several tokens at once and is not loaded."""
-    config = read_json(folder / "config.json")
-    return int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
+def _no_experts(folder: Path) -> UserError:
+    return UserError(f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint")
+
+
+def _incomplete(folder: Path, layer: int) -> UserError:
+    return UserError(f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing")
 
 
 def absolute_and_square(weights: torch.Tensor) -> torch.Tensor:
@@ -87,156 +108,95 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
     return absolute.sum(-1), length.square().sum(-1)
 
 
-class _Totals:
-    """Sums per (layer, expert) as tensors come along, in any order."""
-
-    def __init__(self) -> None:
-        self.sums: dict[tuple[int, int], list[float]] = {}
-        self.pending: list[tuple[int, int, str, int, torch.Tensor]] = []
-        """What a device may still be summing: layer, expert, name, number of weights, sums."""
-
-    def add(self, layer: int, expert: int, name: str, weights: torch.Tensor) -> None:
-        self.pending.append((layer, expert, name, weights.numel(), absolute_and_square(weights)))
-        if len(self.pending) >= PENDING:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Wait for all that is pending, in one go."""
-        totals = torch.stack([sums for *_, sums in self.pending]).tolist() if self.pending else []
-        for (layer, expert, name, count, _), (absolute, square) in zip(self.pending, totals, strict=True):
-            if not math.isfinite(square):
-                raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
-            total = self.sums.setdefault((layer, expert), [0.0, 0.0, 0.0])
-            for at, value in enumerate((absolute, square, count)):
-                total[at] += value
-        self.pending.clear()
-
-    def layers(self, folder: Path) -> Layers:
-        self._settle()
-        if not self.sums:
-            raise UserError(
-                f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint"
-            )
-        layers: Layers = {}
-        for layer in sorted({layer for layer, _ in self.sums}):
-            experts = sorted(expert for other, expert in self.sums if other == layer)
-            counts = {self.sums[layer, expert][2] for expert in experts}
-            if experts != list(range(len(experts))) or len(counts) > 1:
-                raise UserError(
-                    f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing"
-                )
-            columns = torch.tensor([self.sums[layer, expert] for expert in experts], dtype=torch.float64).unbind(1)
-            layers[layer] = {"abs_sum": columns[0], "square_sum": columns[1], "count": columns[2][0]}
-        return layers
-
-
 def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[int, int, str, torch.Tensor]]:
     """(layer, expert, name, weights) of every weight of a routed expert, on `device`, one tensor in memory at a time.
 
-    UserError for shards that cannot be read and for quantised weights.
+    Layers numbered beyond the decoder's predict several tokens at once and are left out. UserError for shards that
+    cannot be read and for quantised weights.
     """
+    config = read_json(checkpoint.folder / "config.json")
+    n_layers = int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
+    matches = {}
+    for name, entry in checkpoint.tensors.items():
+        match = ONE_EXPERT.match(name) or (ALL_EXPERTS.match(name) if len(entry.shape) >= 3 else None)
+        if match and int(match[1]) < n_layers:
+            matches[name] = match
     for shard in checkpoint.shards:
-        names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard and _is_weight(name, entry)]
+        names = [name for name in matches if checkpoint.tensors[name].shard == shard]
         for name, weights in zip(names, read_tensors(checkpoint, shard, names, device), strict=True):
-            if one := ONE_EXPERT.match(name):
-                yield int(one[1]), int(one[2]), name, weights
-            elif fused := ALL_EXPERTS.match(name):
-                for expert, part in enumerate(weights):
-                    yield int(fused[1]), expert, name, part
+            layer, expert = int(matches[name][1]), matches[name].groupdict().get("expert")
+            if expert is not None:
+                yield layer, int(expert), name, weights
+            else:
+                for number, part in enumerate(weights):
+                    yield layer, number, name, part
 
 
-def _is_weight(name: str, entry: Entry) -> bool:
-    return bool(ONE_EXPERT.match(name)) or (bool(ALL_EXPERTS.match(name)) and len(entry.shape) >= 3)
-
-
-def weigh_channels(
-    folder: Path | str, *, fingerprint: Mapping[str, Any], trust_remote_code: bool = False, device: str = "cpu"
-) -> Statistics:
+def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """channel_down_square, channel_down_abs, channel_up_square and, where experts have one, channel_gate_square.
 
     (E, I) each, per layer: sums over the weights that belong to channel c of a projection, so a column of down_proj
     and a row of gate_proj and up_proj. `folder` is a checkpoint in safetensors; one tensor is in memory at a time,
-    sums are fp32 and taken on `device`, cpu or cuda[:N]. `trust_remote_code` is needed only for experts that are fused
-    on disk and computed by code beside the checkpoint.
+    sums are fp32 and taken on `device`, cpu or cuda[:N].
 
     UserError for a folder without experts, quantised experts, damaged or missing shards, projections of unknown names,
     and weights that are NaN or infinite (naming layer, expert and tensor).
     """
     folder = Path(folder)
-    layouts = _Layouts(folder, trust_remote_code)
-    last = decoder_layers(folder)
+
+    @cache
+    def modules() -> dict[int, Any]:
+        """Experts modules on the meta device by layer; needed only for experts that are stacked on disk."""
+        return {layer.index: layer.experts for layer in moe_layers(skeleton(folder))}
+
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for layer, expert, name, weights in expert_weights(open_checkpoint(folder), device):
-        if layer >= last:
-            continue
-        for statistic, values in _sums(layouts, layer, name, wide(weights)):
+        for statistic, values in _channel_sums(modules, layer, name, wide(weights)):
             if not bool(torch.isfinite(values).all()):
                 raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
             sums.setdefault(layer, {}).setdefault(statistic, {})[expert] = values.double().cpu()
     return Statistics(_stacked(sums, folder), {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
 
 
-class _Layouts:
-    """How fused experts lie in memory and on disk, by layer; the model is looked at only when there are some."""
-
-    def __init__(self, folder: Path, trust_remote_code: bool) -> None:
-        self.folder = folder
-        self.trust_remote_code = trust_remote_code
-        self.modules: dict[int, Any] = {}
-
-    def module(self, layer: int) -> Any:
-        """The experts module of a layer, on the meta device."""
-        if not self.modules:
-            model = skeleton(self.folder, trust_remote_code=self.trust_remote_code)
-            self.modules = {moe_layer.index: moe_layer.experts for moe_layer in moe_layers(model)}
-        return self.modules[layer]
-
-
-def _sums(layouts: _Layouts, layer: int, name: str, weights: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _channel_sums(
+    modules: Callable[[], dict[int, Any]], layer: int, name: str, weights: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(statistic, values (I,)) of one expert's part of the tensor `name`, a matrix."""
     if one := ONE.search(name):
         if one[1] not in PROJECTIONS:
             raise UserError(f"{name} is no projection moe_lab knows, expected one of {', '.join(PROJECTIONS)}")
-        # matrices of one expert are those of linear modules: (out, in)
-        yield from _projection(PROJECTIONS[one[1]], weights)
-        return
-    module = layouts.module(layer)
-    down = DOWN_OF_ALL.search(name) is not None
-    memory = module.down_proj if down else module.gate_up_proj if module.has_gate else module.up_proj
-    if tuple(memory.shape[1:]) != tuple(weights.shape):
-        raise UserError(
-            f"{name} has shape {tuple(weights.shape)} per expert, but is {tuple(memory.shape[1:])} in memory: this "
-            "layout is not supported"
-        )
-    linear = weights.t() if module.is_transposed else weights
-    if down or not module.has_gate:
-        yield from _projection("down" if down else "up", linear)
+        projection = PROJECTIONS[one[1]]
+        axis = 0 if projection == "down" else 1  # the matrix of a linear module: (out, in)
+        squares = {projection: weights.square().sum(axis)}
+        absolutes = {projection: weights.abs().sum(axis)} if projection == "down" else {}
     else:
-        halves = linear.chunk(2) if module.is_concatenated else (linear[0::2], linear[1::2])
-        for projection, half in zip(("gate", "up"), halves, strict=True):
-            yield from _projection(projection, half)
-
-
-def _projection(projection: str, weights: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Sums over one projection (out, in) of one expert."""
-    axis = 0 if projection == "down" else 1
-    yield f"channel_{projection}_square", weights.square().sum(axis)
-    if projection == "down":
-        yield "channel_down_abs", weights.abs().sum(axis)
+        module = modules()[layer]
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        part = "down_proj" if DOWN_OF_ALL.search(name) else up
+        shape = tuple(getattr(module, part).shape[1:])
+        if shape != tuple(weights.shape):
+            raise UserError(
+                f"{name} has shape {tuple(weights.shape)} per expert, but is {shape} in memory: this layout is not "
+                "supported"
+            )
+        squares = by_channel(module, part, weights.square())
+        absolutes = by_channel(module, part, weights.abs()) if part == "down_proj" else {}
+    for projection, values in squares.items():
+        yield f"channel_{projection}_square", values
+    for projection, values in absolutes.items():
+        yield f"channel_{projection}_abs", values
 
 
 def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folder: Path) -> Layers:
     """Layer -> statistic -> (E, I). UserError when something is missing."""
     if not sums:
-        raise UserError(
-            f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint"
-        )
+        raise _no_experts(folder)
     layers: Layers = {}
     for layer, named in sorted(sums.items()):
         n_experts = 1 + max(expert for rows in named.values() for expert in rows)
         whole = all(len(rows) == n_experts for rows in named.values())
         if not whole or not {"channel_down_square", "channel_up_square"} <= named.keys():
-            raise UserError(f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing")
+            raise _incomplete(folder, layer)
         widths = {len(row) for rows in named.values() for row in rows.values()}
         if len(widths) > 1:
             raise UserError(
@@ -246,3 +206,76 @@ def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folde
         for name, rows in named.items():
             layers[layer][name] = torch.stack([rows[e] for e in range(n_experts)])
     return layers
+
+
+def read_tensors(
+    checkpoint: Checkpoint, shard: str, names: Sequence[str], device: str = "cpu"
+) -> Iterator[torch.Tensor]:
+    """The tensors `names` of the file `shard`, in that order, on `device`; each is there until the next is asked for.
+
+    On the CPU they are mapped. UserError for a file that cannot be read, and for weights that are not plain numbers.
+    """
+    entries = [checkpoint.tensors[name] for name in names]
+    for name, entry in zip(names, entries, strict=True):
+        if entry.dtype not in PLAIN:
+            raise UserError(f"{name} is stored as {entry.dtype}, expected plain weights: load and save it dequantised")
+    path = checkpoint.folder / shard
+    try:
+        if torch.device(device).type == "cpu":
+            with safe_open(path, framework="pt") as mapped:
+                yield from map(mapped.get_tensor, names)
+        else:
+            yield from through_buffers(path, entries, torch.device(device))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"shard {path} cannot be read: {error}") from error
+
+
+def through_buffers(path: Path, entries: Sequence[Entry], device: torch.device) -> Iterator[torch.Tensor]:
+    """The tensors `entries` of a file on `device`; each is there until the next is asked for.
+
+    While one is copied and computed with, a thread reads the next one from the disk, into pinned memory if the device
+    is CUDA. Two are in memory at most.
+    """
+    buffers = (_Buffer(device), _Buffer(device))
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(buffers[0].fill, file, entry) for entry in entries[:1]]
+        for number in range(len(entries)):
+            ahead.pop().result()
+            for entry in entries[number + 1 : number + 2]:  # into the buffer of the one before, which is not needed
+                ahead.append(thread.submit(buffers[(number + 1) % 2].fill, file, entry))
+            yield buffers[number % 2].tensor()
+
+
+class _Buffer:
+    """Memory that holds one tensor of a file after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pinned = device.type == "cuda"
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.stored = self.memory
+        self.copied: torch.cuda.Event | None = None
+        """When the device has its copy of what is stored."""
+
+    def fill(self, file: BinaryIO, entry: Entry) -> None:
+        """Read the tensor `entry` of an unbuffered file. UserError when the file ends before."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if len(self.memory) < entry.size:
+            self.memory = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self.pinned)
+        view, filled = self.memory[: entry.size].numpy().data, 0
+        file.seek(entry.start)
+        while filled < entry.size:
+            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise UserError(f"{file.name} became shorter while it was read: {entry.size - filled} bytes lack")
+            filled += count
+        self.stored = self.memory[: entry.size].view(PLAIN[entry.dtype]).view(entry.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor read last, on the device; on the CPU it is the buffer itself."""
+        copy = self.stored.to(self.device, non_blocking=self.pinned)
+        if self.pinned:
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(self.device))
+        return copy

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy
 import pytest
+import tiny
 from facts_of import layer, settings
 from hypothesis import given
 from hypothesis import settings as how
@@ -62,7 +63,7 @@ def test_budgets_are_exact_to_the_channel(
         assert row.shape == (layers[index]["n_experts"],) and row.dtype == numpy.int64
         assert (row >= 0).all() and (row <= layers[index]["width"]).all()
     if any(row.any() for row in kept.values()):
-        make_channel_plan(scores, kept, top_k=1, provenance={})
+        make_channel_plan(scores, kept, tiny.routers(kept, 1), provenance={})
 
 
 @given(st.integers(0, 1000), st.sampled_from([0.2, 0.25, 0.5, 0.75]), st.sampled_from(["coverage", "ranking"]))

@@ -44,8 +44,7 @@ def test_all_remove_the_same_number_within_the_routers_limits(
         totals.add(sum(remove.values()))
         kept = {index: facts["n_experts"] - remove[index] for index, facts in layers.items()}
         assert not any(count % multiple_of for count in kept.values())
-        limits = {name: {i: facts[name] for i, facts in layers.items()} for name in ("top_k", "n_group", "topk_group")}
-        make_plan(scores, remove, **limits, provenance={})
+        make_plan(scores, remove, layers, provenance={})
     assert len(totals) <= 1
     if multiple_of == 1 and totals and layers[0]["n_group"] == 1:
         assert totals == {sum(int(facts["n_experts"] * ratio) for facts in layers.values())}

@@ -35,7 +35,7 @@ def test_schedule(tmp_path: Path) -> None:
 
 
 def test_plan_of_experts(tmp_path: Path) -> None:
-    make_plan(SCORES, {0: 1, 3: 3}, top_k=2, provenance={}).save(tmp_path / "plan.json")
+    make_plan(SCORES, {0: 1, 3: 3}, LAYERS, provenance={}).save(tmp_path / "plan.json")
     assert is_plan(read(str(tmp_path / "plan.json")))
     assert allocate(listed(str(tmp_path / "plan.json"), 0.25), LAYERS, SCORES) == {0: 1, 3: 3}
 
@@ -45,7 +45,7 @@ def test_plan_of_channels(tmp_path: Path) -> None:
     scores = {index: random.random((8, 8)) for index in LAYERS}
     keep = {index: random.integers(0, 9, 8) for index in LAYERS}
     path = tmp_path / "plan.json"
-    make_channel_plan(scores, keep, zero_expert="drop", top_k=2, provenance={}).save(path)
+    make_channel_plan(scores, keep, LAYERS, zero_expert="drop", provenance={}).save(path)
     removed = 1 - sum(int(row.sum()) for row in keep.values()) / 128
     found = budgets(listed(str(path), removed), LAYERS, scores)
     assert {index: row.tolist() for index, row in found.items()} == {index: row.tolist() for index, row in keep.items()}

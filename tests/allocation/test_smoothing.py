@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.allocation.smoothing import FUNCTIONS, smooth
+from moe_lab.allocation.shapes import FUNCTIONS, smooth
 
 X = numpy.array([0.25, 0.75, 1.0, 2.0])  # mean 1, population deviation sqrt(0.40625)
 HALF = 0.5 * 0.40625**0.5

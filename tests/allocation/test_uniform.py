@@ -3,14 +3,23 @@ from __future__ import annotations
 import re
 
 import pytest
+import tiny
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moe_lab.allocation import ALLOCATIONS, allocate, check, get
-from moe_lab.allocation.uniform import uniform
+from moe_lab.allocation.problem import limits
+from moe_lab.allocation.uniform import same_share
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_plan
+
+
+def uniform(experts: dict[int, int], ratio: float, *, multiple_of: int = 1, **router: int) -> dict[int, int]:
+    layers = {
+        layer: {"n_experts": count, "n_group": 1, "topk_group": None, **router} for layer, count in experts.items()
+    }
+    return same_share(limits(layers, multiple_of), ratio)
 
 
 @pytest.mark.parametrize(("count", "ratio", "removed"), [(64, 0.25, 16), (128, 0.5, 64), (60, 0.25, 15), (60, 0.5, 30)])
@@ -46,7 +55,7 @@ def test_budget_is_kept_or_the_feasible_ratio_named(
     assert 0 <= removed <= int(count * ratio)
     assert int(count * ratio) - removed < multiple_of * n_group
     assert (count - removed) % multiple_of == 0
-    make_plan({0: [0.0] * count}, {0: removed}, top_k=top_k, n_group=n_group, provenance={})
+    make_plan({0: [0.0] * count}, {0: removed}, tiny.routers([0], top_k, n_group), provenance={})
 
 
 @pytest.mark.parametrize(

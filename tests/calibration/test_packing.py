@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.calibration.packing import PACKINGS, Row, chunk, one_a_row, reap
+from moe_lab.calibration.packing import PACKINGS, chunk, one_a_row, reap
 
 FILLER = -1
 
@@ -24,8 +24,8 @@ def numbered(draw: st.DrawFn) -> list[list[int]]:
     return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
 
-def tokens(rows: list[Row]) -> list[int]:
-    return [token for ids, valid in rows for token, is_token in zip(ids, valid, strict=True) if is_token]
+def tokens(rows: list[list[int]]) -> list[int]:
+    return [token for row in rows for token in row if token != FILLER]
 
 
 @given(numbered(), lengths, gaps, st.sampled_from(sorted(PACKINGS)))
@@ -34,19 +34,16 @@ def test_rows_hold_the_documents_tokens_in_order_and_nothing_else(
 ) -> None:
     filler = FILLER if packing == "none" else gap
     rows = list(PACKINGS[packing](documents, length, filler))
-    assert all(len(ids) == len(valid) == length for ids, valid in rows)
+    assert all(len(row) == length for row in rows)
     kept = tokens(rows)
     assert kept == sorted(set(kept)) and set(kept) <= set(chain.from_iterable(documents))
-    assert all(
-        (token == FILLER) is not is_token for ids, valid in rows for token, is_token in zip(ids, valid, strict=True)
-    )
 
 
 @given(numbered(), lengths, gaps)
 def test_chunk_loses_only_the_tail(documents: list[list[int]], length: int, gap: int | None) -> None:
     rows = list(chunk(documents, length, gap))
     stream = [token for document in documents for token in (*document, *([] if gap is None else [gap]))]
-    assert [token for ids, _ in rows for token in ids] == stream[: len(rows) * length]
+    assert [token for row in rows for token in row] == stream[: len(rows) * length]
     assert len(rows) == len(stream) // length
 
 
@@ -56,11 +53,11 @@ def test_reap_rows_begin_with_the_beginning_of_a_document_and_drop_only_overflow
 ) -> None:
     rows = list(reap(documents, length, gap))
     first = {document[0]: document for document in documents}
-    for ids, valid in rows:
-        assert ids[0] in first
-        begun = [first[token] for token, is_token in zip(ids, valid, strict=True) if is_token and token in first]
+    for row in rows:
+        assert row[0] in first
+        begun = [first[token] for token in row if token in first]
         whole, last = begun[:-1], begun[-1]
-        assert tokens([(ids, valid)]) == [*chain.from_iterable(whole), *last[: last_room(whole, length, gap)]]
+        assert tokens([row]) == [*chain.from_iterable(whole), *last[: last_room(whole, length, gap)]]
     begun_in_rows = [token for token in tokens(rows) if token in first]
     assert begun_in_rows == [document[0] for document in documents][: len(begun_in_rows)], "no document is skipped"
 
@@ -73,25 +70,21 @@ def last_room(whole: list[list[int]], length: int, gap: int | None) -> int:
 def test_one_a_row_keeps_each_beginning(documents: list[list[int]], length: int) -> None:
     rows = list(one_a_row(documents, length, FILLER))
     assert [tokens([row]) for row in rows] == [document[:length] for document in documents]
-    assert [sum(valid) for _, valid in rows] == [min(len(document), length) for document in documents]
+    assert all(
+        row[len(document) :] == [FILLER] * (length - len(document))
+        for row, document in zip(rows, documents, strict=True)
+    )
 
 
 def test_reap_by_hand() -> None:
     """The overflowing document is cut; one that leaves a single position leaves it to the gap."""
     documents = [[1, 2], [3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
-    assert list(reap(documents, 4, 0)) == [
-        ([1, 2, 0, 3], [True, True, False, True]),
-        ([7, 8, 9, 0], [True, True, True, False]),
-        ([10, 11, 12, 13], [True, True, True, True]),
-    ]
-    assert [ids for ids, _ in reap(documents, 4, None)] == [[1, 2, 3, 4], [7, 8, 9, 10]]
+    assert list(reap(documents, 4, 0)) == [[1, 2, 0, 3], [7, 8, 9, 0], [10, 11, 12, 13]]
+    assert list(reap(documents, 4, None)) == [[1, 2, 3, 4], [7, 8, 9, 10]]
 
 
 def test_chunk_by_hand() -> None:
-    assert list(chunk([[1, 2], [3, 4, 5, 6]], 3, 0)) == [
-        ([1, 2, 0], [True, True, False]),
-        ([3, 4, 5], [True, True, True]),
-    ]
+    assert list(chunk([[1, 2], [3, 4, 5, 6]], 3, 0)) == [[1, 2, 0], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("packing", sorted(PACKINGS))

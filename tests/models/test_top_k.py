@@ -16,9 +16,8 @@ from moe_lab.models import config_json
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.families import TOP_K_FIELDS
-from moe_lab.models.load import load_model
+from moe_lab.models.load import load_model, set_top_k
 from moe_lab.models.streamed import open_streamed
-from moe_lab.models.top_k import set_top_k
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
 

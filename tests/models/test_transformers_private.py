@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_lab.errors import UserError
-from moe_lab.models import checkpoint_reader
+from moe_lab.models import streamed
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.models.transformers_private import Memory, assemble
 
@@ -69,9 +69,9 @@ def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], 
 def test_bytes_are_read_once_in_long_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
-        checkpoint_reader, "_read", lambda ranges: read.extend((path.name, start, size) for path, start, size in ranges)
+        streamed, "_read_ranges", lambda ranges: read.extend((path.name, start, size) for path, start, size in ranges)
     )
-    reader = checkpoint_reader.ReadAhead()
+    reader = streamed.ReadAhead()
     for _ in range(2):
         reader.start(
             7, [(tmp_path / "b", 5, 5), (tmp_path / "a", 10, 2), (tmp_path / "b", 0, 5), (tmp_path / "a", 20, 1)]

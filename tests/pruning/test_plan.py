@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def plan(kept: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -
 @given(SCORES, st.data())
 def test_lowest_scores_go_and_ties_fall_by_index(scores: list[float], data: st.DataObject) -> None:
     remove = data.draw(st.integers(0, len(scores) - 1))
-    made = make_plan({5: scores}, {5: remove}, top_k=1, provenance={})
+    made = make_plan({5: scores}, {5: remove}, tiny.routers([5], 1), provenance={})
     order = sorted(range(len(scores)), key=lambda expert: scores[expert])  # stable: equal scores stay in index order
     assert made.experts[5] == tuple(sorted(order[remove:]))
 
@@ -34,7 +35,7 @@ def test_lowest_scores_go_and_ties_fall_by_index(scores: list[float], data: st.D
 def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(-1, 1), min_size=n_group * size, max_size=n_group * size))
     share = data.draw(st.integers(0, size - 2))
-    made = make_plan({0: scores}, {0: share * n_group}, top_k=1, n_group=n_group, provenance={})
+    made = make_plan({0: scores}, {0: share * n_group}, tiny.routers([0], 1, n_group), provenance={})
     for group in range(n_group):
         members = [expert for expert in made.experts[0] if expert // size == group]
         gone = set(range(group * size, (group + 1) * size)) - set(members)
@@ -47,7 +48,9 @@ def test_saved_plans_come_back(
     tmp_path_factory: pytest.TempPathFactory, scores: list[float], data: st.DataObject
 ) -> None:
     remove = data.draw(st.integers(0, len(scores) - 1))
-    made = make_plan({0: scores, 7: scores}, {0: remove, 7: 0}, top_k=1, provenance={"ratio": 0.25, "model": "m"})
+    made = make_plan(
+        {0: scores, 7: scores}, {0: remove, 7: 0}, tiny.routers([0, 7], 1), provenance={"ratio": 0.25, "model": "m"}
+    )
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     made.save(path)
     assert Plan.load(path) == made
@@ -80,37 +83,37 @@ def test_layers_must_agree() -> None:
     with pytest.raises(UserError, match=r"layers \[0\] .* layers \[1\]"):
         Plan({0: (0,)}, {1: 2})
     with pytest.raises(UserError, match=r"removes experts in layers \[1\], but scores are of layers \[0\]"):
-        make_plan({0: [1.0, 2.0]}, {1: 1}, top_k=1, provenance={})
+        make_plan({0: [1.0, 2.0]}, {1: 1}, tiny.routers([0, 1], 1), provenance={})
 
 
 def test_fewer_than_top_k_is_refused() -> None:
-    plan().check(top_k=3)
+    plan().check(tiny.routers(range(8), 3))
     with pytest.raises(UserError, match=r"layer 1 keeps 3 of 4 experts.*at least 4 \(top_k=4\): keep 4 or more"):
-        plan().check(top_k=4)
+        plan().check(tiny.routers(range(8), 4))
     with pytest.raises(UserError, match="layer 0 keeps 1 of 4"):
-        make_plan({0: [1.0, 2, 3, 4]}, {0: 3}, top_k=2, provenance={})
+        make_plan({0: [1.0, 2, 3, 4]}, {0: 3}, tiny.routers([0], 2), provenance={})
 
 
 def test_unequal_groups_are_refused() -> None:
     uneven = Plan({3: (0, 1, 2, 4, 5)}, {3: 8})
-    uneven.check(top_k=2)
+    uneven.check(tiny.routers([3], 2))
     with pytest.raises(UserError, match=r"layer 3 keeps \[3, 2\] experts of the 2 groups.*2 each is nearest"):
-        uneven.check(top_k=2, n_group=2)
+        uneven.check(tiny.routers([3], 2, 2))
     with pytest.raises(UserError, match=r"removes 3 of 8 experts in layer 0.*2 groups.*: 2 is the nearest below"):
-        make_plan({0: [1.0] * 8}, {0: 3}, top_k=2, n_group=2, provenance={})
+        make_plan({0: [1.0] * 8}, {0: 3}, tiny.routers([0], 2, 2), provenance={})
 
 
 def test_groups_a_token_reaches_must_hold_top_k_experts() -> None:
     two_each = Plan({0: tuple(range(0, 16, 2))}, {0: 16})
-    two_each.check(top_k=4, n_group=4, topk_group=2)
+    two_each.check(tiny.routers([0], 4, 4, 2))
     with pytest.raises(UserError, match=r"keeps 8 of 16 experts.*at least 16 \(top_k=4, n_group=4\)"):
-        two_each.check(top_k=4, n_group=4, topk_group=1)
+        two_each.check(tiny.routers([0], 4, 4, 1))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_scores_must_be_finite(value: float) -> None:
     with pytest.raises(UserError, match=f"layer 2, expert 1 is {value}"):
-        make_plan({2: [1.0, value]}, {2: 0}, top_k=1, provenance={})
+        make_plan({2: [1.0, value]}, {2: 0}, tiny.routers([2], 1), provenance={})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_plans_and_allocations_need_no_torch() -> None:
 def channel_plan(zero_expert: str = "keep_null") -> Plan:
     scores = numpy.array([[3.0, 1.0, 2.0], [5.0, 5.0, 5.0], [0.0, 9.0, 4.0]])
     keep = {4: numpy.array([2, 0, 1])}
-    return make_channel_plan({4: scores}, keep, zero_expert=zero_expert, top_k=2, provenance={})
+    return make_channel_plan({4: scores}, keep, tiny.routers([4], 2), zero_expert=zero_expert, provenance={})
 
 
 def test_the_best_channels_of_each_expert_stay() -> None:
@@ -170,7 +173,7 @@ def test_an_expert_without_channels_can_go() -> None:
 def test_dropping_too_many_experts_names_the_way_out() -> None:
     scores, keep = {0: numpy.ones((3, 2))}, {0: numpy.array([0, 0, 2])}
     with pytest.raises(UserError, match=r"layer 0 keeps 1 of 3 experts.*zero_expert=keep_null"):
-        make_channel_plan(scores, keep, zero_expert="drop", top_k=2, provenance={})
+        make_channel_plan(scores, keep, tiny.routers([0], 2), zero_expert="drop", provenance={})
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.data())
@@ -180,9 +183,9 @@ def test_channel_plans_keep_budgets_and_come_back(experts: int, width: int, data
     keep = numpy.array(data.draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts)))
     if not keep.any():
         with pytest.raises(UserError, match="keeps no channel"):
-            make_channel_plan({7: scores}, {7: keep}, top_k=1, provenance={})
+            make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), provenance={})
         return
-    made = make_channel_plan({7: scores}, {7: keep}, top_k=1, provenance={"a": 1})
+    made = make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), provenance={"a": 1})
     assert made.widths(7) == tuple(keep)
     for row, mask in zip(scores, made.channels[7], strict=True):
         order = sorted(range(width), key=lambda channel: row[channel])  # stable: lower index falls first
@@ -218,6 +221,8 @@ def test_masks_must_fit_the_experts() -> None:
 
 def test_scores_and_budgets_of_channels_are_checked() -> None:
     with pytest.raises(UserError, match="layer 0, expert 1, channel 0 is nan"):
-        make_channel_plan({0: numpy.array([[1.0], [math.nan]])}, {0: numpy.array([1, 1])}, top_k=1, provenance={})
+        make_channel_plan(
+            {0: numpy.array([[1.0], [math.nan]])}, {0: numpy.array([1, 1])}, tiny.routers([0], 1), provenance={}
+        )
     with pytest.raises(UserError, match="expected 2 numbers from 0 to 1"):
-        make_channel_plan({0: numpy.ones((2, 1))}, {0: numpy.array([1, 2])}, top_k=1, provenance={})
+        make_channel_plan({0: numpy.ones((2, 1))}, {0: numpy.array([1, 2])}, tiny.routers([0], 1), provenance={})

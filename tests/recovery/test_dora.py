@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears, routed_layers
+from moe_lab.recovery import finetune
 from moe_lab.recovery.adapters import attach, merge, projections, trainable
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.finetune import Row, answer_loss, rate_factor, rows_of_step, step_count, train
@@ -196,40 +197,31 @@ def test_routers_can_be_left_alone() -> None:
     assert not any("gate.weight" in name for name in merge(model, layers))
 
 
-def test_a_stopped_training_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_stopped_training_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = recovery(epochs=2, save_every=2, dropout=0.2)
     whole, through = trained(small(), settings, tmp_path / "whole")
 
-    def stop(done: int, _: int) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trained(small(), settings, tmp_path / "cut", progress=stop)
-    steps: list[int] = []
-    again, resumed = trained(small(), settings, tmp_path / "cut", progress=lambda done, _: steps.append(done))
-    assert steps == [3, 4, 5, 6] and again == whole
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, finetune, "_backward", kill_at=4)
+        trained(small(), settings, tmp_path / "cut")
+    calls = tiny.count_calls(monkeypatch, finetune, "_backward")
+    again, resumed = trained(small(), settings, tmp_path / "cut")
+    assert len(calls) == 4 and again == whole
     for part in ("experts", "routers"):
         here, there = trainable(through)[part], trainable(resumed)[part]
         assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
 
 
 @pytest.mark.parametrize("change", ["settings", "fingerprint", "damage"])
-def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str) -> None:
+def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(small(), recovery(epochs=1, save_every=1), tmp_path)
     if change == "damage":
         next(tmp_path.iterdir()).write_bytes(b"no safetensors")
-    steps: list[int] = []
     settings = recovery(epochs=1, clip=0.4 if change == "settings" else 0.5)
     fingerprint = {"of": "another" if change == "fingerprint" else "test"}
-    trained(
-        small(),
-        settings,
-        tmp_path,
-        fingerprint=fingerprint,
-        progress=lambda done, _: steps.append(done),
-    )
-    assert steps == [1, 2, 3]
+    calls = tiny.count_calls(monkeypatch, finetune, "_backward")
+    trained(small(), settings, tmp_path, fingerprint=fingerprint)
+    assert len(calls) == 3
 
 
 def test_rows_at_once_change_rounding_alone(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def ragged_plan(model: Any, seed: int = 0) -> Plan:
     return make_channel_plan(
         {layer.index: generator.random((layer.n_experts, layer.width)) for layer in layers},
         widths,
-        top_k=layers[0].top_k,
+        {layer.index: vars(layer) for layer in layers},
         provenance={},
     )
 

@@ -60,7 +60,7 @@ class World:
     def settings(self, ratio: float = 0.5, **parameters: Any) -> dict[str, Any]:
         return {"name": "evolutionary", "ratio": ratio, "multiple_of": 1, "parameters": {**SMALL, **parameters}}
 
-    def run(self, out: str, text: CalibrationConfig | None = None, progress: Any = None, **parameters: Any) -> Path:
+    def run(self, out: str, text: CalibrationConfig | None = None, **parameters: Any) -> Path:
         folder = self.folder / out
         folder.mkdir(exist_ok=True)
         search(
@@ -74,7 +74,6 @@ class World:
             partial=self.folder / f"{out}.partial",
             fingerprint={"model": "tiny"},
             seed=5,
-            progress=progress,
         )
         return folder
 
@@ -116,14 +115,13 @@ def test_the_history_holds_every_schedule(world: World) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"filter": "halving", "proposals": 2}, {"filter": "reconstruction", "proposals": 2}]
 )
-def test_a_killed_search_ends_as_if_it_had_not_been(options: dict[str, Any], world: World) -> None:
-    def kill(done: int, total: int) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
+def test_a_killed_search_ends_as_if_it_had_not_been(
+    options: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = world.run("whole", **options)
-    with pytest.raises(KeyboardInterrupt):
-        world.run("killed", progress=kill, **options)
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, Candidates, "evaluate", kill_at=4)
+        world.run("killed", **options)
     assert not (world.folder / "killed" / "plan.json").exists()
     resumed = world.run("killed", **options)
     for file in ("plan.json", "history.parquet"):

@@ -48,9 +48,9 @@ def chooser(model: Any, name: str) -> Any:
         )
         if criteria.get(name).granularity == "expert":
             removed = allocate({**SETTINGS, "name": "uniform"}, about, scores)
-            return make_plan(scores, removed, top_k=layer.top_k, provenance={})
+            return make_plan(scores, removed, about, provenance={})
         keep = budgets({**SETTINGS, "name": "layerwise"}, about, scores)
-        return make_channel_plan(scores, keep, top_k=layer.top_k, provenance={})
+        return make_channel_plan(scores, keep, about, provenance={})
 
     return choose
 

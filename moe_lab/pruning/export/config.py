@@ -47,7 +47,8 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
-    plan.check(top_k, n_group, text.get("topk_group"))
+    router = {"top_k": top_k, "n_group": n_group, "topk_group": text.get("topk_group")}
+    plan.check(dict.fromkeys(plan.experts, router))
 
 
 def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) -> Description:

@@ -12,7 +12,7 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.streamed import StreamedModel, stored_dtype
-from moe_lab.pruning.mask import channel_masks, mask_layer
+from moe_lab.pruning.mask import channel_masks, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 
@@ -80,7 +80,7 @@ def _layer(
         if number not in masked.moe:
             first, second = (model.through(number, ids, valid, state) for model in models)
             return [("outputs", first, second)], first
-        with mask_layer(masked.model, masked.moe[number], plan):
+        with mask_layers(masked.model, [masked.moe[number]], plan):
             first, notes = _noted(masked, number, ids, valid, state)
         second, others = _noted(pruned, number, ids, valid, state)
         pairs: list[Compared] = [("outputs", first, second)]

@@ -31,8 +31,7 @@ def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
 @lru_cache(maxsize=1)
 def _skeleton(settings: str) -> Any:
     from moe_lab.models.files import local_folder
-    from moe_lab.models.load import skeleton
-    from moe_lab.models.top_k import set_top_k
+    from moe_lab.models.load import set_top_k, skeleton
 
     model = ModelConfig(**json.loads(settings))
     network = skeleton(local_folder(model), trust_remote_code=model.trust_remote_code).eval()

@@ -97,14 +97,14 @@ def _from_scores(builder: Builder, cell: Cell) -> Step:
 
 def plan(job: Job) -> None:
     """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
-    from moe_lab.pruning.plan import Plan, router_limits
+    from moe_lab.pruning.plan import Plan
 
     scored = _channel_scores(job)
     result = _channel_plan(job, scored) if scored else _expert_plan(job)
     path = job.runtime["path"]
     if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
         result = Plan.load(path)
-        result.check(**router_limits(facts(job)["layers"]))
+        result.check(facts(job)["layers"])
         if sha256 := facts(job).get("sha256"):  # which facts of older stores lack
             result.check_origin(sha256, "this model")
     result.save(job.output("plan.json"))
@@ -130,21 +130,21 @@ def _channel_scores(job: Job) -> dict[int, Any]:
 
 
 def _expert_plan(job: Job) -> Any:
-    from moe_lab.pruning.plan import make_plan, router_limits
+    from moe_lab.pruning.plan import make_plan
 
     model = facts(job)
     scored = expert_scores(job)
     remove = allocation.allocate(_settings(job), model["layers"], scored, _evidence(job), model)
-    return make_plan(scored, remove, **router_limits(model["layers"]), provenance=_provenance(job))
+    return make_plan(scored, remove, model["layers"], provenance=_provenance(job))
 
 
 def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
-    from moe_lab.pruning.plan import make_channel_plan, router_limits
+    from moe_lab.pruning.plan import make_channel_plan
 
     model, settings = facts(job), _settings(job)
     keep = allocation.budgets(settings, model["layers"], scored, _evidence(job), model)
-    zero, limits = allocation.zero_expert(settings), router_limits(model["layers"])
-    return make_channel_plan(scored, keep, zero_expert=zero, **limits, provenance=_provenance(job))
+    zero = allocation.zero_expert(settings)
+    return make_channel_plan(scored, keep, model["layers"], zero_expert=zero, provenance=_provenance(job))
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _reconstruction_step(builder: Builder, cell: Cell) -> Step:
 
 def reconstruction(job: Job) -> None:
     """The plan that reproduces the layers' outputs best, of all there are."""
-    from moe_lab.pruning.plan import Plan, router_limits
+    from moe_lab.pruning.plan import Plan
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
     model, settings = facts(job), job.settings["allocation"]
@@ -252,7 +252,7 @@ def reconstruction(job: Job) -> None:
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
     result = Plan(best.kept, counts, {"allocation": settings, "model_sha256": model.get("sha256")})
-    result.check(**router_limits(model["layers"]))
+    result.check(model["layers"])
     result.save(job.output("plan.json"))
     write_table(job.output("errors.parquet"), COLUMNS, best.errors)
 
@@ -299,7 +299,7 @@ def sequential(job: Job) -> None:
 
     A layer loses the share of uniform, of whole experts, or of layerwise, of channels.
     """
-    from moe_lab.pruning.plan import make_channel_plan, make_plan, router_limits
+    from moe_lab.pruning.plan import make_channel_plan, make_plan
     from moe_lab.search.sequential import prune_sequentially
 
     passes = Streamed(job)
@@ -310,12 +310,11 @@ def sequential(job: Job) -> None:
     def choose(layer: int, sums: Any) -> Any:
         here = {layer: model["layers"][layer]}
         scored = score(criterion, {layer: {**weights.get(layer, {}), **sums}}, here)
-        limits = router_limits(here)
         if not of_channels:
             remove = allocation.allocate({**settings, "name": "uniform"}, here, scored, model=model)
-            return make_plan(scored, remove, **limits, provenance={})
+            return make_plan(scored, remove, here, provenance={})
         keep = allocation.budgets({**settings, "name": "layerwise"}, here, scored, model=model)
-        return make_channel_plan(scored, keep, zero_expert=allocation.zero_expert(settings), **limits, provenance={})
+        return make_channel_plan(scored, keep, here, zero_expert=allocation.zero_expert(settings), provenance={})
 
     result = prune_sequentially(
         passes.model,
@@ -326,7 +325,7 @@ def sequential(job: Job) -> None:
         budget=passes.budget,
         provenance={**job.settings, "model_sha256": model.get("sha256")},
     )
-    result.check(**router_limits(model["layers"]))
+    result.check(model["layers"])
     result.save(job.output("plan.json"))
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.models.checkpoint_reader import read_tensors, through_buffers
+from moe_lab.statistics.weights import read_tensors, through_buffers
 
 FILE = "model.safetensors"
 
