@@ -237,8 +237,8 @@ def plan(
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import make_channel_plan, make_plan
 
-    known = scores.attrs.get("statistics")
-    statistics = statistics or (known.statistics if known else None)
+    attached = scores.attrs.get("statistics")
+    statistics = statistics or (attached.statistics if attached else None)
     if statistics is None:
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
     settings = AllocationConfig(

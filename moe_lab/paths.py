@@ -37,6 +37,11 @@ def resolve(path: str) -> str:
     return str(names[name])
 
 
+def local(path: str) -> Path:
+    """The place of a file or folder on this machine, whether it is there or not; see `resolve`."""
+    return Path(resolve(path)).expanduser()
+
+
 def shipped() -> dict[str, Path]:
     """Name -> path of everything that ships: model folders, and the files of data folders as folder/file."""
     paths: dict[str, Path] = {}

@@ -181,7 +181,7 @@ def _keywords(function: Function) -> dict[str, Any]:
     """Keyword -> type of `function`."""
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
-    return {one.name: hints[one.name] for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {keyword.name: hints[keyword.name] for keyword in parameters if keyword.kind is keyword.KEYWORD_ONLY}
 
 
 def _check_value(name: str, value: Any, expected: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -99,5 +100,5 @@ def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> It
 def _shared(before: Sequence[Any], text: str, tokenizer: Any) -> int:
     """Characters that the conversation so far has in common with `text`, from its beginning."""
     so_far = from_template(before, tokenizer) if before else ""
-    pairs = enumerate(zip(so_far, text, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(so_far), len(text)))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False))
+    return sum(1 for _ in equal)

@@ -20,7 +20,7 @@ from typing import Any
 from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Text, document, has_answer, is_empty, plain
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
-from moe_lab.paths import resolve
+from moe_lab.paths import local
 
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -92,7 +92,7 @@ def locate(path: str) -> Path | None:
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
-    file = Path(resolve(path)).expanduser()
+    file = local(path)
     if file.is_dir():
         raise UserError(f"calibration.path={path} is a folder: expected a file such as {file.name}/train.jsonl")
     if not file.exists():
@@ -114,11 +114,8 @@ def digest(file: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _digest(file: Path, size: int, changed: int) -> str:
-    total = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _may_be_hub_id(path: str) -> bool:
@@ -211,9 +208,9 @@ def whole_text(file: Path, setting: str) -> str:
         return text
     remedy = "expected one of them"
     documents = [document(record, None, where, remedy=remedy) for where, record in _records(text, file)]
-    if any(isinstance(one, Chat) for one in documents):
+    if any(isinstance(entry, Chat) for entry in documents):
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
-    return BLANK_LINE.join(plain(one) for one in documents if not isinstance(one, Chat))
+    return BLANK_LINE.join(plain(entry) for entry in documents if not isinstance(entry, Chat))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil, prod
-from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
@@ -15,7 +14,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
 from moe_lab.models.files import has_pickles_only
-from moe_lab.paths import resolve
+from moe_lab.paths import local
 
 UNPACKED = ("mxfp4",)
 """Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
@@ -38,7 +37,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     They are those of config.json, or of `model.expected` for a model that is not on this machine. `model.top_k`
     overrides both.
     """
-    folder = Path(resolve(settings.path)).expanduser()
+    folder = local(settings.path)
     if not folder.is_dir():
         if (expected := settings.expected) is None:
             return None
@@ -77,8 +76,7 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
 
 def has_uneven_layers(settings: ModelConfig) -> bool:
     """Whether config.json lists layers whose experts differ in width; False for a model that is not on this machine."""
-    file = Path(resolve(settings.path)).expanduser() / "config.json"
-    return file.is_file() and bool(read_json(file).get("expert_widths"))
+    return bool(_config(settings).get("expert_widths"))
 
 
 def quantization(settings: ModelConfig) -> str | None:
@@ -86,17 +84,20 @@ def quantization(settings: ModelConfig) -> str | None:
 
     None for plain ones, and for a model that is not on this machine.
     """
-    folder = Path(resolve(settings.path)).expanduser()
-    if not (folder / "config.json").is_file():
-        return None
-    config = read_json(folder / "config.json")
+    config = _config(settings)
     stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
     return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
 
 
+def _config(settings: ModelConfig) -> dict[str, Any]:
+    """config.json of a model on this machine; empty for any other."""
+    file = local(settings.path) / "config.json"
+    return read_json(file) if file.is_file() else {}
+
+
 def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
     """Raise UserError when a model on this machine has no chat template, which `benchmark` needs."""
-    folder = Path(resolve(settings.path)).expanduser()
+    folder = local(settings.path)
     if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
         return
     described = folder / "tokenizer_config.json"
@@ -136,11 +137,8 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
 
 def check_expected(settings: ModelConfig) -> None:
     """Raise UserError if the config.json of a model on this machine states another number than `model.expected`."""
-    folder = Path(resolve(settings.path)).expanduser()
-    if settings.expected is not None and (folder / "config.json").is_file():
-        config = read_json(folder / "config.json")
-        text = config.get("text_config", config)
-        compare(_numbers(text, FIELDS), settings)
+    config = _config(settings)
+    compare(_numbers(config.get("text_config", config), FIELDS), settings)
 
 
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
@@ -213,7 +211,7 @@ def size_of(settings: ModelConfig) -> Size | None:
 @lru_cache(maxsize=64)
 def _size_of_folder(path: str, dtype: str) -> Size | None:
     shape = expert_shape(ModelConfig(name=path, path=path))
-    folder = Path(resolve(path)).expanduser()
+    folder = local(path)
     if shape is None or "width" not in shape or has_pickles_only(folder):
         return None
     config = read_json(folder / "config.json")

@@ -93,19 +93,15 @@ def _free(device: str, setting: str) -> tuple[float, str]:
     """Bytes that can be had on a device, and the words for it."""
     if device == "cpu":
         return free_memory(), "main memory"
-    numbers = [int(device.partition(":")[2] or 0)] if _is_one(device) else range(torch.cuda.device_count())
+    numbers = [int(device.partition(":")[2] or 0)] if device.startswith("cuda") else range(torch.cuda.device_count())
     return sum(torch.cuda.mem_get_info(number)[0] for number in numbers), f"model.device={setting}"
-
-
-def _is_one(device: str) -> bool:
-    return device.startswith("cuda")
 
 
 def _ways(dtype: torch.dtype | str, device: str) -> Iterator[str]:
     """What can be set where a model does not fit."""
     if dtype == torch.float32:
         yield "model.dtype=bfloat16"
-    if _is_one(device) and torch.cuda.device_count() > 1:
+    if device.startswith("cuda") and torch.cuda.device_count() > 1:
         yield "model.device=balanced to use all devices"
     yield "calibration.engine=streamed to hold one layer at a time (which benchmarks cannot)"
     if device != "cpu":

@@ -216,6 +216,18 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
     return tuple(routing)
 
 
+def route(router: Any, hidden: torch.Tensor, *passed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gates and expert ids, (T, K) each, that a router gives hidden states (T, H).
+
+    Routers differ in whether they take a batch. `passed` are tensors of the block that it hands to its router.
+    """
+    try:
+        _, gates, chosen = router(hidden, *passed)
+    except ValueError:
+        _, gates, chosen = router(hidden[None], *passed)
+    return gates.reshape(len(hidden), -1), chosen.reshape(len(hidden), -1)
+
+
 def part_of(name: str) -> str:
     """The part a module or tensor of a model belongs to by its path: experts, shared_experts, attention or rest."""
     path = name.split(".")

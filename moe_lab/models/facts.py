@@ -11,7 +11,7 @@ import torch
 
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.models.config_json import compare
-from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, route, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
 
@@ -101,11 +101,15 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     compare(asdict(shape), settings)
     set_top_k(model, settings.top_k)
     layers = routed_layers(model)
+    paths = {id(module): path for path, module in model.named_modules()}
     moe: dict[int, str] = {}
     routing: list[str] = []
     for layer, rule in zip(layers, _gate_rules(layers), strict=True):
-        moe[layer.index] = f"{_experts_in_words(layer)}; {rule}"
-        routing += _routing_names(layer)
+        least, most = min(layer.widths), max(layer.widths)
+        channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        experts = f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
+        moe[layer.index] = f"{experts}; {rule}"
+        routing += [f"{paths[id(part.module)]}.{part.name}" for part in layer.routing]
     return {
         "model_type": model.config.model_type,
         "layers": model.config.get_text_config().num_hidden_layers,
@@ -115,12 +119,6 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
         "moe_layers": layers,
         "routing": routing,
     }
-
-
-def _experts_in_words(layer: MoELayer) -> str:
-    least, most = min(layer.widths), max(layer.widths)
-    channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
 
 
 def _gate_rules(layers: list[MoELayer]) -> list[str]:
@@ -133,11 +131,6 @@ def _gate_rules(layers: list[MoELayer]) -> list[str]:
             by_router[router] = gate_rule(layer)
         rules.append(by_router[router])
     return rules
-
-
-def _routing_names(layer: MoELayer) -> list[str]:
-    places = {id(module): path for path, module in layer.block.named_modules(prefix=layer.name.rpartition(".")[0])}
-    return [f"{places[id(part.module)]}.{part.name}" for part in layer.routing]
 
 
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
@@ -164,23 +157,14 @@ def gate_rule(layer: MoELayer) -> str:
     passed = [torch.randn(part.tensor.shape, generator=draws) for part in layer.routing if part.module is layer.block]
     hidden = torch.randn(_TOKENS, layer.hidden, generator=draws) / layer.hidden**0.5
     with torch.no_grad():
-        gates, chosen = _route(router, hidden, passed)
+        gates, chosen = route(router, hidden, *passed)
         logits = _logits(layer, router, hidden)
-    words = [_formula(gates, chosen, logits), f"the best {layer.top_k}"]
+    words = [_formula(gates.double(), chosen, logits), f"the best {layer.top_k}"]
     if any(part.name in _CORRECTIONS for part in layer.routing):
         words.append("chosen with a correction bias")
     if layer.n_group > 1:
         words.append(f"from {layer.topk_group} of {layer.n_group} groups")
     return ", ".join(words)
-
-
-def _route(router: Any, hidden: torch.Tensor, passed: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates and ids, (T, K) each; routers differ in whether they take a batch."""
-    try:
-        _, gates, chosen = router(hidden, *passed)
-    except ValueError:
-        _, gates, chosen = router(hidden[None], *passed)
-    return gates.reshape(_TOKENS, -1).double(), chosen.reshape(_TOKENS, -1)
 
 
 def _logits(layer: MoELayer, router: Any, hidden: torch.Tensor) -> torch.Tensor:

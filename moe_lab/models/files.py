@@ -13,7 +13,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_header, read_json
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
-from moe_lab.paths import resolve
+from moe_lab.paths import local
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
@@ -33,10 +33,6 @@ most of a checkpoint."""
 SAMPLE, STRIDE = 1 << 14, 4 << 20
 """Of others, samples of so many bytes: from the start, the middle and the end, and no further than STRIDE apart."""
 ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-BLOCK = 1 << 20
-"""Bytes of one read."""
-
-
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 """What model.dtype can be."""
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,11 +70,11 @@ def check(settings: ModelConfig) -> None:
     check_running(settings)
     if not settings.path:
         raise UserError("model.path= is empty: expected a folder, a hub id (owner/name) or pocket:NAME")
-    path = resolve(settings.path)
-    if Path(path).expanduser().is_dir():
-        _check_revision(Path(path).expanduser(), settings)
-        _check_folder(Path(path).expanduser(), settings)
-    elif not HUB_ID.fullmatch(path):
+    folder = local(settings.path)
+    if folder.is_dir():
+        _check_revision(folder, settings)
+        _check_folder(folder, settings)
+    elif not HUB_ID.fullmatch(settings.path):
         raise UserError(
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
         )
@@ -163,7 +159,7 @@ def _check_tokenizer(folder: Path) -> None:
 def local_folder(settings: ModelConfig) -> Path:
     """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check` does."""
     check(settings)
-    path = Path(resolve(settings.path)).expanduser()
+    path = local(settings.path)
     if not path.is_dir():
         path = _download(settings, ["*.safetensors", *(["*.bin"] if settings.allow_pickle else [])])
         _check_folder(path, settings)
@@ -176,7 +172,7 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
     None when the hub cannot be reached or has no such model. UserError for a folder that cannot be known to be of
     model.revision.
     """
-    path = Path(resolve(settings.path)).expanduser()
+    path = local(settings.path)
     if path.is_dir():
         _check_revision(path, settings)
         return path
@@ -201,7 +197,7 @@ def fingerprint(path: str | Path) -> str:
     Independent of the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder,
     and for damaged safetensors files.
     """
-    folder = Path(resolve(str(path))).expanduser()
+    folder = local(str(path))
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
     described, weights = [], []
@@ -213,10 +209,13 @@ def fingerprint(path: str | Path) -> str:
     whole = sum(file.stat().st_size for file in weights) <= HASHED_WHOLE
     digest = hashlib.sha256()
     for file in sorted(described + weights):
-        parts = _all(file) if whole or file in described else _samples(file)
-        inner = hashlib.sha256()
-        for part in parts:
-            inner.update(part)
+        if whole or file in described:
+            with file.open("rb") as opened:
+                inner = hashlib.file_digest(opened, "sha256")
+        else:
+            inner = hashlib.sha256()
+            for part in _samples(file):
+                inner.update(part)
         digest.update(f"{file.name} {file.stat().st_size} {inner.hexdigest()}\n".encode())
     return digest.hexdigest()
 
@@ -291,12 +290,6 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None
     return Path(folder)
-
-
-def _all(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while part := opened.read(BLOCK):
-            yield part
 
 
 def _samples(file: Path) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, quantization
 from moe_lab.models.device import check_room, place, precision
-from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, route, routed_layers
 from moe_lab.models.families import TOP_K_FIELDS
 from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
@@ -113,15 +113,11 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 @torch.no_grad()
 def _experts_of_a_token(layer: MoELayer) -> int:
-    """Experts that the router of `layer` gives a token."""
+    """How many experts the router of `layer` gives a token."""
     weight = layer.routing[0].tensor
     hidden = torch.zeros(2, layer.hidden, dtype=weight.dtype, device=weight.device)
     passed = [part.tensor for part in layer.routing if part.module is layer.block]
-    try:
-        _, _, index = layer.router(hidden, *passed)
-    except ValueError:  # it takes a batch
-        _, _, index = layer.router(hidden[None], *passed)
-    return int(index.shape[-1])
+    return route(layer.router, hidden, *passed)[1].shape[1]
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:

@@ -15,6 +15,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import watch_routing
 from moe_lab.models.partial_forward import run
+from moe_lab.pruning.flops import Routed
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import EPSILON
@@ -30,15 +31,15 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
     if not batches:
         raise UserError("profile: no batches to read, expected at least one")
     routed = routed_layers(model)
-    seen = _Seen()
+    seen = _Seen(routed)
     masked = mask(model, plan) if plan is not None else nullcontext()
-    with masked, torch.no_grad(), ExitStack() as hooks, watch_routing(routed, seen.chosen):
+    with masked, torch.no_grad(), ExitStack() as hooks, watch_routing(routed, seen.load.add):
         for index, layer in enumerate(model.get_submodule(routed[0].stack).children()):
             hooks.callback(layer.register_forward_hook(partial(seen.stream, index)).remove)
-        for one in routed:
-            hooks.callback(one.router.register_forward_hook(partial(seen.routed, one)).remove)
+        for moe_layer in routed:
+            hooks.callback(moe_layer.router.register_forward_hook(partial(seen.routed, moe_layer)).remove)
         for ids, valid in batches:
-            seen.valid = valid.flatten()
+            seen.valid = seen.load.valid = valid.flatten()
             run(model, ids, valid)
     losses = output_losses(model, plan, batches) if plan is not None else {}
     return [(*row, losses.get(row[0], float("nan"))) for row in seen.rows()]
@@ -95,13 +96,13 @@ class _Loss:
 class _Seen:
     """Sums over the valid tokens, in fp64: of each layer's stream and of its router's decisions."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.valid = torch.zeros(0, dtype=torch.bool)
+        self.load = Routed(layers)
         self.tokens: dict[int, int] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.squares: dict[int, torch.Tensor] = {}
         self.entropies: dict[int, tuple[float, float, int]] = {}
-        self.load: dict[int, torch.Tensor] = {}
 
     def stream(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
         """The residual stream (B, S, H) after a decoder layer."""
@@ -119,11 +120,6 @@ class _Seen:
         entropies = (_entropy(logits[valid].softmax(-1)), _entropy(_shares(gates[valid])))
         self.entropies[layer.index] = (sums[0] + entropies[0], sums[1] + entropies[1], logits.shape[-1])
 
-    def chosen(self, layer: MoELayer, index: torch.Tensor) -> None:
-        """The experts (T, K) that tokens are given to."""
-        counts = torch.bincount(index[self.valid.to(index.device)].flatten(), minlength=layer.n_experts).cpu()
-        self.load[layer.index] = self.load.get(layer.index, 0) + counts
-
     def rows(self) -> list[tuple[Any, ...]]:
         """Columns of every layer but the last one."""
         return [(layer, self._variance(layer), *self._routing(layer)) for layer in sorted(self.sums)]
@@ -140,7 +136,7 @@ class _Seen:
             return (float("nan"),) * 3 + (0,)
         router, gate, experts = self.entropies[layer]
         count = self.tokens[layer]
-        return router / count, gate / count, _entropy(_shares(self.load[layer].double())[None]), experts
+        return router / count, gate / count, _entropy(_shares(self.load.tokens[layer].double())[None]), experts
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:

@@ -99,8 +99,8 @@ class _Reader:
         """(E,) fp64: what the summed loss gains without each expert of the MoE layer number `place`, 0 for those that
         got no token."""
         rises = torch.zeros(self.layers[place].n_experts, dtype=torch.float64)
-        for some in self.used[self.layers[place].index].split(self.copies):
-            rises[some] = self._rises(place, len(some), partial(_silence, some))
+        for experts in self.used[self.layers[place].index].split(self.copies):
+            rises[experts] = self._rises(place, len(experts), partial(_silence, experts))
         return rises
 
     def scaled(self, place: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, read_json, write_json
+from moe_lab.json_files import Number, read_json
 from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
 from moe_lab.search.settings import EvolutionSettings
 
@@ -286,7 +286,9 @@ def save(path: Path, search: Mapping[str, Any], state: State) -> None:
         "history": state.history,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, document)
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(json.dumps(document, allow_nan=False))  # keys in their order, so that a resumed history is equal
+    beside.replace(path)
 
 
 def load(path: Path, search: Mapping[str, Any]) -> State | None:

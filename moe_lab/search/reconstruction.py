@@ -113,8 +113,8 @@ class SubsetTap(Tap):
             products, full = products[used], gates[token][used].double()
             square += _squares(full[:, None], products)[0]
             for first in range(0, len(subsets), n):  # as many choices as experts take as much memory as the products
-                some = [route(self.layer, kept, *self.call)[token][used] for kept in subsets[first : first + n]]
-                errors[first : first + n] += _squares(full[:, None] - torch.stack(some, 1), products)
+                routed = [route(self.layer, kept, *self.call)[token][used] for kept in subsets[first : first + n]]
+                errors[first : first + n] += _squares(full[:, None] - torch.stack(routed, 1), products)
         self.add("error", errors.clamp(min=0))
         self.add("square", square)
         return mixed

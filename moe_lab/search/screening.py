@@ -187,7 +187,7 @@ def quartered(rows: Sequence[AnswerBatch], batch_size: int) -> list[AnswerBatch]
         )
     batches = []
     for part in torch.arange(len(ids)).tensor_split(max(RUNGS)):
-        batches += [(ids[some], valid[some], answers[some]) for some in part.split(batch_size)]
+        batches += [(ids[places], valid[places], answers[places]) for places in part.split(batch_size)]
     return batches
 
 

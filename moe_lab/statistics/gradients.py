@@ -140,11 +140,11 @@ def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, 
     targets = input_ids.to(states.device)[row, column + 1]
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
-        some = states[row[part], column[part]][None].requires_grad_()
-        logits = head(model, some, output)[0]
+        judged = states[row[part], column[part]][None].requires_grad_()
+        logits = head(model, judged, output)[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss = cross_entropy(logits, targets[part].to(logits.device), reduction="sum") * LOSS_SCALE
-        (gradient[row[part], column[part]],) = (part[0] for part in torch.autograd.grad(loss, some))
+        (gradient[row[part], column[part]],) = (part[0] for part in torch.autograd.grad(loss, judged))
     return gradient
 
 

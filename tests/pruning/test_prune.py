@@ -11,10 +11,10 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.families import COUNT_FIELDS
+from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import WIDTH_FIELDS, prune
+from moe_lab.pruning.prune import prune
 from moe_lab.pruning.ragged import RaggedExperts
 
 HELD = [

@@ -9,24 +9,18 @@ from moe_lab.pruning.plan import Plan
 
 FENCE = "---\n"
 LOADING = {
-    "stock": (
-        "It has the layout of the original and loads like it:\n\n"
-        "```python\nAutoModelForCausalLM.from_pretrained(folder)\n```\n"
-    ),
+    "stock": "It has the layout of the original and loads like it:",
     "ported": (
         "It has the layout of the original. transformers has no code for this family and cannot import the original's; "
-        "the code beside the weights is used instead, and moe_lab needs none:\n\n"
-        "```python\nAutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n```\n"
+        "the code beside the weights is used instead, and moe_lab needs none:"
     ),
     "per_layer": (
         "Its layers differ in shape, as `per_layer_config` in config.json says. The code beside the weights builds "
-        "them; stock transformers raises an error without it:\n\n"
-        "```python\nAutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n```\n"
+        "them; stock transformers raises an error without it:"
     ),
     "ragged": (
         "Its experts differ in width inside a layer and are packed; `expert_widths` in config.json lists them. It has "
-        "a model type of its own, which the code beside the weights defines:\n\n"
-        "```python\nAutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n```\n"
+        "a model type of its own, which the code beside the weights defines:"
     ),
 }
 FILLED = {
@@ -57,12 +51,14 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     matter (licence and so on) stays.
     """
     front, body = _split(original or "")
+    trust = "" if cost.kind == "stock" else ", trust_remote_code=True"
+    loading = f"```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```"
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
         f"{_kept(plan)}; all other weights are those of the original model, byte for byte. Nothing was trained "
         "afterwards.\n\n",
-        f"{LOADING[cost.kind]}\n{_cost(cost)}\n\n",
+        f"{LOADING[cost.kind]}\n\n{loading}\n\n{_cost(cost)}\n\n",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n# Card of the original model\n\n{body.lstrip()}" if body.strip() else "",

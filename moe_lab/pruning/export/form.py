@@ -9,7 +9,7 @@ padded_stock  all layers as wide as the widest expert of all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_lab.errors import UserError, unknown
 from moe_lab.pruning.plan import Mask, Plan
@@ -84,17 +84,21 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """
     if shape not in SHAPES:
         raise unknown("export", shape, SHAPES)
-    makers = {"natural": _natural, "masked": _masked, "padded": _padded, "padded_stock": _padded}
     width = next((mask.shape[1] for mask in plan.channels.values()), None)
-    form = Form({layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}, width)
-    if shape != "padded_stock":
-        return form
-    if form.count is None:
-        raise UserError(
-            "export=padded_stock: the plan keeps different numbers of experts in different layers, but a stock "
-            "checkpoint has one number for all: use export=natural, export=padded or allocation=uniform"
-        )
-    return _as_wide_as_the_widest(form, plan)
+    makers = {"natural": _natural, "masked": _masked, "padded": _padded, "padded_stock": _padded}
+    layers = {layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}
+    form = Form(layers, width)
+    if shape == "padded_stock":
+        if form.count is None:
+            raise UserError(
+                "export=padded_stock: the plan keeps different numbers of experts in different layers, but a stock "
+                "checkpoint has one number for all: use export=natural, export=padded or allocation=uniform"
+            )
+        if plan.channels:
+            widest = max(max(layer.widths) for layer in layers.values())
+            for index, layer in layers.items():
+                layers[index] = replace(layer, widths=(widest,) * len(layer.experts))
+    return form
 
 
 def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
@@ -121,14 +125,3 @@ def _padded(plan: Plan, layer: int, element_size: int) -> LayerForm:
     step = max(1, KERNEL_BYTES // element_size)
     width = min(mask.shape[1], max(step, -(-max(plan.widths(layer)) // step) * step))
     return LayerForm(kept, frozenset(), mask, (width,) * len(kept))
-
-
-def _as_wide_as_the_widest(form: Form, plan: Plan) -> Form:
-    if not plan.channels:
-        return form
-    widest = max(max(layer.widths) for layer in form.layers.values())
-    layers = {}
-    for index, layer in form.layers.items():
-        widths = (widest,) * len(layer.experts)
-        layers[index] = LayerForm(layer.experts, layer.dropped, layer.channels, widths)
-    return Form(layers, form.width)

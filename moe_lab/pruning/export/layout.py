@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from moe_lab.config import ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, unknown, user_errors
@@ -19,9 +18,9 @@ from moe_lab.models.families import (
     DISK_SHARED,
     EXTRA_PREDICTION_BLOCKS,
 )
-from moe_lab.paths import resolve
+from moe_lab.paths import local
 from moe_lab.pruning.export.form import SHAPES, Form, LayerForm
-from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, fused_piece, narrow_piece
+from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, cut_piece
 from moe_lab.pruning.plan import Plan
 
 BLOCK = r"(?P<block>(?P<root>(?:\w+\.)*?layers\.(?P<layer>\d+)\.)(?:\w+\.)*?)"
@@ -108,7 +107,7 @@ def wrong(shape: str | None, model: ModelConfig, recovery: RecoveryConfig, granu
 def check_masked(model: ModelConfig) -> None:
     """Raise UserError unless routers have a vector that can bar a dropped expert, as far as names tell; of a model on
     this machine."""
-    folder = Path(resolve(model.path)).expanduser()
+    folder = local(model.path)
     if (folder / "config.json").is_file() and not can_bar(open_checkpoint(folder).tensors):
         raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 
@@ -161,7 +160,7 @@ def _piece(
     count = plan.n_experts[block.layer]
     if _note_experts(name, block, seen):
         match = EXPERT.fullmatch(name)
-        return _expert(match, entry, layer) if match else _fused(name, rest, entry, layer, count)
+        return _expert(match, entry, layer) if match else _fused(name, block.prefix, entry, layer, count)
     if rest in DISK_ROUTER_WEIGHTS:
         seen[block.layer, "router"] += 1
         return _rows(name, entry, 0, layer.experts, count)
@@ -181,13 +180,13 @@ def _expert(match: re.Match[str], entry: Entry, layer: LayerForm) -> Piece | Non
     name = f"{match['block']}experts.{layer.experts.index(expert)}.{rest}"
     if expert in layer.dropped:
         return Piece(name, entry.dtype, entry.shape, (Constant(b"\0", entry.size),))
-    return whole(name, entry) if layer.channels is None else narrow_piece(name, rest, entry, layer, expert)
+    return whole(name, entry) if layer.channels is None else cut_piece(name, match[0], match["block"], entry, layer)
 
 
-def _fused(name: str, rest: str, entry: Entry, layer: LayerForm, count: int) -> Piece:
+def _fused(name: str, prefix: str, entry: Entry, layer: LayerForm, count: int) -> Piece:
     """A tensor that holds all experts of a layer."""
     if layer.channels is not None:
-        return fused_piece(name, rest, entry, layer)
+        return cut_piece(name, name, prefix, entry, layer)
     piece = _rows(name, entry, 0, layer.experts, count)
     if not layer.dropped:
         return piece

@@ -53,8 +53,8 @@ class Constant:
         """Bytes that only fill the shape."""
         return 0 if any(self.pattern) else self.size
 
-    def read(self) -> bytes:
-        """The bytes."""
+    def read(self, folder: Path) -> bytes:
+        """The bytes; no file is read."""
         return self.pattern * (self.size // len(self.pattern))
 
 
@@ -103,8 +103,8 @@ class Cut:
     def _bytes_of_channel(self) -> int:
         return self._other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
 
-    def read(self, folder: Path) -> NDArray[Any]:
-        """The result, with channels as rows or as columns, C-contiguous.
+    def read(self, folder: Path) -> memoryview:
+        """The bytes of the result, row-major, with channels as rows or as columns.
 
         The matrix passes through memory in blocks of rows: a matrix of Mixtral has 117 MB.
         """
@@ -129,7 +129,7 @@ class Cut:
                 else:
                     first, last = numpy.searchsorted(channels, (start, end))
                     result[places[first:last]] = block[channels[first:last] - start]
-        return result
+        return result.data
 
 
 Part: TypeAlias = Span | Constant | Cut
@@ -167,18 +167,8 @@ class Channels:
     def add(self, name: str, entry: Entry) -> None:
         """Take note of one tensor that holds weights of one expert, or of all."""
         self.shard = entry.shard
-        assert self.layer.channels is not None
-        n_experts, width = self.layer.channels.shape
-        rest = name.removeprefix(self.prefix)
-        if rest in FUSED_ROLES:
-            for expert in range(n_experts):
-                self.matrices.update(
-                    {(expert, role): matrix for role, matrix in _of_fused(name, rest, entry, expert, n_experts, width)}
-                )
-            return
-        expert_text, _, rest = rest.removeprefix("experts.").partition(".")
-        expert = int(expert_text) if expert_text.isdigit() else -1
-        self.matrices[expert, _role(name, rest)] = _of_one(name, rest, entry, width)
+        for expert, role, matrix in _matrices(name, name.removeprefix(self.prefix), entry, self.layer):
+            self.matrices[expert, role] = matrix
 
     def packed(self) -> Iterator[Piece]:
         """gate_up_packed (sum of 2 I_e, H) and down_packed (sum of I_e, H)."""
@@ -189,11 +179,9 @@ class Channels:
         yield self._piece("down_packed", down, total, down[0].matrix.rows)
 
     def _cut(self, expert: int, role: str) -> Cut:
-        assert self.layer.channels is not None
         if (expert, role) not in self.matrices:
             raise UserError(f"{self.prefix}experts: expert {expert} has no {role} projection, so it cannot be cut")
-        kept, down = self.layer.channels[expert], role == "down"
-        return Cut(self.matrices[expert, role], kept, int(kept.sum()), down, transposed=down)
+        return _cut(self.matrices[expert, role], self.layer, expert, role, transposed=role == "down")
 
     def _piece(self, name: str, cuts: list[Cut], rows: int, columns: int) -> Piece:
         types = {cut.matrix.dtype for cut in cuts}
@@ -202,78 +190,59 @@ class Channels:
         return Piece(f"{self.prefix}experts.{name}", types.pop(), (rows, columns), tuple(cuts))
 
 
-def narrow_piece(name: str, rest: str, entry: Entry, layer: LayerForm, expert: int) -> Piece:
-    """One tensor `rest` of one expert, with the channels and the width that `layer` gives it."""
-    assert layer.channels is not None
-    matrix = _of_one(name, rest, entry, layer.channels.shape[1])
-    cut = _cut(matrix, layer, expert, down=ROLES[rest] == "down")
-    shape = (matrix.rows, cut.width) if cut.down else (cut.width, matrix.columns)
-    return Piece(name, entry.dtype, shape, (cut,))
-
-
-def fused_piece(name: str, rest: str, entry: Entry, layer: LayerForm) -> Piece:
-    """A tensor `rest` that holds all experts, with the experts, channels and width that `layer` gives it."""
-    assert layer.channels is not None
-    n_experts, width = layer.channels.shape
+def cut_piece(name: str, original: str, prefix: str, entry: Entry, layer: LayerForm) -> Piece:
+    """The tensor `original` of one expert, or of all, with the channels and the width that `layer` gives it."""
     cuts = []
-    for expert in layer.experts:
-        for role, matrix in _of_fused(name, rest, entry, expert, n_experts, width):
-            cuts.append(_cut(matrix, layer, expert, down=role == "down"))
-    new = cuts[0].width
-    down = cuts[0].down
-    shape = (len(layer.experts), entry.shape[1], new) if down else (len(layer.experts), 2 * new, entry.shape[2])
-    return Piece(name, entry.dtype, shape, tuple(cuts))
+    for expert, role, matrix in _matrices(original, original.removeprefix(prefix), entry, layer):
+        if expert in layer.experts:
+            cuts.append(_cut(matrix, layer, expert, role))
+    shape = list(entry.shape)
+    experts = len(layer.experts) if len(shape) == 3 else 1
+    shape[-1 if cuts[0].down else -2] = cuts[0].width * len(cuts) // experts
+    if len(shape) == 3:
+        shape[0] = experts
+    return Piece(name, entry.dtype, tuple(shape), tuple(cuts))
 
 
-def _cut(matrix: Matrix, layer: LayerForm, expert: int, *, down: bool) -> Cut:
+def _cut(matrix: Matrix, layer: LayerForm, expert: int, role: str, *, transposed: bool = False) -> Cut:
     assert layer.channels is not None
     width = layer.widths[layer.experts.index(expert)]
-    return Cut(matrix, layer.channels[expert], width, down, layer.in_place)
+    return Cut(matrix, layer.channels[expert], width, role == "down", layer.in_place, transposed)
 
 
-def _role(name: str, rest: str) -> str:
-    if rest not in ROLES:
+def _matrices(name: str, rest: str, entry: Entry, layer: LayerForm) -> Iterator[tuple[int, str, Matrix]]:
+    """(expert, gate, up or down, matrix) of each matrix in a tensor of one expert, or of all.
+
+    `rest` is its name within the MoE block. UserError for tensors whose channels cannot be told apart.
+    """
+    assert layer.channels is not None
+    n_experts, width = layer.channels.shape
+    number, _, part = rest.removeprefix("experts.").partition(".")
+    role = FUSED_ROLES.get(rest) or (ROLES.get(part) if number.isdigit() else None)
+    if role is None:
         raise UserError(
             f"{name}: channels of such experts cannot be removed, expected only gate, up and down projections without "
             "biases or scales: use a criterion of whole experts"
         )
-    return ROLES[rest]
-
-
-def _of_one(name: str, rest: str, entry: Entry, width: int) -> Matrix:
-    """The matrix of one expert's own tensor."""
-    down = _role(name, rest) == "down"
-    _check_type(name, entry)
-    if len(entry.shape) != 2 or entry.shape[1 if down else 0] != width:
-        raise UserError(f"plan is for another model: it is about {width} channels, {name} has shape {entry.shape}")
-    return Matrix(entry.shard, entry.start, *entry.shape, entry.dtype)
-
-
-def _of_fused(
-    name: str, rest: str, entry: Entry, expert: int, n_experts: int, width: int
-) -> Iterator[tuple[str, Matrix]]:
-    """The matrices of one expert in a tensor that holds all of them."""
-    if rest not in FUSED_ROLES:
-        _role(name, rest)
-    _check_type(name, entry)
-    down = FUSED_ROLES[rest] == "down"
-    if len(entry.shape) != 3 or entry.shape[0] != n_experts or entry.shape[2 if down else 1] != width * (2 - down):
-        raise UserError(
-            f"{name} has shape {entry.shape}: channels can be removed from ({n_experts}, 2 x {width}, hidden) and "
-            f"({n_experts}, hidden, {width}) only: use a criterion of whole experts"
-        )
-    step = entry.size // n_experts
-    start = entry.start + expert * step
-    if down:
-        yield "down", Matrix(entry.shard, start, entry.shape[1], width, entry.dtype)
-    else:
-        yield "gate", Matrix(entry.shard, start, width, entry.shape[2], entry.dtype)
-        yield "up", Matrix(entry.shard, start + step // 2, width, entry.shape[2], entry.dtype)
-
-
-def _check_type(name: str, entry: Entry) -> None:
     if entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name} is of type {entry.dtype}: channels can be removed from {', '.join(sorted(UNSIGNED))} only, load "
             "a checkpoint that is not quantised"
         )
+    if rest not in FUSED_ROLES:
+        if len(entry.shape) != 2 or entry.shape[role == "down"] != width:
+            raise UserError(f"plan is for another model: it is about {width} channels, {name} has shape {entry.shape}")
+        yield int(number), role, Matrix(entry.shard, entry.start, *entry.shape, entry.dtype)
+        return
+    down = role == "down"
+    if len(entry.shape) != 3 or entry.shape[0] != n_experts or entry.shape[2 if down else 1] != width * (2 - down):
+        raise UserError(
+            f"{name} has shape {entry.shape}: channels can be removed from ({n_experts}, 2 x {width}, hidden) and "
+            f"({n_experts}, hidden, {width}) only: use a criterion of whole experts"
+        )
+    roles = ("down",) if down else ("gate", "up")
+    rows, columns = entry.shape[1] // len(roles), entry.shape[2]
+    size = entry.size // n_experts // len(roles)
+    for place in range(n_experts * len(roles)):
+        matrix = Matrix(entry.shard, entry.start + place * size, rows, columns, entry.dtype)
+        yield place // len(roles), roles[place % len(roles)], matrix

@@ -52,7 +52,7 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
             compared, state = _layer((masked, pruned), plan, number, ids, valid, state)
             exact = device == "cpu" and _is_exact(pruned, plan, number)
             where = f"decoder layer {number} of {exported}"
-            largest = max(largest, *(_held(where, one, 0.0 if exact else TOLERANCE[dtype]) for one in compared))
+            largest = max(largest, *(_held(where, pair, 0.0 if exact else TOLERANCE[dtype]) for pair in compared))
         assert state is not None
         _align(masked.model, pruned.model)
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))

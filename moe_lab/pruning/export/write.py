@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint
-from moe_lab.pruning.export.tensors import Constant, Part, Piece, Span
+from moe_lab.pruning.export.tensors import Part, Piece, Span
 
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights begin in the middle of a cache line."""
@@ -35,7 +35,11 @@ def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]
             with unfinished.open("wb") as target:
                 target.write(_header(tensors, checkpoint.metadata[shard]))
                 for part in _merged(tensors):
-                    _write(part, checkpoint.folder, target)
+                    if isinstance(part, Span):
+                        with (checkpoint.folder / part.shard).open("rb") as source:
+                            _copy(source, target, part.start, part.size)
+                    else:
+                        target.write(part.read(checkpoint.folder))
                 target.flush()
                 os.fsync(target.fileno())  # a name is given to nothing that a crash could take back
             unfinished.rename(folder / shard)
@@ -67,17 +71,6 @@ def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
             yield part
     if last:
         yield last
-
-
-def _write(part: Part, folder: Path, target: BinaryIO) -> None:
-    """Append one part to `target`."""
-    if isinstance(part, Span):
-        with (folder / part.shard).open("rb") as source:
-            _copy(source, target, part.start, part.size)
-    elif isinstance(part, Constant):
-        target.write(part.read())
-    else:
-        target.write(part.read(folder).data)
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
