@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -39,8 +38,8 @@ class Verdict:
 
     score: float | None
     """1 to 10; None without a usable reply."""
-    said: str
-    """The reply, or why there is none."""
+    reply: str
+    """The judge's reply, or why there is none."""
     cached: bool = False
     """Whether the reply is from the cache."""
 
@@ -87,7 +86,7 @@ class Judge:
                     if len(unscored) > tolerated:
                         raise Unavailable(
                             f"judge {self.settings.model} at {self.settings.url} gave no score to {len(unscored)} of "
-                            f"{len(prompts)} answers, and at most {tolerated} may go without: {unscored[0].said}"
+                            f"{len(prompts)} answers, and at most {tolerated} may go without: {unscored[0].reply}"
                         )
             finally:
                 self._stop.set()
@@ -163,7 +162,8 @@ class Judge:
             403: f": is the key in {self.settings.key_variable} right?",
             404: ": is judge.url right, and judge.model a model of this endpoint?",
         }.get(error.status_code, "")
-        reply = " ".join(str(_message(error.body) or error.response.text).split())[:200]
+        message = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
+        reply = " ".join(str(message or error.response.text).split())[:200]
         return Unavailable(
             f"judge {self.settings.model} at {self.settings.url} refused a request with HTTP {error.status_code}"
             f"{f' ({reply})' if reply else ''}{hint}"
@@ -199,9 +199,3 @@ def _text(body: bytes) -> str:
     if choice.get("finish_reason") == "length" and '"score"' not in content:
         raise Unparsable("cut off at judge.max_tokens before a score")
     return content
-
-
-def _message(body: Any) -> Any:
-    """The message of an error response, if it is in the usual place; else the response."""
-    inner = body.get("error", body) if isinstance(body, dict) else body
-    return inner.get("message", inner) if isinstance(inner, dict) else inner

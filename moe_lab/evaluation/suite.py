@@ -61,7 +61,7 @@ def is_closed_world(benchmark: BenchmarkConfig) -> bool:
     return benchmark.task.startswith(PREFIX)
 
 
-def asked(benchmark: BenchmarkConfig) -> dict[str, Any]:
+def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Everything about a benchmark that can change what a model answers; not its name, batch size or folder."""
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
@@ -83,7 +83,7 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Everything about a benchmark that can change its results. A judge's address does not."""
     harness = HARNESSES[benchmark.harness]
     return {
-        **asked(benchmark),
+        **question_identity(benchmark),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
         "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),

@@ -313,7 +313,7 @@ def test_one_text_of_all_documents(tmp_path: Path) -> None:
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
     """Its steps are not those of the time when JSON was read as it stands; those of plain texts still are."""
     plain, records = (written(tmp_path / name, lines({"text": "one"})) for name in ("a.txt", "a.jsonl"))
-    asked = [suite.asked(BenchmarkConfig("p", "perplexity", str(file))) for file in (plain, records)]
+    asked = [suite.question_identity(BenchmarkConfig("p", "perplexity", str(file))) for file in (plain, records)]
     assert [set(one) - set(asked[0]) for one in asked] == [set(), {"documents"}]
     assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records)))[1] == "one"
     pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})

@@ -106,7 +106,7 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
     with endpoint(scripted(p=[message("no"), message("no"), message("no"), scored(2)])) as at:
         asking = Judge(settings(at), tmp_path)
         verdict = asking.verdicts(["p"], 1)[0]
-        assert verdict.score is None and '3 replies in a row without a usable score (no "score")' in verdict.said
+        assert verdict.score is None and '3 replies in a row without a usable score (no "score")' in verdict.reply
         assert not list(tmp_path.rglob("*.json"))
         assert asking.verdicts(["p"], 0)[0].score == 2
         (file,) = tmp_path.rglob("*.json")

@@ -220,7 +220,7 @@ def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
         assert suite.identity(replace(benchmark, judge=replace(benchmark.judge, **change))) != own
     (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
     other = replace(benchmark, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})
-    assert suite.identity(other) != own and suite.asked(other) == suite.asked(benchmark)
+    assert suite.identity(other) != own and suite.question_identity(other) == suite.question_identity(benchmark)
 
 
 def test_preflight_wants_leave_to_ask_a_judge(published: BenchmarkConfig, at: Endpoint) -> None:

@@ -112,7 +112,7 @@ def run(request: Request) -> Reply:
     _check(request, task, stand_in, reports[request.task])
     versions = {name: version(name) for name in _VERSIONS}
     if request.texts is None:
-        questions = [{"item": name, "messages": stand_in.asked[name]} for name in task.names.values()]
+        questions = [{"item": name, "messages": stand_in.questions[name]} for name in task.names.values()]
         return Reply(questions=questions, versions=versions)
     samples = list(_samples(request, task.names, stand_in.read))
     metrics = reports[request.task].metrics  # none where nothing could be scored
@@ -122,7 +122,7 @@ def run(request: Request) -> Reply:
 def _check(request: Request, task: _Task, stand_in: Any, report: Any) -> None:
     names = set(task.names.values())
     assert len(names) == len(task.names), "two items have one name"
-    assert set(stand_in.asked) == names, "EvalScope asked other questions than it has"
+    assert set(stand_in.questions) == names, "EvalScope asked other questions than it has"
     assert stand_in.calls == len(names), f"{stand_in.calls} questions were asked for {len(names)} items"
     for arrived in stand_in.settings:
         lost = {name: value for name, value in request.settings.items() if arrived.get(name) != value}
@@ -191,17 +191,17 @@ def _stand_in() -> Callable[[dict[str, str] | None], Any]:
             super().__init__(model_name=_MODEL)
             self.texts = texts
             self.now = threading.local()
-            self.asked: dict[str, list[dict[str, str]]] = {}
+            self.questions: dict[str, list[dict[str, str]]] = {}
             self.read: dict[str, str] = {}  # texts as EvalScope reads them, without <think> ... </think>
             self.settings: list[dict[str, Any]] = []
             self.calls = 0
-            self.noting = threading.Lock()
+            self.lock = threading.Lock()
 
         def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
             item = self.now.item
-            with self.noting:
+            with self.lock:
                 self.calls += 1
-                self.asked[item] = _messages(input)
+                self.questions[item] = _messages(input)
                 self.settings.append(config.model_dump(exclude_none=True))
             output = ModelOutput.from_content(_MODEL, "" if self.texts is None else self.texts[item])
             self.read[item] = output.completion

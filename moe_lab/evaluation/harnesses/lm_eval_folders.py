@@ -27,7 +27,7 @@ def folder(benchmark: BenchmarkConfig) -> Path:
     place = tasks / name
     if not place.is_dir() or place == tasks:
         parent = place.parent if place.parent.is_dir() and place != tasks else tasks
-        folders = [str(each.relative_to(tasks)) for each in parent.iterdir() if each.is_dir()]
+        folders = [str(folder.relative_to(tasks)) for folder in parent.iterdir() if folder.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folders)
     defined = {match for file in place.rglob("*.yaml") for match in _NAME.findall(file.read_text(encoding="utf-8"))}
     if benchmark.task not in defined:

@@ -68,7 +68,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         for answer in answers:
             verdict = verdicts[answer.item]
             if verdict.score is not None:
-                samples.append(answer.sample(name, rubric.rescaled(verdict.score), verdict.said))
+                samples.append(answer.sample(name, rubric.rescaled(verdict.score), verdict.reply))
     protocol = {
         **rubric.identity(benchmark),
         "coverage": _coverage(verdicts, items),
@@ -94,6 +94,6 @@ def _coverage(verdicts: Mapping[str, Verdict], judged: Sequence[str]) -> dict[st
         "empty": len(verdicts) - len(judged),
         "scored": len(scores),
         "cached": sum(verdict.cached for verdict in verdicts.values()),
-        "unscored": {item: verdict.said for item, verdict in verdicts.items() if verdict.score is None},
+        "unscored": {item: verdict.reply for item, verdict in verdicts.items() if verdict.score is None},
         "mean": math.fsum(scores) / len(scores),
     }

@@ -96,7 +96,7 @@ def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     backend = builder.config.backend
 
     def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
-        parts = {"benchmark": Part(_asked(pruned, benchmark, suite.asked(benchmark)))}
+        parts = {"benchmark": Part(_asked(pruned, benchmark, suite.question_identity(benchmark)))}
         if backend.name == "server":
             parts["backend"] = Part({"name": backend.name, "command": identified(backend.command)})
         elif backend.continuous:  # which may decide a near tie otherwise
