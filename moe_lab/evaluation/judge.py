@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -22,6 +21,7 @@ import openai
 from moe_lab.config import JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
+from moe_lab.json_files import read_json, write_json
 from moe_lab.secret_settings import revealed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
@@ -95,8 +95,8 @@ class Judge:
 
     def _verdict(self, prompt: str) -> Verdict:
         file = self._file(prompt)
-        with suppress(OSError, ValueError, KeyError, TypeError):  # not in the cache, or damaged: request it
-            reply = json.loads(file.read_text(encoding="utf-8"))["reply"]
+        with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
+            reply = read_json(file, {"reply": str})["reply"]
             return Verdict(score(reply), reply, cached=True)
         reason = "canceled"
         for _ in range(0 if self._stop.is_set() else self.settings.unparsable_attempts):
@@ -108,7 +108,8 @@ class Judge:
             except _NoReply as error:
                 return Verdict(None, str(error))
             else:
-                self._keep(file, reply)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_json(file, {"judge": judge_identity(self.settings), "reply": reply})
                 return verdict
         return Verdict(None, reason)
 
@@ -116,12 +117,6 @@ class Judge:
         document = json.dumps([judge_identity(self.settings), prompt], sort_keys=True)
         key = hashlib.sha256(document.encode()).hexdigest()
         return self.cache / key[:2] / f"{key}.json"
-
-    def _keep(self, file: Path, reply: str) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as beside:
-            json.dump({"judge": judge_identity(self.settings), "reply": reply}, beside)
-        os.replace(beside.name, file)
 
     def _reply(self, prompt: str) -> str:
         """The judge's reply. Raises _NoReply when the endpoint is busy, broken or unreachable for too long."""

@@ -213,7 +213,7 @@ def _request(**changes: Any) -> evalscope_worker.Request:
         ({}, None),
         ({"settings": [{"max_tokens": 64}]}, "settings that did not arrive: {'temperature': 0.0}"),
         ({"settings": [{"max_tokens": 32, "temperature": 0.0}]}, "settings that did not arrive: {'max_tokens': 64}"),
-        ({"asked": {"a": []}}, "EvalScope asked other questions"),
+        ({"questions": {"a": []}}, "EvalScope asked other questions"),
         ({"calls": 3}, "3 questions were asked for 2 items"),
         ({"done": (2, 1, 1, True)}, "errored"),
         ({"done": (3, 3, 0, False)}, "requested"),
@@ -221,9 +221,9 @@ def _request(**changes: Any) -> evalscope_worker.Request:
 )
 def test_a_run_of_evalscope_that_did_something_else_is_an_error(changes: dict[str, Any], sentence: str | None) -> None:
     arrived = {"max_tokens": 64, "temperature": 0.0, "retries": 5}
-    plain: dict[str, Any] = {"settings": [arrived], "asked": {"a": [], "b": []}, "calls": 2}
+    plain: dict[str, Any] = {"settings": [arrived], "questions": {"a": [], "b": []}, "calls": 2}
     have = {**plain, "done": (2, 2, 0, False), **changes}
-    stand_in = SimpleNamespace(settings=have["settings"], asked=have["asked"], calls=have["calls"])
+    stand_in = SimpleNamespace(settings=have["settings"], questions=have["questions"], calls=have["calls"])
     names = ("requested", "succeeded", "errored", "incomplete")
     report = SimpleNamespace(execution_summary=SimpleNamespace(**dict(zip(names, have["done"], strict=True))))
     task = SimpleNamespace(names={("s", 0): "a", ("s", 1): "b"})

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,9 +217,11 @@ def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Polic
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as folder:
         place = Path(folder)
+        # Links, because EvalScope may delete files in a folder that it reads.
+        data = shutil.copytree(mirror.folder(benchmark), place / "data", copy_function=os.symlink)
         request = Request(
             task=benchmark.task,
-            folder=str(_view(benchmark, place / "data")),
+            folder=str(data),
             work=str(place / "work"),
             dataset_args=dataset_args,
             settings={"max_tokens": benchmark.max_new_tokens, "temperature": 0.0},
@@ -234,22 +237,6 @@ def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Polic
     if reply.error:
         raise UserError(f"benchmark {benchmark.name}: {reply.error}")
     return reply
-
-
-def _view(benchmark: BenchmarkConfig, place: Path) -> Path:
-    """A folder of links to the mirror's data: EvalScope may delete files in a folder that it reads."""
-    configs = []
-    for subset, splits in mirror.subsets(benchmark).items():
-        files = []
-        for split, sources in splits.items():
-            for number, source in enumerate(sources):
-                link = place / subset / f"{split}-{number}{''.join(source.suffixes[-2:])}"
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(source)
-            files.append({"split": split, "path": f"{subset}/{split}-*"})
-        configs.append({"config_name": subset, "data_files": files})
-    (place / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n", encoding="utf-8")
-    return place
 
 
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:

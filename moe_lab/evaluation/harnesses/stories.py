@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, GenSpec
 from moe_lab.evaluation.harness import Graded, graded_by_mean
 from moe_lab.evaluation.local_model import LocalModel
@@ -20,7 +21,7 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
     """Score of a story: the share of the rules in its checklist that it keeps. The data file has lines {"id", "prompt",
     "checklist"} and possibly "reference", a story that follows the prompt and whose loss is measured."""
     file = data_files(benchmark)[-1]
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = mirror.read_rows(file)
     check_count(benchmark, len(rows))
     rows = rows[: benchmark.limit]
     for row in rows:
