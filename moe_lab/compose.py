@@ -52,14 +52,9 @@ def register(words: Sequence[str] = ()) -> None:
     offer([module for item in named if isinstance(item.value(), list) for module in cast(list[str], item.value())])
 
 
-_OFFERED: set[str] = set()
-"""Plugins whose criteria and allocations Hydra knows."""
-
-
 def offer(modules: Sequence[str]) -> None:
     """Load plugins, and make what is registered by now a choice of its group where no file of the name is."""
     plugins.load(modules)
-    _OFFERED.update(modules)
     for group, names in (("criterion", CRITERIA), ("allocation", ALLOCATIONS)):
         for name in names:
             if not (conf() / group / f"{name}.yaml").exists():
@@ -160,12 +155,12 @@ def group_files(
     """
     parsed = OverridesParser.create().parse_overrides(list(words))
     values = [(item.key_or_group, item.value()) for item in parsed if "." in item.key_or_group]
-    chosen = {group: name for group, name in (choices or {}).items() if group in several}
-    beyond = [
-        (f"{group}.{key}", value)
-        for group, name in chosen.items()
-        for key, value in _differing(_usual(config[group], groups.load(group, name)), _plain(config[group]))
-    ]
+    beyond = []
+    for group, name in (choices or {}).items():
+        if group in several:
+            schema = OmegaConf.structured(OmegaConf.get_type(config[group]))
+            usual = cast(DictConfig, OmegaConf.merge(schema, groups.load(group, name)))
+            beyond += [(f"{group}.{key}", value) for key, value in _differing(_plain(usual), _plain(config[group]))]
     return grid.Files(groups.names, groups.load, (*beyond, *values), _plain(config), frozenset(several))
 
 
@@ -176,15 +171,8 @@ def _plain(config: DictConfig) -> dict[Any, Any]:
     return {key: value for key, value in content.items() if key != "hydra"}
 
 
-def _usual(own: DictConfig, file: DictConfig) -> dict[Any, Any]:
-    """What a group would hold if there were nothing but the file chosen for it."""
-    merged = OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(own)), file)
-    assert isinstance(merged, DictConfig)
-    return _plain(merged)
-
-
 def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Values of `own` that `usual` has not, by dotted key."""
+    """(dotted key, value) of each value in `own` that is another one in `usual`, or missing there."""
     for key, value in own.items():
         if isinstance(value, dict) and isinstance(usual.get(key), dict):
             yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _differing(usual[key], value))
@@ -237,18 +225,23 @@ def _at(document: Any, key: str) -> Any:
 
 
 def from_environment(config: DictConfig) -> dict[str, Any]:
-    """Dotted key -> what is written there, of every setting that is taken from the environment at once."""
+    """Dotted key -> the interpolation written there, of every setting that is taken from the environment now. Those of
+    `secret_settings.LATE` are taken when they are used."""
     late = tuple(f"{key}." for key in secret_settings.LATE)
+    return {
+        key: value
+        for key, value in _leaves(_plain(config))
+        if errors.ENVIRONMENT.search(str(value)) and not f"{key}.".startswith(late)
+    }
 
-    def found(document: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in document.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, dict):
-                yield from found(value, f"{key}.")
-            elif errors.ENVIRONMENT.search(str(value)) and not f"{key}.".startswith(late):
-                yield key, value
 
-    return dict(found(_plain(config), ""))
+def _leaves(document: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a document that is no mapping itself."""
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def ask(configs: Sequence[DictConfig]) -> int:
@@ -271,7 +264,7 @@ def requests(
 ) -> tuple[Config, list[grid.Request]]:
     """What one composed configuration asks for: its settings, and its cells with their benchmarks."""
     settings = grid.chosen(typed(config), _axes(words))
-    if not _OFFERED.issuperset(settings.plugins):  # those that only a file names
+    if settings.plugins:  # those that only a file names
         offer(settings.plugins)
     groups.prepare(_named(settings, groups))
     files = group_files(groups, config, grid.several(settings), words, choices)
@@ -308,8 +301,8 @@ _OPEN = (
 
 
 def addable(argument: str) -> str:
-    """The argument as Hydra takes it: parameters and protocols are open to names their file does not have, so `++` adds
-    or sets."""
+    """The argument with `++` before a setting that may have names its file lacks, such as criterion.parameters.power=2:
+    Hydra then adds it, or sets it if it is there."""
     return f"++{argument}" if argument.startswith(_OPEN) else argument
 
 

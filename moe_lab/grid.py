@@ -101,7 +101,7 @@ class Files:
     surroundings: Mapping[str, Any] = field(default_factory=dict)
     """The configuration that interpolations in a file refer to, unresolved."""
     several: frozenset[str] = frozenset()
-    """Axes of which the grid lists values, so that there is no one value an interpolation could refer to."""
+    """Axes for which a grid lists values: an interpolation cannot refer to one of them."""
 
 
 def typed(
@@ -205,15 +205,15 @@ AXES = tuple(axis.name for axis in fields(GridConfig))
 
 
 def chosen(config: Config, axes: Iterable[str]) -> Config:
-    """The configuration with one value, its own, on each of `axes`, whatever its grids list there: what somebody types
-    for an axis stands above an experiment's lists."""
+    """The configuration without the lists of `axes` in its grids, so that its own value of each counts: a value on the
+    command line overrides the list of an experiment."""
     without: dict[str, Any] = {axis: [] for axis in axes}
     grids = [replace(grid, **without) for grid in (config.grid, *config.more)]
     return replace(config, grid=grids[0], more=grids[1:])
 
 
 def several(config: Config) -> frozenset[str]:
-    """The axes of which a grid of the configuration lists values; a model of each top_k is a model of its own."""
+    """The axes for which a grid lists values. A list of top_k makes several models of one."""
     listed = {axis for axis in AXES for grid in (config.grid, *config.more) if getattr(grid, axis)}
     return frozenset(listed | {"model"} if "top_k" in listed else listed)
 

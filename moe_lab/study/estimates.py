@@ -1,4 +1,4 @@
-"""What steps take: memory and disk by estimate, time as finished steps of the store took it; and whether that is there.
+"""Estimates of the memory, disk and time that steps take, and whether this machine has them.
 
 Memory follows from the model's shape, right within a factor of two. Time is what steps of the same kind took in this
 store, scaled by how much they read; a step like none of them has no estimate.

@@ -82,7 +82,7 @@ def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
 
 
 Launcher = Callable[[Schedule, Study, Run], bool]
-"""Runs the steps of a schedule; says whether they have come to their end."""
+"""Runs the steps of a schedule. True when they have ended, False when they are only submitted."""
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
 LEAST = {"processes": 1, "cells_per_job": 1, "steps_per_job": 1, "parallel": 1, "max_requeues": 0, "signal_seconds": 1}
 

@@ -43,7 +43,8 @@ def _path(store: Store, study: str) -> Path:
 
 
 def created(store: Store, study: str) -> float | None:
-    """When the record that is there was written: what tells a later run that another one has written since."""
+    """When the stored record was written. A run that finds another time at its end knows that another run has written
+    since it began."""
     written: float | None = (read(store, study) or {}).get("created")
     return written
 

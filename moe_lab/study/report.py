@@ -22,7 +22,7 @@ NAMED = 8
 
 
 def finish(study: Study, schedule: Schedule) -> int:
-    """Write the record of what `schedule` has come to, and the report. Gives the exit code.
+    """Write the record and the report when the steps of `schedule` have ended. Gives the exit code.
 
     0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake.
     """

@@ -65,7 +65,7 @@ class Schedule:
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
     def lack(self, steps: Iterable[Step]) -> None:
-        """Do without `steps`: they, and what needs them, are skipped."""
+        """Skip `steps` and everything that needs them."""
         with self.changed:
             for step in steps:
                 self.waiting.pop(step.id, None)

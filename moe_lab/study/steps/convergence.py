@@ -123,7 +123,8 @@ def ranks(scores: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
-    """For each of SHARES, the part of the best n = ceil(share x channels) by one ranking that is so by the other too.
+    """For each of SHARES: how much of the best n = ceil(share x channels) by one ranking is among the best n by the
+    other.
 
     A channel is among both from the later of its two places on, so one sorted list answers for all shares.
     """

@@ -44,8 +44,8 @@ def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 
 
 def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Mapping[str, Any]]:
-    """What identifies a benchmark's results, and what else grading needs. Without namespaces some programs are not
-    run, so their results are others."""
+    """What identifies a benchmark's results, and what else grading needs. Without namespaces some programs are not run,
+    which gives other results: the sandbox is part of the identity then."""
     from moe_lab.evaluation import suite
     from moe_lab.evaluation.sandbox.policy import LIMITED
 

@@ -1,4 +1,4 @@
-"""What a kind of step is: one object beside its work, which everything else in `moe_lab.study` asks."""
+"""A kind of step: one object next to the function that does its work; the rest of `moe_lab.study` asks this object."""
 
 from __future__ import annotations
 
