@@ -115,7 +115,7 @@ def _diff(request: argparse.Namespace) -> int:
             print(path)
     except OSError as error:
         raise _unwritable(out, error) from None
-    print("\n".join(sentence for _, sentence in changes.findings))
+    print("\n".join(sentence for _, sentence in changes.page.findings))
     return 0 if changes.complete else 1
 
 

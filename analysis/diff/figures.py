@@ -13,8 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.diff import sides
-from analysis.diff.sides import BETTER, CELL, DIFFERENCE, WORSE, LayerPlan, Layers
+from analysis.diff import plans
+from analysis.diff.plans import LayerPlan, Layers
+from analysis.diff.sides import BETTER, CELL, DIFFERENCE, WORSE
 from analysis.load.reader import records
 from analysis.render import style
 from analysis.render.style import Figure
@@ -123,7 +124,7 @@ def _changed(pairs: Sequence[Pair]) -> list[tuple[str, dict[int, float]]]:
     """Words -> layer -> share of what either side keeps that only one keeps, for pairs that keep something else."""
     layers = []
     for called, first, second in pairs:
-        frame = sides.changes(first, second)
+        frame = plans.changes(first, second)
         counted = frame["channels_both"].notna()
         experts = frame["out"].map(len) + frame["in"].map(len)
         alone = (frame["channels_out"] + frame["channels_in"]).where(counted, experts).to_numpy(float)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from analysis import names
-from analysis.diff import sides
+from analysis.diff import plans
 from analysis.diff.figures import channel_figure, exchange_figure, expert_figure, score_figure, words
 from analysis.diff.sides import BETTER, CELL, WORSE, Sides, beside, side
 from analysis.diff.tables import kept_table, named, plan_pairs, plan_table, score_table, unmatched
@@ -25,16 +25,9 @@ from moe_lab.paths import shortened
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What a comparison of two sides gives, in the order of a page."""
+    """What a comparison of two sides gives."""
 
-    title: str
-    lead: str
-    """Which sides A and B are."""
-    findings: list[tuple[str, str]]
-    """A word on what a sentence is about, and the sentence."""
-    tiles: list[tuple[int, str]]
-    """A number, and of what."""
-    chapters: list[Section]
+    page: Page
     complete: bool
     """Whether everything stands on both sides, and nothing is missing from the results."""
     folder: Path
@@ -42,13 +35,19 @@ class Changes:
 
     @property
     def outputs(self) -> list[Table | Figure]:
-        """All figures and tables."""
-        return [output for chapter in self.chapters for output in chapter.outputs]
+        """All figures and tables, in the order of the page."""
+        return [output for chapter in self.page.chapters for output in chapter.outputs]
 
-    @property
-    def tables(self) -> list[Table]:
-        """The tables among them."""
-        return [output for output in self.outputs if isinstance(output, Table)]
+
+def _page(
+    title: str,
+    lead: str,
+    findings: Sequence[tuple[str, str]],
+    tiles: Sequence[tuple[int, str]],
+    chapters: Sequence[Section],
+) -> Page:
+    footer = f"Made by moe_lab: python -m analysis diff. {lead}"
+    return Page(title, "Changes from A to B", lead, findings, tiles, chapters, footer)
 
 
 PAGE = "diff.html"
@@ -58,21 +57,7 @@ def write(changes: Changes, out: Path, figure_format: str = names.FIGURE_FORMATS
     """Write the page, its tables and its figures into `out`."""
     written = write_files(changes.outputs, out, figure_format)
     page = out / PAGE
-    page.write_text(
-        html(
-            Page(
-                title=changes.title,
-                kicker="Changes from A to B",
-                lead=changes.lead,
-                findings=changes.findings,
-                tiles=changes.tiles,
-                chapters=changes.chapters,
-                footer=f"Made by moe_lab: python -m analysis diff. {changes.lead}",
-                figure_format=figure_format,
-            )
-        ),
-        encoding="utf-8",
-    )
+    page.write_text(html(replace(changes.page, figure_format=figure_format)), encoding="utf-8")
     return [*written, page]
 
 
@@ -91,24 +76,23 @@ def diff(words: Sequence[str], store: Path) -> Changes:
 
 def _is_plan(word: str) -> bool:
     path = Path(word)
-    return path.suffix == ".json" or (path / sides.FILE).is_file()
+    return path.suffix == ".json" or (path / plans.FILE).is_file()
 
 
 def _of_plans(first: Path, second: Path) -> Changes:
-    one, other = sides.read(first), sides.read(second)
+    one, other = plans.read(first), plans.read(second)
     table = plan_table(one, other)
     pairs = [("", one, other)]
     figures = [expert_figure(pairs, name="diff.experts"), channel_figure(pairs, name="diff.channels")]
     counts = [(int(table.frame[f"Only in {side}"].sum()), f"experts only in {side}") for side in "AB"]
-    return Changes(
+    page = _page(
         title="Two plans",
         lead=f"A: {first}. B: {second}.",
         findings=[("Kept", sentence) for sentence in _plan_sentences(table)],
         tiles=[*counts, (int(table.frame["In both"].sum()), "experts in both")],
         chapters=[Section("kept", "Kept", "Experts and channels in and out", outputs=_with_rows([*figures, table]))],
-        complete=True,
-        folder=Path("diff"),
     )
+    return Changes(page, complete=True, folder=Path("diff"))
 
 
 def _plan_sentences(table: Table) -> list[str]:
@@ -122,60 +106,41 @@ def _plan_sentences(table: Table) -> list[str]:
 
 
 def _of_studies(sides: Sides) -> Changes:
-    averages, benchmarks = (
-        score_table(sides, benchmarks=each, name=f"diff.{name}")
-        for each, name in ((False, "averages"), (True, "benchmarks"))
-    )
+    averages = score_table(sides, benchmarks=False, name="diff.averages")
+    benchmarks = score_table(sides, benchmarks=True, name="diff.benchmarks")
     kept, settings = kept_table(sides), setting_table(sides)
     gaps = list(dict.fromkeys(f"{gap.where}: {gap.what}" for gap in (*sides.first.gaps, *sides.second.gaps)))
-    return Changes(
+    page = _page(
         title=f"{sides.first.name} → {sides.second.name}".replace("_", " "),
         lead=f"{named(sides)}.",
         findings=[*_findings(sides, averages, kept), *(("Missing", gap) for gap in gaps)],
         tiles=_tiles(sides, averages, kept, settings),
         chapters=_chapters(sides, averages, benchmarks, kept, settings),
-        complete=not gaps and not any(sides.alone),
-        folder=sides.first.store / "reports" / shortened(f"diff_{sides.first.name}_{sides.second.name}"),
     )
+    folder = sides.first.store / "reports" / shortened(f"diff_{sides.first.name}_{sides.second.name}")
+    return Changes(page, not gaps and not any(sides.alone), folder)
 
 
 def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, settings: Table) -> list[Section]:
-    """Scores, benchmarks, plans and settings; tables without a row are left out."""
+    """Scores, plans, benchmarks and settings; tables without a row are left out."""
     pairs = _named_pairs(sides)
-    scores = score_figure(averages, name="diff.averages")
     plans = [
         exchange_figure(pairs, name="diff.exchange"),
         expert_figure(pairs, name="diff.experts"),
         channel_figure(pairs, name="diff.channels"),
     ]
-    block = "|".join(CELL)
-    return [
-        Section(
-            "averages",
-            "Averages",
-            "Averages in A and in B",
-            outputs=_with_rows([scores, averages]),
-            filters={averages.name: f"{block}|Of"},
-        ),
-        Section(
-            "kept",
-            "Kept",
-            "Experts and channels in and out",
-            outputs=_with_rows([*plans, kept]),
-            filters={kept.name: block},
-        ),
-        Section(
-            "benchmarks",
-            "Benchmarks",
-            "All benchmarks",
-            outputs=_with_rows([benchmarks]),
-            filters={benchmarks.name: f"{block}|Of"},
-        ),
-        Section("settings", "Settings", "Settings and versions that differ", outputs=_with_rows([settings])),
-    ]
+    items = {
+        ("averages", "Averages", "Averages in A and in B"): [score_figure(averages, name="diff.averages"), averages],
+        ("kept", "Kept", "Experts and channels in and out"): [*plans, kept],
+        ("benchmarks", "Benchmarks", "All benchmarks"): [benchmarks],
+        ("settings", "Settings", "Settings and versions that differ"): [settings],
+    }
+    cell = "|".join(CELL)
+    filters = {averages.name: f"{cell}|Of", benchmarks.name: f"{cell}|Of", kept.name: cell}
+    return [Section(*names, outputs=_with_rows(shown), filters=filters) for names, shown in items.items()]
 
 
-def _named_pairs(sides: Sides) -> list[tuple[str, sides.Layers, sides.Layers]]:
+def _named_pairs(sides: Sides) -> list[tuple[str, plans.Layers, plans.Layers]]:
     """Corresponding plans that are different steps, by what tells their cells from the others'."""
     pairs = list(plan_pairs(sides))
     called = words(pd.DataFrame([text for text, _ in pairs], columns=list(CELL)))
@@ -199,13 +164,13 @@ def _tiles(sides: Sides, averages: Table, kept: Table, settings: Table) -> list[
     ]
 
 
-def setting_table(sides: Sides, *, name: str = "diff.settings") -> Table:
+def setting_table(sides: Sides) -> Table:
     """Settings and versions in which the two studies differ."""
     first, second = (_settings(study) for study in (sides.first, sides.second))
     keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
     rows = [(key, first.get(key, "not set"), second.get(key, "not set")) for key in keys]
     return Table(
-        name=name,
+        name="diff.settings",
         title="Settings and versions",
         caption=f"In which these differ: {named(sides)}.",
         frame=pd.DataFrame(rows, columns=["What", "A", "B"]),

@@ -10,8 +10,9 @@ import pandas as pd
 from scipy.special import ndtr, ndtri
 
 from analysis import names
-from analysis.diff import sides
-from analysis.diff.sides import BETTER, CELL, DIFFERENCE, OFFSET, WORSE, Layers, Sides
+from analysis.diff import plans
+from analysis.diff.plans import Layers
+from analysis.diff.sides import BETTER, CELL, DIFFERENCE, OFFSET, WORSE, Sides
 from analysis.load.reader import records
 from analysis.load.study import Study
 from analysis.outputs.captions import reading, setting
@@ -25,9 +26,9 @@ PAIRED, UNPAIRED, UNTESTED, SAME = "paired", "unpaired", "none", "same answers"
 _NUMBERS = ("A", "B", DIFFERENCE, "p", "p (Holm)")
 
 
-def plan_table(first: Layers, second: Layers, *, name: str = "diff.plans") -> Table:
+def plan_table(first: Layers, second: Layers) -> Table:
     """Experts, and channels, in and out of each layer between two plans."""
-    changes = sides.changes(first, second)
+    changes = plans.changes(first, second)
     frame = pd.DataFrame(
         {
             "Layer": changes["layer"].astype(str),
@@ -48,7 +49,7 @@ def plan_table(first: Layers, second: Layers, *, name: str = "diff.plans") -> Ta
     numbers = dict.fromkeys(("Experts", "In both", "Only in A", "Only in B"), "{:.0f}")
     formats = {**numbers, "Jaccard": SCORE, "Jaccard, by chance": SCORE}
     return Table(
-        name=name,
+        name="diff.plans",
         title="What two plans keep",
         caption="Experts kept in both plans, and in one of them only. Jaccard: intersection over union; by chance: of "
         "random sets of these sizes.",
@@ -58,7 +59,7 @@ def plan_table(first: Layers, second: Layers, *, name: str = "diff.plans") -> Ta
     )
 
 
-def kept_table(sides: Sides, *, name: str = "diff.kept") -> Table:
+def kept_table(sides: Sides) -> Table:
     """The same over all cells of two studies: a row per pair of cells and layer whose kept experts or channels differ;
     a pair of cells with the same plan has none."""
     rows = []
@@ -71,7 +72,7 @@ def kept_table(sides: Sides, *, name: str = "diff.kept") -> Table:
     columns = [*CELL, "Layer", *numbers, *channels_of, "Experts only in A", "Experts only in B"]
     formats = {**dict.fromkeys(numbers[:3], "{:.0f}"), **dict.fromkeys(numbers[3:], SCORE)}
     return Table(
-        name=name,
+        name="diff.kept",
         title="Experts and channels in and out",
         caption=f"Layers in which corresponding plans of {named(sides)} keep something else. {_readings(sides)}",
         frame=pd.DataFrame(rows, columns=columns),
@@ -183,7 +184,7 @@ def plan_pairs(sides: Sides, *, same: bool = False) -> Iterator[tuple[dict[str, 
 
 def _plan(study: Study, name: str) -> Layers | None:
     folder = study.reader.folder(name)
-    return sides.read(folder) if folder is not None else None
+    return plans.read(folder) if folder is not None else None
 
 
 def _text(sides: Sides, pair: tuple[int, int]) -> dict[str, str]:

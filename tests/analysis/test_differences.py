@@ -16,11 +16,12 @@ from scipy.stats import binomtest, norm
 from synthetic import write_store
 
 from analysis import __main__
-from analysis.diff import figures, sides
+from analysis.diff import figures, plans
 from analysis.diff.report import diff
 from analysis.diff.sides import beside, side
 from analysis.diff.tables import kept_table, score_table
 from analysis.load.study import load
+from analysis.render.table import Table
 from analysis.stats.uncertainty import holm
 from moe_lab.errors import UserError
 
@@ -44,14 +45,14 @@ def masks(axes: dict) -> np.ndarray:
 
 
 def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
-    plans = [{**AXES, "criterion": name} for name in ("heapr", "camera")]
-    found = sides.changes(*(sides.layers(synthetic_plans.plan(axes)) for axes in plans))
-    one, other = map(masks, plans)
+    both = [{**AXES, "criterion": name} for name in ("heapr", "camera")]
+    found = plans.changes(*(plans.layers(synthetic_plans.plan(axes)) for axes in both))
+    one, other = map(masks, both)
     assert found["channels_both"].tolist() == (one & other).sum(axis=(1, 2)).tolist()
     assert found["channels_out"].tolist() == (one & ~other).sum(axis=(1, 2)).tolist()
     assert found["channels_in"].tolist() == (~one & other).sum(axis=(1, 2)).tolist()
     whole = {**AXES, "criterion": "man"}
-    mixed = sides.changes(sides.layers(synthetic_plans.plan(plans[0])), sides.layers(synthetic_plans.plan(whole)))
+    mixed = plans.changes(plans.layers(synthetic_plans.plan(both[0])), plans.layers(synthetic_plans.plan(whole)))
     for row, (layer, removed) in zip(mixed.to_dict("records"), enumerate(synthetic_plans.removed(whole)), strict=True):
         assert row["layer"] == layer and row["out"] == tuple(range(removed)) and row["in"] == ()
         full = np.zeros((32, 64), bool)
@@ -61,9 +62,9 @@ def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
 
 
 def test_chance_is_what_random_plans_come_to() -> None:
-    first = {0: sides.LayerPlan(1000, dict.fromkeys(range(500)), None)}
+    first = {0: plans.LayerPlan(1000, dict.fromkeys(range(500)), None)}
     kept = np.random.default_rng(0).choice(1000, 250, replace=False).tolist()
-    [row] = sides.changes(first, {0: sides.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
+    [row] = plans.changes(first, {0: plans.LayerPlan(1000, dict.fromkeys(kept), None)}).to_dict("records")
     assert row["jaccard"] == pytest.approx(row["chance"], abs=0.03) and row["chance"] == pytest.approx(125 / 625)
 
 
@@ -129,13 +130,13 @@ def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
 
 
 def test_squares_of_experts_say_who_keeps_them() -> None:
-    whole = sides.LayerPlan(4, {0: None, 1: None}, None)
-    other = sides.LayerPlan(4, {1: None, 2: None}, None)
+    whole = plans.LayerPlan(4, {0: None, 1: None}, None)
+    other = plans.LayerPlan(4, {1: None, 2: None}, None)
     shares = [figures._shares(plan) for plan in (whole, other)]
     drawn = figures._shades(*shares)
     wanted = [figures.ONLY_A, figures.BOTH, figures.ONLY_B]
     assert [to_hex(shade) for shade in drawn[:3]] == wanted and drawn[3, 3] == 0
-    channels = sides.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
+    channels = plans.LayerPlan(4, {0: 0b0011, 3: 0b1111}, 4)
     assert figures._shares(channels).tolist() == [0.5, 0, 0, 1]
     [(_, by_layer)] = figures._changed([("x", {0: whole, 5: whole}, {0: other, 5: whole})])
     assert by_layer == {0: 2 / 3, 5: 0}
@@ -148,7 +149,7 @@ def test_plans_that_differ_are_listed_layer_by_layer(store: Path, tmp_path: Path
         folder = study.cells["plan_folder"].dropna().iloc[0]
         files.append(store / folder)
     found = diff([str(files[0]), str(files[1] / "plan.json")], store)
-    [table] = found.tables
+    [table] = [item for item in found.outputs if isinstance(item, Table)]
     assert list(table.frame["Layer"]) == ["0", "1", "2", "3"] and "channels" not in " ".join(table.frame)
     kept = kept_table(beside(side("man", store), side("seer", store)))
     out = [len(words.split()) for words in kept.frame["Experts only in A"]]

@@ -1,0 +1,112 @@
+"""Two plans side by side: which experts and channels each of them keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moe_lab.errors import UserError
+
+FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a plan keeps of one layer."""
+
+    experts: int
+    """Experts the layer had."""
+    kept: Mapping[int, int | None]
+    """Kept expert -> its kept channels as bits of a number; None: all of them."""
+    width: int | None
+    """Channels of an expert; None where the plan, of whole experts, does not say."""
+
+
+Layers = dict[int, LayerPlan]
+
+
+def read(path: Path) -> Layers:
+    """The plan in a file, or in a folder's plan.json. UserError when it cannot be read as one."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        return layers(json.loads(file.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"plan={path} cannot be read as a plan: name a plan.json that moe_lab wrote") from None
+
+
+def layers(document: Mapping[str, Any]) -> Layers:
+    """The layers of a plan's JSON document."""
+    return {int(layer): _layer(about) for layer, about in document["layers"].items()}
+
+
+def _layer(about: Mapping[str, Any]) -> LayerPlan:
+    keep = [int(expert) for expert in about["keep"]]
+    if "channels" not in about:
+        return LayerPlan(int(about["experts"]), dict.fromkeys(keep), None)
+    bits = [int(mask, 16) for mask in about["channels"]]
+    return LayerPlan(int(about["experts"]), dict(zip(keep, bits, strict=True)), int(about["width"]))
+
+
+COLUMNS = ("layer", "experts", "both", "out", "in", "jaccard", "chance", "channels_both", "channels_out", "channels_in")
+
+
+def changes(first: Layers, second: Layers) -> pd.DataFrame:
+    """One row per layer of either plan; columns COLUMNS.
+
+    `out` and `in` are tuples of experts that only the first, or only the second, keeps; `both` counts those of both.
+    `jaccard` is intersection over union, `chance` what random sets of these sizes would come to (ratio of
+    expectations). Channels are counted over all experts, those of an expert that is not kept are not kept; NaN where
+    neither plan says how many there are, or a layer is in one plan only. UserError for plans of different models.
+    """
+    if first.keys() != second.keys():
+        only = sorted(first.keys() ^ second.keys())
+        raise UserError(f"these plans are of different models: layer {only[0]} is in one of them only")
+    return pd.DataFrame([{"layer": layer, **_change(first[layer], second[layer], layer)} for layer in sorted(first)])[
+        list(COLUMNS)
+    ]
+
+
+def _change(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, Any]:
+    if first.experts != second.experts:
+        raise UserError(
+            f"these plans are of different models: layer {layer} has {first.experts} experts in one and "
+            f"{second.experts} in the other"
+        )
+    one, other = set(first.kept), set(second.kept)
+    expected = len(one) * len(other) / first.experts
+    change = {
+        "experts": first.experts,
+        "both": len(one & other),
+        "out": tuple(sorted(one - other)),
+        "in": tuple(sorted(other - one)),
+        "jaccard": len(one & other) / len(one | other) if one | other else np.nan,
+        "chance": expected / (len(one) + len(other) - expected) if one | other else np.nan,
+    }
+    return {**change, **_channels(first, second, layer)}
+
+
+def _channels(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, float]:
+    widths = {plan.width for plan in (first, second) if plan.width is not None}
+    if not widths:
+        return dict.fromkeys(("channels_both", "channels_out", "channels_in"), np.nan)
+    if len(widths) > 1:
+        low, high = sorted(widths)
+        raise UserError(f"these plans are of different models: experts of layer {layer} have {low} and {high} channels")
+    whole = (1 << widths.pop()) - 1
+
+    def bits(plan: LayerPlan, expert: int) -> int:
+        kept = plan.kept.get(expert, 0)
+        return whole if kept is None else kept
+
+    pairs = [(bits(first, expert), bits(second, expert)) for expert in {*first.kept, *second.kept}]
+    return {
+        "channels_both": sum((one & other).bit_count() for one, other in pairs),
+        "channels_out": sum((one & ~other).bit_count() for one, other in pairs),
+        "channels_in": sum((other & ~one).bit_count() for one, other in pairs),
+    }
