@@ -103,7 +103,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _diff(request: argparse.Namespace) -> int:
-    """A page, tables, figures and sentences about what changed; 1 when something stands on one side only."""
+    """Write what changed as a page, tables and figures; 1 when a cell is on one side only or a result is missing."""
     from analysis.diff import report
 
     if request.compare:
@@ -127,7 +127,7 @@ def _unwritable(out: Path, error: OSError) -> Exception:
 
 
 def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Published numbers beside measured ones; whether every table that was named has some."""
+    """Write published numbers beside measured ones; returns whether every named table has some."""
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
 
@@ -146,7 +146,7 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
 
 
 def _comparable(wanted: Sequence[str]) -> list[str]:
-    """The tables asked for that the papers print too. UserError when there is none."""
+    """The requested tables that have published numbers. UserError when none has."""
     from analysis.published.numbers import TABLES
 
     printed = [name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES]
@@ -187,7 +187,7 @@ def _run(request: argparse.Namespace) -> int:
 
 
 def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
-    """The report, or the tables and figures asked for; whether there are results for each."""
+    """Write the report, or the requested tables and figures; returns whether each has results."""
     from analysis.registry import find, outputs
     from analysis.report import write_report
 
@@ -205,7 +205,7 @@ def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
         print(f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have", file=sys.stderr)
     rest = [name for name in without if name != "gaps"]
     if "all" in wanted and rest:
-        words = "nothing to be made of (asked for by name, each says what it needs)"
+        words = "no data for these (name one to see what it needs)"
         print(f"analysis: {words}: {', '.join(rest)}", file=sys.stderr)
     return not lacking
 

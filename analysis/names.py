@@ -1,4 +1,4 @@
-"""Names as the report spells them: criteria, benchmarks, methods, numbers; and the words of sentences."""
+"""Display names of criteria, benchmarks, methods and numbers; parts of sentences."""
 
 from __future__ import annotations
 
@@ -261,9 +261,9 @@ def calibrations_in_order(values: Iterable[str]) -> list[str]:
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 
 
-def listing(words: Iterable[str], conjunction: str = "and") -> str:
+def listing(words: Iterable[str]) -> str:
     """`a, b and c`."""
     items = list(words)
     if len(items) < 2:
         return "".join(items)
-    return f"{', '.join(items[:-1])} {conjunction} {items[-1]}"
+    return f"{', '.join(items[:-1])} and {items[-1]}"

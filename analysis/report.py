@@ -1,4 +1,4 @@
-"""The report of a study: what was run, what won, how sure that is, what is missing, and where everything is."""
+"""The report of a study: one page with its findings, tables, figures, missing results and provenance."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Publisher:
         self.out = out
         self.figure_format = figure_format
         self.attempted: dict[str, Exception | None] = {}
-        """What was attempted -> why it failed, if it did."""
+        """Name -> its error, None where it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """What `make` gives. Where it raises: None, and a gap with the name and the reason. A disk that takes nothing
-        is no matter of one output, and is raised."""
+        """The result of `make`; None, and a gap with the reason, where it raises. That the disk is full or read-only is
+        raised, as it concerns all outputs."""
         self.attempted.setdefault(name, None)
         try:
             return make()
@@ -58,7 +58,7 @@ class Publisher:
 
     @property
     def failed(self) -> list[str]:
-        """What could not be made."""
+        """Names of what could not be made."""
         return [name for name, error in self.attempted.items() if error]
 
     def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
@@ -125,7 +125,7 @@ def _page(publisher: Publisher, items_by_name: Made) -> Page:
 
 
 def _sections(publisher: Publisher, items_by_name: Made) -> list[Section]:
-    """All sections of the page; the comparison with the papers and what is missing stand before how it came about."""
+    """All sections of the page: chapters, comparison with the papers, missing results, provenance."""
     study = publisher.results.study
     sections = [_section(chapter, publisher, items_by_name) for chapter in CHAPTERS]
     results = publisher.results
@@ -174,7 +174,7 @@ def _section(chapter: Chapter, publisher: Publisher, items_by_name: Made) -> Sec
 
 
 def _part(name: str, publisher: Publisher) -> list[Any]:
-    """What some module registered as this part of the page. One that cannot be made is a gap, as an output is."""
+    """The part of the page that is registered under this name; one that fails is a gap, like an output."""
     make = parts().get(name, lambda results: ())
     return publisher.attempt(name, lambda: list(make(publisher.results))) or []
 
@@ -199,19 +199,18 @@ def _provenance(study: Study, items_by_name: Made) -> Section:
 
 
 MAP = (
-    "Rows are benchmarks or groups of them, columns are calibration sets. A filled cell names the criterion with the "
-    "best score. It is hatched when its lead over some other criterion could be chance: every pair of criteria "
-    "answered the same questions, so their answers are compared question by question, and the 5 % level is corrected "
-    "for looking at many cells. The same map by the loss on right answers, where lower is better, tells more criteria "
-    "apart with the same questions: right or wrong says only which side of a line an answer is on."
+    "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the criterion with the best "
+    "score. It is hatched where the lead over some other criterion is not significant: tests are paired by question, "
+    "at the 5 % level, with Holm's correction over the cells of a map. The map by the loss on right answers (lower is "
+    "better) separates more criteria with the same questions, because a loss is finer than right or wrong."
 )
 CLAIMS = (
     "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "
     "95 % interval is above 0, does not hold when it is below, and is undecided when it contains 0."
 )
 KEPT = (
-    "A criterion is better than another only as far as the bars allow: where bars of the unpruned model and of a "
-    "pruned one overlap widely, pruning cost nothing that these benchmarks can show."
+    "Bars are 95 % confidence intervals. Where those of the unpruned and of a pruned model overlap widely, these "
+    "benchmarks show no loss of accuracy from pruning."
 )
 CHAPTERS = (
     Chapter("winners", "Winners", "Best criterion by task and calibration set", MAP),
@@ -232,7 +231,7 @@ CHAPTERS = (
     Chapter("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
     Chapter("memory", "Memory", "Architectures and loading memory"),
 )
-"""In the order of the page; the comparison with the papers, what is missing and how it came about follow."""
+"""In the order of the page; published numbers, missing results and provenance follow."""
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:

@@ -56,7 +56,7 @@ def score_figure(table: Table, *, name: str) -> Figure | None:
         )  # fmt: skip
     left = len(tested) - len(shown)
     caption = (
-        "Mean of the displayed columns in B minus that in A, with its 95 % interval, for cells that stand on both "
+        "Mean of the displayed columns in B minus that in A, with its 95 % interval, for cells on both "
         "sides; filled: beyond noise after Holm's correction."
         + (f" The {ROWS} largest differences of {len(tested)}." if left else "")
     )
@@ -86,7 +86,7 @@ def _handle(verdict: str) -> Line2D:
 
 
 def exchange_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
-    """A row per pair of plans that keep something else, a square per layer: how much of it only one of them keeps."""
+    """A row per pair of plans that differ, a square per layer: how much of it only one of them keeps."""
     changed = _changed(pairs)
     if len(changed) < 2:
         return None
@@ -121,7 +121,7 @@ def exchange_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
 
 
 def _changed(pairs: Sequence[Pair]) -> list[tuple[str, dict[int, float]]]:
-    """Words -> layer -> share of what either side keeps that only one keeps, for pairs that keep something else."""
+    """Words -> layer -> share of what either side keeps that only one keeps, for pairs that differ."""
     layers = []
     for called, first, second in pairs:
         frame = plans.changes(first, second)
@@ -147,7 +147,7 @@ def _numbers(axes: Axes, values: np.ndarray) -> None:
 def expert_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
     """Every expert of every layer of plans of whole experts: kept in A only, in B only, in both, in neither.
 
-    A panel per pair that keeps something else, those with the largest shares first. None where all keep the same.
+    A panel per pair that differs, those with the largest shares first. None where all keep the same.
     """
     whole = [pair for pair in pairs if not _of_channels(pair)]
     caption = "Each square is an expert: kept in A only, in B only, in both or in neither."

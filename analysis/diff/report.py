@@ -29,7 +29,7 @@ class Changes:
 
     page: Page
     complete: bool
-    """Whether everything stands on both sides, and nothing is missing from the results."""
+    """Whether all cells are on both sides, and no result is missing."""
     folder: Path
     """Where it is written by default."""
 
@@ -129,7 +129,7 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
         expert_figure(pairs, name="diff.experts"),
         channel_figure(pairs, name="diff.channels"),
     ]
-    items = {
+    items: dict[tuple[str, str, str], list[Table | Figure | None]] = {
         ("averages", "Averages", "Averages in A and in B"): [score_figure(averages, name="diff.averages"), averages],
         ("kept", "Kept", "Experts and channels in and out"): [*plans, kept],
         ("benchmarks", "Benchmarks", "All benchmarks"): [benchmarks],
@@ -159,7 +159,7 @@ def _tiles(sides: Sides, averages: Table, kept: Table, settings: Table) -> list[
         (sum(map(len, sides.alone)), "on one side only"),
         (int((verdicts == BETTER).sum()), f"averages {BETTER}"),
         (int((verdicts == WORSE).sum()), f"averages {WORSE}"),
-        (len(kept.frame.drop_duplicates(list(CELL))), "plans that keep something else"),
+        (len(kept.frame.drop_duplicates(list(CELL))), "plans that differ"),
         (len(settings.frame), "settings and versions that differ"),
     ]
 
@@ -180,8 +180,8 @@ def setting_table(sides: Sides) -> Table:
 
 def _findings(sides: Sides, averages: Table, kept: Table) -> list[tuple[str, str]]:
     count = len(sides.pairs)
-    stand = "One cell stands" if count == 1 else f"{count or 'No'} cells stand"
-    sentences = [("Cells", f"{stand} on both sides.")]
+    cells = "One cell is" if count == 1 else f"{count or 'No'} cells are"
+    sentences = [("Cells", f"{cells} on both sides.")]
     sentences += [
         ("Cells", f"They are compared across {axis}: {one} in A, {other} in B.")
         for axis, (one, other) in sides.differing.items()
@@ -189,7 +189,7 @@ def _findings(sides: Sides, averages: Table, kept: Table) -> list[tuple[str, str
     plans = len(list(plan_pairs(sides, same=True)))
     if plans:
         changed = len(kept.frame.drop_duplicates(list(CELL)))
-        sentences.append(("Kept", f"{changed} of {plans} plans keep something else."))
+        sentences.append(("Kept", f"{changed} of {plans} plans differ."))
     for verdict in (BETTER, WORSE):
         where = averages.frame[averages.frame["Verdict"] == verdict]
         if len(where):

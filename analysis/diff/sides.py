@@ -21,8 +21,6 @@ CELL = ("Model", "Pruned", "Calibration", "Criterion")
 """Columns that name a pair of cells."""
 DIFFERENCE = "B − A"
 BETTER, WORSE = "better beyond noise", "worse beyond noise"
-
-
 OFFSET = 10**6
 """Added to the cells of the second side, so that both fit into one frame."""
 
@@ -35,7 +33,7 @@ class Sides:
     second: Study
     pairs: tuple[tuple[int, int], ...]
     differing: Mapping[str, tuple[str, str]]
-    """Axis -> its values, where each side has one of its own: cells correspond in spite of it."""
+    """Axis -> its value on each side, where each has a single, different one: matching ignores these axes."""
     alone: tuple[tuple[str, ...], tuple[str, ...]]
     """Cells, in words, that have no counterpart: of the first side, of the second."""
 
@@ -74,7 +72,7 @@ def side(word: str, store: Path) -> Study:
 
 
 def beside(first: Study, second: Study) -> Sides:
-    """The cells of two studies that agree in all axes but those of which each side has one value of its own."""
+    """Match the cells of two studies by all axes but those in which each side has a single, different value."""
     differing = {axis: values for axis in AXES if axis != "model" and (values := _own(first, second, axis))}
     keys = [axis for axis in AXES if axis not in differing]
     one, other = _keyed(first.cells, keys), _keyed(second.cells, keys)
@@ -89,7 +87,10 @@ def beside(first: Study, second: Study) -> Sides:
 
 
 def _own(first: Study, second: Study, axis: str) -> tuple[str, str] | None:
-    """The value of an axis on either side, if each has one of its own, models and criteria that read none aside."""
+    """The value of an axis on each side, if each has a single one and they differ.
+
+    Unpruned cells do not count, nor does the calibration set of criteria that read none.
+    """
     single_values = []
     for study in (first, second):
         pruned = study.cells[study.cells["criterion"] != "none"]
@@ -101,7 +102,7 @@ def _own(first: Study, second: Study, axis: str) -> tuple[str, str] | None:
 
 
 def _keyed(cells: pd.DataFrame, keys: list[str]) -> dict[tuple[Any, ...], int]:
-    """Key -> cell; the unpruned model differs from no cell but by its model."""
+    """Key -> cell; the key of the unpruned model is its model alone."""
     frame = cells[keys].astype(object)
     return {
         (*(row if criterion != "none" else (model,)),): int(str(cell))

@@ -74,7 +74,7 @@ def kept_table(sides: Sides) -> Table:
     return Table(
         name="diff.kept",
         title="Experts and channels in and out",
-        caption=f"Layers in which corresponding plans of {named(sides)} keep something else. {_readings(sides)}",
+        caption=f"Layers in which corresponding plans of {named(sides)} differ. {_readings(sides)}",
         frame=pd.DataFrame(rows, columns=columns),
         formats={**formats, **dict.fromkeys(channels_of, "{:,.0f}")},
         blocks=CELL,
@@ -214,11 +214,11 @@ def _readings(sides: Sides) -> str:
 
 
 def unmatched(sides: Sides) -> list[str]:
-    """Sentences about cells that stand on one side only."""
+    """Sentences about cells that are on one side only."""
     sentences = []
     for letter, alone in zip("AB", sides.alone, strict=True):
         if alone:
             more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
-            count = "One cell stands" if len(alone) == 1 else f"{len(alone)} cells stand"
+            count = "One cell is" if len(alone) == 1 else f"{len(alone)} cells are"
             sentences.append(f"{count} in {letter} only: {'; '.join(alone[:3])}{more}.")
     return sentences

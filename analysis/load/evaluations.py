@@ -18,8 +18,8 @@ _SAMPLES = ("benchmark", "item", "outcome")
 _LOSS = "answer_loss"
 """A column of samples that older stores, and benchmarks without reference answers, do not have."""
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
-_BESIDES = ("cost", "profile")
-"""Steps of a cell besides its evaluations whose errors are written down."""
+_OTHER_STEPS = ("cost", "profile")
+"""Other steps of a cell whose errors are recorded."""
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_long")
 
 
@@ -37,7 +37,7 @@ def evaluations(
     for cell, words in labels.items():
         entry = document["cells"][cell]
         errors = entry.get("errors") or {}
-        for kind in _BESIDES:
+        for kind in _OTHER_STEPS:
             if kind in errors and not entry.get(kind):
                 reader.step(None, f"{kind} of {words}", errors[kind])
         for task, name in (entry.get("evaluate") or {}).items():
@@ -85,7 +85,7 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
 
 
 def _compare_suites(document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader) -> None:
-    """A gap for every cell that was not asked for tasks that other cells of its model and study were."""
+    """A gap for every cell without a task that other cells of its model and study have."""
     for cell, words in labels.items():
         entry = document["cells"][cell]
         lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
@@ -128,9 +128,9 @@ class Outcomes:
     shared: dict[str, np.ndarray] = field(default_factory=dict)
     """Benchmark -> outcomes (cells, items) on the items that all evaluated cells were asked."""
     own: dict[str, np.ndarray] = field(default_factory=dict)
-    """The same on all items, NaN where a cell was not asked; only of benchmarks of which some cell was asked others."""
+    """The same on all items, NaN where a cell was not asked; only benchmarks whose cells were asked different items."""
     odd: list[tuple[int, str]] = field(default_factory=list)
-    """(cell, benchmark) whose score is not the mean of its outcomes, though those of other cells are."""
+    """(cell, benchmark) whose score is not the mean of its outcomes although other cells' scores are."""
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
@@ -166,11 +166,11 @@ def binary(outcomes: np.ndarray) -> bool:
 
 
 NAMESPACES = "namespaces"
-"""The sandbox that needs no remark."""
+"""The sandbox that isolates programs fully: no remark."""
 
 
 def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
-    """Sentences about differences between results, and about programs that ran without walls."""
+    """Sentences about differences between results, and about programs that ran without a sandbox."""
     notes = [
         f"Results were made with different versions of {library}: {', '.join(found)}."
         for library, found in versions(origins).items()
@@ -193,14 +193,14 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -
     for name, count in unasked[unasked > 0].items():
         notes.append(
             f"{name}: up to {count} items of a model were not asked, because prompt and answer do not fit its limit; "
-            "they count as nothing written."
+            "they count as empty answers."
         )
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."
         )
-    for walls in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
-        notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {walls}).")
+    for sandbox in sorted(set(origins["sandbox"].dropna()) - {NAMESPACES}):
+        notes.append(f"Programs the model wrote ran without namespaces around them (sandbox: {sandbox}).")
     return notes
 
 

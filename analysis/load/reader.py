@@ -1,6 +1,7 @@
-"""Files of a store as Python objects and data frames, steps behind a result, and rows and groups of frames.
+"""Files of a store as Python objects and data frames; what cannot be read is a gap.
 
-What cannot be read is a gap."""
+Beside it: the steps that a result rests on, and rows and groups of frames.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ ID = 12
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that should be in the tables and is not: what happened, and where."""
+    """A missing result: what happened, and where."""
 
     what: str
     where: str
@@ -144,7 +145,7 @@ class Reader:
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
 TIMELESS = ("model",)
-"""Steps that every study has and that read a configuration only."""
+"""Steps that every study has and that only read a configuration: their time is not shown."""
 
 
 def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:

@@ -1,8 +1,4 @@
-"""Gate and seed: what tells cells of one model, ratio, calibration set and method apart, where a study has several.
-
-Scores stand beside each other for every gate and seed. What a pass over a text leaves is shown for one of them: the
-first that a model's cells have, if the pass was made with it.
-"""
+"""Cells in words: labels, gate and seed where a study has several of them, allocations and protocols."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 WORDS = {"gate": "gate {}", "seed": "seed {}"}
-"""Axis -> how its value is said."""
+"""Axis -> the words for its value."""
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
@@ -61,7 +57,7 @@ def pruned(cells: pd.DataFrame) -> pd.Series:
 
 
 def joined(first: str, second: str) -> str:
-    """Two words that say something, or the one that does."""
+    """Both words with a comma between, or the one that is not empty."""
     return ", ".join(filter(None, (first, second)))
 
 
@@ -107,7 +103,7 @@ def _method_label(row: dict[str, object], varying: list[str]) -> str:
 
 
 SEARCHED = "evolutionary"
-"""What the allocations of searches are called, possibly with settings behind it."""
+"""Start of the names of searched allocations; settings may follow."""
 
 
 def is_searched(allocation: str) -> bool:

@@ -13,7 +13,7 @@ from moe_lab.json_files import Damaged, read_json
 from moe_lab.results import ID_DIGITS, STUDY_SHAPE, with_id
 
 EVERY = "all"
-"""Stands for every study of a store, unless one is called so."""
+"""Means every study of a store, unless a study has this name."""
 
 _BY_NAME = ("evaluate", "errors")
 _MODEL_IN_KEY = {"families": 1, "damages": 1, "convergences": 1, "channel_convergences": 2}
@@ -134,7 +134,7 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of all records; what is written twice within one record stays so, for the reader to report."""
+    """The cells of all records, each once; duplicates within one record are kept, as they are reported as gaps."""
     cells: dict[str, dict[str, Any]] = {}
     twice: list[dict[str, Any]] = []
     for record in records:
@@ -153,6 +153,6 @@ def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Key -> its first value that says something."""
+    """Key -> its first value that is not empty."""
     keys = dict.fromkeys(key for part in parts for key in part)
     return {key: next((part[key] for part in parts if part.get(key)), None) for key in keys}

@@ -76,11 +76,11 @@ class Study:
     reader: Reader
     """Reads the frames below when they are first asked for."""
     notes: Sequence[str] = field(default=())
-    """What a reader should know, though nothing is missing."""
+    """Remarks about the results, such as different versions of a library."""
 
     @property
     def gaps(self) -> list[Gap]:
-        """What is missing, as far as it was read."""
+        """Missing results among what was read so far."""
         return list(self.reader.gaps.values())
 
     # the functions say which columns these frames have
@@ -167,7 +167,7 @@ def _whole(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def _methods(cells: pd.DataFrame) -> list[str]:
     """The key of each cell's method: allocation and recovery are part of it where the study has several of them.
 
-    Experts removed uniformly are what the word for a criterion alone means; channels have no such usual allocation.
+    For experts the usual allocation is uniform, and is not part of the key; for channels there is no usual one.
     """
     pruned = cells[cells["criterion"] != "none"]
     places, repairs = (pruned[axis].nunique() > 1 for axis in ("allocation", "recovery"))
@@ -182,7 +182,7 @@ def _methods(cells: pd.DataFrame) -> list[str]:
 
 
 def _tells(row: Mapping[str, Any]) -> bool:
-    """Whether the allocation is no matter of course."""
+    """Whether the allocation is another than the usual one."""
     return bool(row["criterion"] != "none" and (row["allocation"] != "uniform" or row["granularity"] == "channel"))
 
 

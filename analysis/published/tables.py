@@ -1,4 +1,4 @@
-"""The papers' numbers beside measured ones: tables, and their chapter of the report."""
+"""Tables of measured numbers beside the papers', and their chapter of the report."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def _without_counterpart(study: Study, of: str) -> Iterator[str]:
 
 
 NAMED = 6
-"""Reasons that are spelled out, the most frequent first."""
+"""Reasons that the report lists, the most frequent first."""
 
 
 def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
@@ -333,5 +333,5 @@ def beside_the_papers(tables: Sequence[Table]) -> list[str]:
         most = "; ".join(f"{reason} ({count:,} times)" for reason, count in reasons.most_common(NAMED))
         rest = len(reasons) - NAMED
         more = f"; and {rest} more, which the tables spell out" if rest > 0 else ""
-        sentences.append(f"What keeps numbers from being compared: {most}{more}.")
+        sentences.append(f"Reasons why numbers cannot be compared: {most}{more}.")
     return sentences

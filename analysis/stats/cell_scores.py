@@ -1,8 +1,4 @@
-"""The papers' tables of scores as views of a study: what stands in the rows and in the columns of each. Data, no code.
-
-What is made elsewhere has its name in the catalogue; here are the tables that differ from others in rows or columns
-alone, and the names of those that differ in nothing but the models they were printed for.
-"""
+"""Scores of chosen cells on the papers' averages, with intervals; differences between cells and their significance."""
 
 from __future__ import annotations
 
@@ -76,7 +72,7 @@ def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterab
 
 
 def averaged(target: Target, benchmarks: Sequence[str]) -> str:
-    """What a figure's average is of, in words: `Mean of ARC-C and PIQA (2 of 7 benchmarks)`."""
+    """What a figure averages over, in words: `Mean of ARC-C and PIQA (2 of 7 benchmarks)`."""
     part = "" if len(target) == len(benchmarks) else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
     return f"Mean of {names.listing(map(names.benchmark, target))}{part}"
 

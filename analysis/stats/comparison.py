@@ -38,12 +38,12 @@ class Panel:
 
     @property
     def pruned(self) -> str:
-        """What panels of one calibration set are told apart by: `50 %`, or `50 %, seed 43`."""
+        """What distinguishes panels of one calibration set: `50 %`, or `50 %, seed 43`."""
         return settings.joined(names.ratio(self.ratio), self.setting)
 
     @property
     def settings(self) -> tuple[float, str, int]:
-        """What panels of different calibration sets may share."""
+        """Ratio, gate and seed: what panels of different calibration sets may share."""
         return self.ratio, self.gate, self.seed
 
     def columns(self, comparison: Comparison) -> Target:
@@ -87,7 +87,7 @@ class Comparison:
         return int(cells[0]) if len(cells) else None
 
     def averaged(self, columns: Iterable[str]) -> Target:
-        """Those of `columns` that an average may have: where less is better, a mean with the others says nothing."""
+        """Those of `columns` in which more is better: a mean over both kinds would be meaningless."""
         return tuple(name for name in columns if not set(self.weights((name,))) & set(self.lower_is_better))
 
     # what is asked for by many tables and figures is computed once for each target

@@ -1,7 +1,7 @@
-"""How sure a number is: intervals, paired tests and their correction.
+"""Confidence intervals, paired tests and their correction.
 
 Scores are means over items, so everything here works on outcomes (plans, items), a row per plan on the same items.
-Well-kept libraries do the statistics where they can be called once for many; the resampling is matrix products.
+Libraries do the statistics where one call serves many pairs; resampling is done by matrix products, for speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:
-    """Holm's step-down adjustment of p-values looked at together; NaN stays NaN and does not count.
+    """Holm's step-down adjustment of a family of p-values; NaN stays NaN and does not count.
 
     Equal to statsmodels' `multipletests(p_values, method="holm")`, which collects garbage at every call.
     """

@@ -3,8 +3,8 @@
 Figure 2 of Unified Expert Pruning.
 
 A win is over all other methods: its p-value is the largest of the paired tests against them, and Holm's correction
-covers all columns of one model and ratio. Methods whose scores print alike (three decimals) share the place, and
-nobody wins.
+covers all columns of one model and ratio. Methods whose scores are equal when printed (three decimals) share
+the first place, and none wins.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
 
 
 def label(winners: Sequence[str], score: float) -> str:
-    """What stands in a cell of the map: the winner, or all who share the place, or that nobody scored."""
+    """The text of a cell of the map: the winner, all that share the first place, or that none scored."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:

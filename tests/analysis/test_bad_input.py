@@ -208,11 +208,11 @@ def test_all_lists_what_it_could_make_nothing_of_and_a_wrong_name_gets_no_list(
         ranks, nothing = replace(find("ranks"), make=lambda *_: made["ranks"]), lambda *_: []
         patched.setattr(registry, "REGISTERED", {"ranks": ranks, "gaps": replace(find("gaps"), make=nothing)})
         assert __main__.main(["all", f"store={store}", out]) == 0
-        assert "nothing to be made of" not in capsys.readouterr().err
+        assert "no data for these" not in capsys.readouterr().err
         coverage = replace(registry.REGISTERED["gaps"], name="coverage")
         patched.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": coverage})
         assert __main__.main(["all", f"store={store}", out]) == 0
-        assert capsys.readouterr().err.strip().endswith("each says what it needs): coverage")
+        assert capsys.readouterr().err.strip().endswith("to see what it needs): coverage")
 
 
 def test_a_store_without_studies_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

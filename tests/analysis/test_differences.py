@@ -108,12 +108,12 @@ def test_other_items_are_compared_by_their_standard_errors(store: Path, tmp_path
 def test_cells_without_a_counterpart_are_named(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["diff", "both", "code", f"store={store}", f"out={store / 'out'}"]) == 1
     said = capsys.readouterr().out
-    assert "3 cells stand on both sides." in said and "0 of 2 plans keep something else." in said
-    assert "2 cells stand in A only: pocket_olmoe frequency pocket_math 0.5" in said
-    assert "1 cells" not in said and "One cell stands in B only: pocket_olmoe man pocket_code 0.5" in said
+    assert "3 cells are on both sides." in said and "0 of 2 plans differ." in said
+    assert "2 cells are in A only: pocket_olmoe frequency pocket_math 0.5" in said
+    assert "1 cells" not in said and "One cell is in B only: pocket_olmoe man pocket_code 0.5" in said
     tables = store / "out" / "tables"
     assert (tables / "diff.averages.csv").exists() and (tables / "diff.settings.html").exists()
-    assert "One cell stands in B only" in (store / "out" / "diff.html").read_text(encoding="utf-8")
+    assert "One cell is in B only" in (store / "out" / "diff.html").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_scores_plans_and_settings(store: Path) -> None:
