@@ -10,13 +10,14 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, TypeVar
+from functools import cache, cached_property, wraps
+from typing import Any, Literal, TypeVar
 
 import pandas as pd
 
 from analysis import names
 from analysis.load.study import Study
+from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats import overlap, winners
@@ -51,14 +52,6 @@ class Results:
         """Models with at least one pruned cell and one result."""
         return [comparison for comparison in self.measured if comparison.panels]
 
-    def per_model(self, name: str) -> list[tuple[Comparison, str]]:
-        """Each of `comparisons` with the name of its output: NAME, or NAME.MODEL where there are several models."""
-        return _named(self.comparisons, name)
-
-    def per_pruned_model(self, name: str) -> list[tuple[Comparison, str]]:
-        """As `per_model`, of each of `pruned`."""
-        return _named(self.pruned, name)
-
     @cached_property
     def winners(self) -> pd.DataFrame:
         """The winner map of all criteria."""
@@ -91,14 +84,12 @@ class Results:
         return overlap.proxy_overlap(self.study.family, self.study.damage)
 
 
-def _named(comparisons: list[Comparison], name: str) -> list[tuple[Comparison, str]]:
-    return [(one, f"{name}.{one.model}" if len(comparisons) > 1 else name) for one in comparisons]
-
-
 Item = Table | Figure
 Make = Callable[[Results, str], Item | Iterable[Item | None] | None]
 """Makes the tables and figures of a study, given the name of the output; nothing, or None, where there is no data."""
 Builder = TypeVar("Builder", bound=Make)
+MakeOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
+"""The same for one model."""
 Shown = Callable[[Study, Sequence[Item]], Sequence[Item]]
 
 DEFAULT = "results of pruned models"
@@ -144,13 +135,40 @@ class Output:
 
     def items(self, results: Results) -> list[Item]:
         """Its tables and figures; a table without a row is left out."""
-        items = self.make(results, self.name)
-        return with_content([items] if items is None or isinstance(items, Table | Figure) else items)
+        with style.look():
+            return with_content(_listed(self.make(results, self.name)))
 
 
 def with_content(items: Iterable[Item | None]) -> list[Item]:
     """Figures, and tables that have a row."""
     return [item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))]
+
+
+def _listed(items: Item | Iterable[Item | None] | None) -> Iterable[Item | None]:
+    return [items] if items is None or isinstance(items, Table | Figure) else items
+
+
+def per_model(
+    models: Literal["comparisons", "pruned"] = "comparisons",
+) -> Callable[[MakeOfModel], Callable[[Results, str], list[Item]]]:
+    """Make the items of each model, those that `Results` has under `models`.
+
+    The function below is given the model, and the output's name: NAME, or NAME.MODEL where there are several models.
+    """
+
+    def of_each(make: MakeOfModel) -> Callable[[Results, str], list[Item]]:
+        @wraps(make)
+        def make_all(results: Results, name: str) -> list[Item]:
+            chosen: list[Comparison] = getattr(results, models)
+            items: list[Item | None] = []
+            for comparison in chosen:
+                own = f"{name}.{comparison.model}" if len(chosen) > 1 else name
+                items += _listed(make(results, comparison, own))
+            return [item for item in items if item is not None]
+
+        return make_all
+
+    return of_each
 
 
 REGISTERED: dict[str, Output] = {}

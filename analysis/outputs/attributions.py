@@ -1,201 +1,275 @@
-"""What attributions say of experts: against ablation, over depth, and smoothed (MoE-Slimming, Fig. 12)."""
+"""What attributions say of experts: how they agree with ablation, what they take, what plans by them score, and how
+they run over depth (MoE-Slimming, Table 14 and Fig. 12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure as Drawing
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
-from analysis.load.passes import MAGNITUDES, MEASURES
-from analysis.load.reader import groups
-from analysis.outputs.captions import ABLATED, SUMS, per_model
-from analysis.registry import Results, output
+from analysis.load import plans
+from analysis.load.passes import ABLATION, MAGNITUDES, MEASURES, shown_passes
+from analysis.load.reader import groups, step_kind, steps_behind, time_and_memory
+from analysis.load.study import Study
+from analysis.outputs.captions import ABLATED, MEASURED, SUMS, measured_on, of_pass
+from analysis.outputs.score_rows import Block, score_table
+from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
+from analysis.render.table import SCORE, Table, shown
+from analysis.stats.cell_scores import MEAN
+from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations, rank_correlation_by_layer
+
+ESTIMATES = ("tokens", "gate", "norm", "first", "second")
+TRUTHS = {"second": "layer loss", "ablation": "model loss"}
+"""What is exact: the change of a layer's loss, and of the model's."""
+PRIORS = {"tokens": ("usage",), "first": ("ala1",), "second": ("ala2", "true_ablation"), "ablation": ("loss",)}
+"""Measure of an expert -> the priors of allocation=coverage that are in proportion to it."""
+PRIOR_LABELS = {
+    "ala1": "Attribution, first order",
+    "ala2": "Attribution, second order",
+    "true_ablation": "Layer loss without the expert",
+    "loss": "Model loss without the expert",
+    "usage": "Tokens routed to the expert",
+    "router_weight": "Sum of router weights",
+    "ala_lm": "Attribution of the model's loss",
+    "none": "No prior",
+}
+ALIKE = ["ratio", "criterion", "gate", "seed", "others"]
+"""Plans that agree in these differ in the prior alone."""
+SECONDS = "Time (s)"
+
+
+def agreement_table(results: Results, name: str) -> Table:
+    """Table 14: how the cheap measures of an expert agree with what silencing it truly changes, and what they take."""
+    kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
+    columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
+    study, rows, machines = results.study, [], []
+    for key, experts in groups(study.experts, ["model", "calibration"]):
+        alike = (study.cells["model"] == key["model"]) & (study.cells["calibration"] == key["calibration"])
+        cells = study.cells[alike]
+        by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
+        seconds, on = measure_seconds(study, cells)
+        machines += on
+        ablated = experts["ablation"].notna().any()
+        for measure in [*ESTIMATES, "ablation"] if ablated else ESTIMATES:
+            numbers: list[float] = []
+            for truth in TRUTHS:
+                alike_by_experts = [1.0, 1.0, 1.0]
+                if measure != truth:
+                    pooled = correlations(experts, measure, truth)
+                    inside = rank_correlation_by_layer(experts, measure, truth)
+                    alike_by_experts = [pooled["linear"], pooled["rank"], inside]
+                numbers += [*alike_by_experts, channel_agreement(by_prior, study.kept, measure, truth)]
+            words = key["model"], names.calibration(key["calibration"]), names.capitalised(MEASURES[measure])
+            rows.append((*words, *numbers, seconds["ablation" if measure == "ablation" else "pass"]))
+    text = ["Model", "Calibration", "Estimate"]
+    return Table(
+        name=name,
+        title="How attributions agree with what losing an expert changes",
+        caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's inside a layer (mean "
+        "over layers). Layer loss: what the routed output, relative to the residual stream, changes when one expert is "
+        "silent; it is quadratic in that expert's factor, so the second order is the true value and agrees by "
+        "construction. Model loss: the rise of the language model's loss, where a plan read the ablation. Channels "
+        "kept: by each expert, in two plans of allocation=coverage that differ in nothing but what they divide a layer "
+        "by, this estimate and the true value (mean over such pairs). Time: of the step that measures it. One forward "
+        "pass gives all estimates but the ablation, so first and second order take the same time here. "
+        f"{MEASURED}{measured_on(machines)}Based on {of_pass(study)}",
+        frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
+        formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
+        blocks=text[:2],
+        optional=(*columns, SECONDS),
+    )
+
+
+def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, truth: str) -> float:
+    """Pearson's correlation over experts of the share of channels that a plan by `measure` and one by `truth` keep, the
+    mean over pairs that differ in nothing else; NaN without such a pair. `by_prior`: cell, prior and ALIKE."""
+    values = []
+    for _, alike in groups(by_prior, ALIKE):
+        pair = [alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"] for word in (measure, truth)]
+        if all(map(len, pair)):
+            shares = [kept[kept["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"] for cells in pair]
+            both = pd.concat(shares, axis=1, keys=["one", "other"])
+            values.append(correlations(both, "one", "other")["linear"])
+    defined = [value for value in values if not np.isnan(value)]
+    return float(np.mean(defined)) if defined else np.nan
+
+
+def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
+    """Seconds of the steps that measure the experts of one model and calibration set, `pass` and `ablation`, NaN where
+    the store does not say; and the machines they ran on."""
+    shown = shown_passes(study.cells)["statistics_folder"]
+    passes = list(shown[shown.index.isin(cells.index)])
+    ablations = [
+        step
+        for folder in cells["plan_folder"].dropna()
+        for step in steps_behind(folder, study.reader)
+        if step_kind(step) == ABLATION
+    ]
+    measured = {"pass": passes[:1], "ablation": ablations[:1]}
+    took = {word: time_and_memory(folders, study.reader) for word, folders in measured.items()}
+    machines = [str(machine) for table in took.values() for machine in table["machine"]]
+    return {word: float(table["seconds"].sum(min_count=1)) for word, table in took.items()}, machines
+
+
+@score_table(
+    "Channel budgets by what a layer is divided by",
+    (*names.COMMON_SENSE, "gsm8k", "mmlu", MEAN),
+    "Rows name what allocation=coverage divides a layer among its experts by; all else is the same in a block. "
+    "Difference: Mean minus that of the first order, paired.",
+)
+def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Table 14's scores: plans of allocation=coverage that differ in the prior alone, measured against first order."""
+    cells = comparison.cells.reset_index().merge(plans.priors(comparison.cells, results.study.reader), on="cell")
+    for key, part in groups(cells, [*ALIKE, "calibration", "recovery"]):
+        if part["prior"].nunique() < 2:
+            continue
+        rows = part.sort_values("prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable")
+        labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
+        usual = part.loc[part["prior"] == plans.FIRST_ORDER]
+        words = [names.ratio(key["ratio"]), names.RECOVERIES.get(key["recovery"], key["recovery"])]
+        if len(usual):
+            words.append(names.allocated(str(usual["allocation"].iloc[0])))
+        pruned = ", ".join(word for word in words if word)
+        yield Block(comparison, pruned, labels, int(usual["cell"].iloc[0]) if len(usual) else None)
+
+
+@output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
+def agreements(results: Results, name: str) -> list[Item]:
+    """How well attributions agree with ablations, what they take, and the scores of plans by each of them."""
+    return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
+
 
 AGAINST = ("gate", "first", "second")
 """What routing, and what attribution, would prune by: drawn against the ablation."""
 SPREAD = (0.1, 0.9)
 """Quantiles of a layer's experts between which the band of a line lies."""
-_SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#8a8a2b", "#7a7a7a")
 
 
-def ablation_figure(measures: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """Each expert's router weight and attributions against what the model's loss gains without it."""
-    chosen = measures[(measures["model"] == model) & measures["ablation"].notna()]
-    if chosen.empty:
+@output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
+@per_model("pruned")
+def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Attributions against the loss that ablating an expert causes."""
+    experts = results.study.experts
+    ablated = experts[(experts["model"] == comparison.model) & experts["ablation"].notna()]
+    if ablated.empty:
         return None
-    sets = names.calibrations_in_order(chosen["calibration"])
-    with style.look():
-        drawing = style.drawing(style.PAGE, 2.1 * len(sets) + 0.4)
-        grid = drawing.subplots(len(sets), len(AGAINST), squeeze=False, sharey="row")
-        for row, calibration in zip(grid, sets, strict=True):
-            experts = chosen[chosen["calibration"] == calibration]
-            for axes, measure in zip(row, AGAINST, strict=True):
-                _points(axes, experts, measure)
-            row[0].set_ylabel("rise of the loss (nats a token)")
-            row[0].annotate(
-                names.calibration(calibration), (0, 1.16), xycoords="axes fraction", fontsize=8.5, fontweight="bold"
-            )
-        for axes, measure in zip(grid[-1], AGAINST, strict=True):
-            axes.set_xlabel(MEASURES[measure])
-        layers = sorted(chosen["layer"].unique())
-        ends = [layers[0], layers[-1]] if len(layers) > 1 else layers
-        look: Any = {"linestyle": "", "marker": "o"}
-        handles = [Line2D([], [], color=_depth(layer, layers), label=f"layer {layer}", **look) for layer in ends]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    sets = names.calibrations_in_order(ablated["calibration"])
+    drawing = style.drawing(style.PAGE, 2.1 * len(sets) + 0.4)
+    grid = drawing.subplots(len(sets), len(AGAINST), squeeze=False, sharey="row")
+    for row, calibration in zip(grid, sets, strict=True):
+        for axes, measure in zip(row, AGAINST, strict=True):
+            _points(axes, ablated[ablated["calibration"] == calibration], measure)
+        row[0].set_ylabel("rise of the loss (nats a token)")
+        row[0].annotate(
+            names.calibration(calibration), (0, 1.16), xycoords="axes fraction", fontsize=8.5, fontweight="bold"
+        )
+    for axes, measure in zip(grid[-1], AGAINST, strict=True):
+        axes.set_xlabel(MEASURES[measure])
+    style.legend(drawing, style.depth_keys(sorted(ablated["layer"].unique())))
     caption = (
         "Each point is an expert, its shade the depth of its layer. Up: what the model's loss gains when that expert "
         "alone is silent, gates as they are. ρ: rank correlation over all experts, and its mean over layers. Experts "
-        "without a token have no router weight and are left out there."
+        f"without a token have no router weight and are left out there. Based on {of_pass(results.study)}"
     )
-    return Figure(name, f"What losing an expert costs, and what foretells it: {model}", caption, drawing)
-
-
-def _depth(layer: int, layers: Sequence[int]) -> str:
-    """From light to dark with depth."""
-    return to_hex(colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1)))
+    return Figure(name, f"What losing an expert costs, and what foretells it: {comparison.model}", caption, drawing)
 
 
 def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
     layers = sorted(experts["layer"].unique())
     for about, points in groups(experts.sort_values("layer"), ["layer"]):
-        axes.plot(
-            points[measure], points["ablation"], "o", markersize=3, alpha=0.75, markeredgewidth=0,
-            color=_depth(about["layer"], layers),
-        )  # fmt: skip
-    pooled, inside = (
-        correlations(experts, measure, "ablation")["rank"],
-        rank_correlation_by_layer(experts, measure, "ablation"),
-    )
-    axes.set_title(f"ρ = {_spelled(pooled)}; in a layer {_spelled(inside)}", fontsize=7.5, fontweight="normal")
+        shade = style.depth(about["layer"], layers)
+        axes.plot(points[measure], points["ablation"], "o", markersize=3, alpha=0.75, markeredgewidth=0, color=shade)
+    pooled = correlations(experts, measure, "ablation")["rank"]
+    inside = rank_correlation_by_layer(experts, measure, "ablation")
+    words = [shown(value, "{:.2f}").replace("-", "−") for value in (pooled, inside)]
+    axes.set_title(f"ρ = {words[0]}; in a layer {words[1]}", fontsize=7.5, fontweight="normal")
     axes.axhline(0, color=style.RULE, linewidth=0.8)
+    style.scientific(axes.xaxis, axes.yaxis)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    axes.ticklabel_format(axis="both", style="sci", scilimits=(-2, 3))
-    for offset in (axes.xaxis.get_offset_text(), axes.yaxis.get_offset_text()):
-        offset.set_fontsize(6.5)
-
-
-def _spelled(value: float) -> str:
-    return "–" if np.isnan(value) else f"{value:.2f}".replace("-", "−")
-
-
-def smoothing_figure(losses: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """Fig. 12: what each smoothing makes of the layer losses, a panel per calibration set; targets with mean one."""
-    from moe_lab.allocation.smoothing import Smoothing, smooth
-
-    chosen = losses[losses["model"] == model].dropna(subset=["loss"])
-    sets = names.calibrations_in_order(chosen["calibration"])
-    if not sets:
-        return None
-    with style.look():
-        drawing = style.drawing(style.PAGE, 2.1 * -(-len(sets) // 3) + 0.5)
-        for at, calibration in enumerate(sets):
-            part = chosen[chosen["calibration"] == calibration].sort_values("layer")
-            axes = drawing.add_subplot(-(-len(sets) // 3), min(3, len(sets)), at + 1)
-            for place, (word, shade) in enumerate(zip(get_args(Smoothing), _SHADES, strict=False)):
-                target = smooth(part["loss"].to_numpy(float), word)
-                look: Any = {"color": shade, "marker": style.MARKERS[place], "label": word}
-                axes.plot(part["layer"], target / target.mean(), markersize=3.5, linewidth=1.2, **look)
-            axes.set_title(names.calibration(calibration))
-            axes.set(xlabel="decoder layer", ylabel="target, mean 1" if at % 3 == 0 else None)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-            axes.grid(axis="y")
-        _legend(drawing.axes, drawing)
-    caption = (
-        "How much of its score each layer is to keep, relative to the others, after its loss is smoothed; none: as the "
-        "loss is."
-    )
-    return Figure(name, f"What smoothing makes of layer losses: {model}", caption, drawing)
 
 
 def depth_figure(
-    expert_rows: pd.DataFrame, measures: Mapping[str, str], *, model: str, name: str, title: str, caption: str
+    results: Results, comparison: Comparison, name: str, measures: Mapping[str, str], title: str, caption: str
 ) -> Figure | None:
     """A panel per measure over the decoder layers: the median expert of each layer, a line per calibration set, and
-    the band in which four of five experts lie. None when no expert of `model` has any of them."""
-    chosen = expert_rows[expert_rows["model"] == model]
-    shown = [measure for measure in measures if chosen[measure].notna().any()]
-    if not shown:
+    the band in which four of five experts lie. None when no expert of the model has any of them."""
+    experts = results.study.experts
+    experts = experts[experts["model"] == comparison.model]
+    measured = [measure for measure in measures if experts[measure].notna().any()]
+    if not measured:
         return None
-    sets = names.calibrations_in_order(chosen["calibration"])
-    across = min(3, len(shown))
-    with style.look():
-        drawing = style.drawing(style.PAGE, 1.9 * -(-len(shown) // across) + 0.5)
-        for at, measure in enumerate(shown):
-            axes = drawing.add_subplot(-(-len(shown) // across), across, at + 1)
-            for place, calibration in enumerate(sets):
-                experts = chosen[chosen["calibration"] == calibration].dropna(subset=[measure])
-                _line(axes, experts, measure, place, names.calibration(calibration))
-            axes.set_title(measures[measure], fontsize=7.5)
-            axes.set_xlabel("decoder layer")
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-            axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
-            axes.yaxis.get_offset_text().set_fontsize(6.5)
-            axes.grid(axis="y")
-        _legend(drawing.axes, drawing)
+    drawing, grid = style.panels(len(measured), 3, 1.9)
+    for axes, measure in zip(grid, measured, strict=True):
+        for at, calibration in enumerate(names.calibrations_in_order(experts["calibration"])):
+            own = experts[experts["calibration"] == calibration].dropna(subset=[measure])
+            by_layer = own.groupby("layer")[measure]
+            look, middle = style.cycled(at), by_layer.median()
+            low, high = (by_layer.quantile(end) for end in SPREAD)
+            axes.fill_between(middle.index, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            axes.plot(middle.index, middle, markersize=3.5, linewidth=1.2, label=names.calibration(calibration), **look)
+        axes.set_title(measures[measure], fontsize=7.5)
+        style.layer_axis(axes)
+        style.scientific(axes.yaxis)
+        axes.grid(axis="y")
+    style.legend(drawing, grid[0].get_lines())
     band = "The line is the median expert of a layer; four of five experts lie in the band."
-    return Figure(name, f"{title}: {model}", f"{caption} {band}", drawing)
-
-
-def _line(axes: Axes, experts: pd.DataFrame, measure: str, place: int, label: str) -> None:
-    by_layer = experts.groupby("layer")[measure]
-    shade = _SHADES[place % len(_SHADES)]
-    middle, low, high = by_layer.median(), by_layer.quantile(SPREAD[0]), by_layer.quantile(SPREAD[1])
-    axes.fill_between(middle.index, low, high, color=shade, alpha=0.15, linewidth=0)
-    axes.plot(
-        middle.index, middle, color=shade, marker=style.MARKERS[place % len(style.MARKERS)], markersize=3.5,
-        linewidth=1.2, label=label,
-    )  # fmt: skip
-
-
-def _legend(panels: Iterable[Axes], drawing: Drawing) -> None:
-    handles = {line.get_label(): line for axes in panels for line in axes.get_lines()}
-    drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(6, len(handles)))
-
-
-@output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
-def ablations(results: Results, name: str) -> list[Figure]:
-    """Attributions against the loss that ablating an expert causes."""
-    study = results.study
-    return per_model(study, name, lambda model, own: ablation_figure(study.experts, model=model, name=own))
-
-
-def _by_depth(results: Results, name: str, measures: Mapping[str, str], title: str, caption: str) -> list[Figure]:
-    study = results.study
-    return per_model(
-        study,
-        name,
-        lambda model, own: depth_figure(study.experts, measures, model=model, name=own, title=title, caption=caption),
-    )
+    caption = f"{caption} {band} Based on {of_pass(results.study)}"
+    return Figure(name, f"{title}: {comparison.model}", caption, drawing)
 
 
 @output("attributions_by_depth", chapter="attribution", needs=SUMS)
-def attributions_by_depth(results: Results, name: str) -> list[Figure]:
+@per_model("pruned")
+def attributions_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Statistics of experts by depth."""
-    caption = "Statistics of experts by depth, as gathered."
-    return _by_depth(results, name, MEASURES, "Routing and attribution by depth", caption)
+    title, caption = "Routing and attribution by depth", "Statistics of experts by depth, as gathered."
+    return depth_figure(results, comparison, name, MEASURES, title, caption)
 
 
 @output("activations_by_depth", chapter="attribution", needs=SUMS)
-def activations_by_depth(results: Results, name: str) -> list[Figure]:
+@per_model("pruned")
+def activations_by_depth(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Sizes of activations by depth."""
     caption = "Activations: the inputs of an expert's down projection over the tokens that it got."
-    return _by_depth(results, name, MAGNITUDES, "Size of activations", caption)
+    return depth_figure(results, comparison, name, MAGNITUDES, "Size of activations", caption)
 
 
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
-def smoothings(results: Results, name: str) -> list[Figure]:
-    """Layer losses as each smoothing leaves them."""
+@per_model("pruned")
+def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Layer losses as each smoothing leaves them.
+
+    A panel per calibration set; targets with mean one.
+    """
+    from moe_lab.allocation.smoothing import Smoothing, smooth
+
     losses = results.study.layer_losses
-    return per_model(results.study, name, lambda model, own: smoothing_figure(losses, model=model, name=own))
+    losses = losses[losses["model"] == comparison.model].dropna(subset=["loss"])
+    sets = names.calibrations_in_order(losses["calibration"])
+    if not sets:
+        return None
+    drawing, grid = style.panels(len(sets), 3, 2.1)
+    for axes, calibration in zip(grid, sets, strict=True):
+        own = losses[losses["calibration"] == calibration].sort_values("layer")
+        for at, word in enumerate(get_args(Smoothing)):
+            target = smooth(own["loss"].to_numpy(float), word)
+            axes.plot(
+                own["layer"], target / target.mean(), label=word, markersize=3.5, linewidth=1.2, **style.cycled(at)
+            )
+        axes.set_title(names.calibration(calibration))
+        style.layer_axis(axes)
+        axes.grid(axis="y")
+    grid[0].set_ylabel("target, mean 1")
+    style.legend(drawing, grid[0].get_lines())
+    caption = (
+        "How much of its score each layer is to keep, relative to the others, after its loss is smoothed; none: as the "
+        f"loss is. Based on {of_pass(results.study)}"
+    )
+    return Figure(name, f"What smoothing makes of layer losses: {comparison.model}", caption, drawing)

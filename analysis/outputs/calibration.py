@@ -1,9 +1,8 @@
-"""What the choice and the size of the calibration set change (HEAPr, Fig. 3; AIMER, Fig. 1; MoE-Slimming, Table 18),
-and how channel budgets are rounded to blocks (MoE-Slimming, Tables 8 and 16)."""
+"""What the choice and the size of the calibration set change (HEAPr, Fig. 3; AIMER, Fig. 1; MoE-Slimming, Table 18)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -14,11 +13,10 @@ from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, block_table
-from analysis.registry import Item, Results, output
+from analysis.outputs.score_rows import Block, score_table
+from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table
 from analysis.stats.cell_scores import MEAN, averaged, differences, mean_target
 from analysis.stats.comparison import Comparison
 
@@ -26,24 +24,35 @@ COMPETING = ["ratio", "method", "gate", "seed"]
 """Cells that agree in these are compared over calibration sets."""
 
 
-def tokens(study: Study, model: str) -> dict[str, int]:
-    """Calibration set -> valid tokens that the model read of it."""
-    counts = {}
-    for key, report in study.calibrations.items():
-        calibration, _, of = key.partition("@")
-        if of == model:
-            counts[calibration] = sum((report.get("valid_tokens") or {}).values())
-    return counts
-
-
-def sources(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> what tells its text from others', whatever the number of tokens."""
+def reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
+    """Calibration set -> what the pass of the model over it reports."""
     by_set = {}
     for key, report in study.calibrations.items():
         calibration, _, of = key.partition("@")
         if of == model:
-            by_set[calibration] = str(report.get("sha256") or report.get("source") or calibration)
+            by_set[calibration] = report
     return by_set
+
+
+def tokens(study: Study, model: str) -> dict[str, int]:
+    """Calibration set -> valid tokens that the model read of it."""
+    by_set = reports(study, model)
+    return {name: sum((report.get("valid_tokens") or {}).values()) for name, report in by_set.items()}
+
+
+def sources(study: Study, model: str) -> dict[str, str]:
+    """Calibration set -> what tells its text from others', whatever the number of tokens."""
+    by_set = reports(study, model)
+    return {name: str(report.get("sha256") or report.get("source") or name) for name, report in by_set.items()}
+
+
+def text_cells(comparison: Comparison) -> pd.DataFrame:
+    """Pruned cells that read a text, by ratio and method."""
+    cells = comparison.cells
+    cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
+    order = names.methods_in_order(cells["method"])
+    places = cells.assign(place=cells["method"].map(order.index))
+    return places.sort_values(["ratio", "place"], kind="stable").drop(columns="place")
 
 
 @output(
@@ -52,93 +61,30 @@ def sources(study: Study, model: str) -> dict[str, str]:
     filters="*Model|Pruned",
     needs=f"one criterion on several calibration sets, and {SLIMMING}",
 )
-def calibration_table(results: Results, name: str) -> Table:
+@score_table(
+    "Calibration sets: which text, and how much of it",
+    (*names.ABLATION, MEAN),
+    "A block per ratio and method; rows name the calibration set and the tokens read of it. Difference: Mean minus "
+    "that of the set of most tokens, the last row, paired.",
+)
+def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """One method under every calibration set: a block per ratio and method, differences to the one of most tokens."""
-    study, comparisons = results.study, results.comparisons
-    blocks = []
-    for comparison in comparisons:
-        read = tokens(study, comparison.model)
-        cells = _reading(comparison)
-        for key, rows in groups(cells, COMPETING):
-            if rows["calibration"].nunique() > 1:
-                ordered = rows.assign(read=rows["calibration"].map(read)).sort_values("read", kind="stable")
-                labels = {int(str(cell)): _label(str(word), read) for cell, word in ordered["calibration"].items()}
-                pruned = f"{names.ratio(key['ratio'])}, {names.method(str(key['method']))}"
-                blocks.append(Block(comparison, pruned, labels, list(labels)[-1]))
-    return block_table(
-        study,
-        blocks,
-        columns=(*names.ABLATION, MEAN),
-        name=name,
-        title="Calibration sets: which text, and how much of it",
-        caption="A block per ratio and method; rows name the calibration set and the tokens read of it. Difference: "
-        "Mean minus that of the set of most tokens, the last row, paired.",
-    )
-
-
-def _label(calibration: str, read: Mapping[str, int]) -> str:
-    count = f", {read[calibration]:,} tokens" if calibration in read else ""
-    return f"{names.calibration(calibration)}{count}"
-
-
-def _reading(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells that read a text, by ratio and method."""
-    cells = comparison.cells
-    reading = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
-    order = names.methods_in_order(reading["method"])
-    places = reading.assign(place=reading["method"].map(order.index))
-    return places.sort_values(["ratio", "place"], kind="stable").drop(columns="place")
-
-
-def size_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
-    """Avg against the tokens read: a panel per ratio, a line per text and method. None where no text was read in two
-    sizes."""
-    lines = sizes(study, comparison)
-    if not lines:
-        return None
-    ratios = sorted({float(line["ratio"].iloc[0]) for line in lines.values()})
-    cells = [int(str(cell)) for line in lines.values() for cell in line.index]
-    target = mean_target(comparison, cells, names.HEAPR)
-    if not target:
-        return None
-    score, (low, high) = comparison.score(target), comparison.interval(target)
-    with style.look():
-        drawing = style.drawing(style.PAGE, 2.9)
-        grid = drawing.subplots(1, len(ratios), squeeze=False, sharey=True)[0]
-        handles: dict[str, Line2D] = {}
-        for (label, _), line in lines.items():
-            axes = grid[ratios.index(float(line["ratio"].iloc[0]))]
-            marker = handles[label].get_marker() if label in handles else style.MARKERS[len(handles) % 12]
-            look = Line2D([], [], color=style.colour(line["method"].iloc[0]), marker=marker, markersize=4, label=label)
-            handles.setdefault(label, look)
-            axes.vlines(line["read"], low[line.index], high[line.index], color=look.get_color(), alpha=0.5)
-            axes.plot(
-                line["read"], score[line.index], color=look.get_color(), marker=marker, markersize=4, linewidth=1.2
-            )
-        for axes, ratio in zip(grid, ratios, strict=True):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted({int(read) for line in lines.values() for read in line["read"]}))
-            axes.xaxis.set_major_formatter(lambda value, _: count(value))
-            axes.set(xlabel="calibration tokens read", title=f"{names.ratio(ratio)} pruned")
-            axes.grid()
-        grid[0].set_ylabel("mean of HEAPr's benchmarks")
-        drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=3, fontsize=7)
-    caption = (
-        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, with 95 % intervals "
-        "(items resampled). Lines are texts and methods; points of one line answered the same items."
-    )
-    return Figure(name, f"How much calibration text is enough: {comparison.model}", caption, drawing)
-
-
-def count(tokens: float) -> str:
-    """A number of tokens in a word: 65k, 0.5M."""
-    return f"{tokens / 1e6:.3g}M" if tokens >= 5e5 else f"{tokens / 1e3:.3g}k"
+    read = tokens(results.study, comparison.model)
+    for key, rows in groups(text_cells(comparison), COMPETING):
+        if rows["calibration"].nunique() > 1:
+            labels = {}
+            ordered = rows.assign(read=rows["calibration"].map(read)).sort_values("read", kind="stable")
+            for cell, word in ordered["calibration"].items():
+                count = f", {read[word]:,} tokens" if word in read else ""
+                labels[int(str(cell))] = f"{names.calibration(word)}{count}"
+            pruned = f"{names.ratio(key['ratio'])}, {names.method(str(key['method']))}"
+            yield Block(comparison, pruned, labels, list(labels)[-1])
 
 
 def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
     """(Label, ratio) -> cells of one text and method that differ in the tokens read, with `read`, the least first."""
     read, source = tokens(study, comparison.model), sources(study, comparison.model)
-    cells = _reading(comparison)
+    cells = text_cells(comparison)
     cells = cells.assign(read=cells["calibration"].map(read), source=cells["calibration"].map(source))
     lines = {}
     for key, rows in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
@@ -149,8 +95,48 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
     return lines
 
 
-ACROSS = 2
-"""Panels side by side."""
+@output(
+    "heapr.fig3",
+    chapter="task",
+    needs=f"calibration sets that read different numbers of tokens of one text, and {HEAPR}",
+)
+@per_model()
+def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Scores against the tokens that the calibration set reads.
+
+    A panel per ratio, a line per text and method. None where no text was read in two sizes.
+    """
+    lines = sizes(results.study, comparison)
+    cells = [int(str(cell)) for line in lines.values() for cell in line.index]
+    target = mean_target(comparison, cells, names.HEAPR)
+    if not target:
+        return None
+    score, (low, high) = comparison.score(target), comparison.interval(target)
+    ratios = sorted({ratio for _, ratio in lines})
+    drawing = style.drawing(style.PAGE, 2.9)
+    grid = drawing.subplots(1, len(ratios), squeeze=False, sharey=True)[0]
+    keys: dict[str, Line2D] = {}
+    for (label, ratio), line in lines.items():
+        axes = grid[ratios.index(ratio)]
+        shade, marker = style.colour(line["method"].iloc[0]), style.MARKERS[len(keys) % len(style.MARKERS)]
+        key = keys.setdefault(label, style.key(label, color=shade, marker=marker, markersize=4))
+        axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
+        style.draw(axes, key, line["read"], score[line.index])
+    for axes, ratio in zip(grid, ratios, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({int(read) for line in lines.values() for read in line["read"]}))
+        axes.xaxis.set_major_formatter(style.tokens)
+        axes.set(xlabel="calibration tokens read", title=f"{names.ratio(ratio)} pruned")
+        axes.grid()
+    grid[0].set_ylabel("mean of HEAPr's benchmarks")
+    style.legend(drawing, keys.values(), most=3)
+    caption = (
+        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, with 95 % intervals "
+        "(items resampled). Lines are texts and methods; points of one line answered the same items."
+    )
+    return Figure(name, f"How much calibration text is enough: {comparison.model}", caption, drawing)
+
+
 POINTS = 100
 _SHADES = {"Code": "#ee7733", "WildBench": "#aa4499", "Math": "#117733", "Multiple choice": "#2277bb"}
 """Family of benchmarks -> the colour of its lines."""
@@ -178,30 +164,30 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"])
 
 
-def change_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
-    """A panel per text, method and ratio: each benchmark's change from the least tokens to more of the same text."""
-    moved = changes(study, comparison)
+@output("aimer.fig1", chapter="task", needs="calibration sets that read different numbers of tokens of one text")
+@per_model()
+def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
+
+    A panel per text, method and ratio: each benchmark's change from the least tokens to more of the same text.
+    """
+    moved = changes(results.study, comparison)
     if moved.empty:
         return None
-    panels = list(groups(moved, ["label", "ratio"]))
-    across = min(ACROSS, len(panels))
-    rows = -(-len(panels) // across)
-    with style.look():
-        drawing = style.drawing(style.PAGE, 2.6 * rows + 0.9)
-        grid = drawing.subplots(rows, across, squeeze=False, sharey=True)
-        handles: dict[str, Line2D] = {}
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        for axes, (key, panel) in zip(grid.flat, panels, strict=False):
-            handles |= _changes_axes(axes, panel)
-            axes.set_title(f"{key['label']}, {names.ratio(key['ratio'])} pruned", fontsize=7.5)
-        for row in grid:
-            row[0].set_ylabel("change of the score (points)")
-        ordered = [handles[name] for name in names.in_order(handles, names.BENCHMARKS)]
-        drawing.legend(handles=ordered, loc="outside lower center", ncols=min(6, len(ordered)), fontsize=6.5)
-    least = " / ".join(count(int(read)) for read in moved.groupby(["label", "ratio"])["read"].min().unique())
-    more = moved[moved["read"] > moved.groupby(["label", "ratio"])["read"].transform("min")]
-    beyond = _beyond(more).groupby([more["label"], more["ratio"], more["benchmark"]]).any()
+    moved["beyond"] = (moved["low"] > 0) | (moved["high"] < 0)
+    lines = list(groups(moved, ["label", "ratio"]))
+    drawing, grid = style.panels(len(lines), 2, 2.6, below=0.9, sharey=True)
+    keys: dict[str, Line2D] = {}
+    for axes, (key, changed) in zip(grid, lines, strict=True):
+        keys |= _draw_changes(axes, changed)
+        axes.set_title(f"{key['label']}, {names.ratio(key['ratio'])} pruned", fontsize=7.5)
+    for axes in grid[::2]:
+        axes.set_ylabel("change of the score (points)")
+    style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
+    by_text = moved.groupby(["label", "ratio"])["read"]
+    least = " / ".join(style.tokens(read) for read in by_text.min().unique())
+    more = moved[moved["read"] > by_text.transform("min")]
+    beyond = more.groupby(["label", "ratio", "benchmark"])["beyond"].any()
     caption = (
         f"Change of each benchmark's score, in points, against calibration on the least tokens ({least}) of the same "
         "text. Filled markers: the 95 % interval of the paired difference (items resampled, not corrected for the "
@@ -211,50 +197,26 @@ def change_figure(study: Study, comparison: Comparison, *, name: str) -> Figure 
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 
 
-def _beyond(moved: pd.DataFrame) -> pd.Series:
-    return (moved["low"] > 0) | (moved["high"] < 0)
-
-
-def _changes_axes(axes: Axes, panel: pd.DataFrame) -> dict[str, Line2D]:
-    """Benchmark -> a line for the legend."""
+def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
+    """Benchmark -> its entry in the legend."""
     families = {benchmark: family for column, family in _FAMILIES.items() for benchmark in names.COLUMNS[column]}
-    handles: dict[str, Line2D] = {}
+    keys: dict[str, Line2D] = {}
     met: dict[str, int] = {}
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
-    for key, line in groups(panel, ["benchmark"]):
-        benchmark = str(key["benchmark"])
+    for about, line in groups(changed, ["benchmark"]):
+        benchmark = str(about["benchmark"])
         family = families.get(benchmark, "")
-        place = met.get(family, 0)
-        met[family] = place + 1
-        shade = _SHADES.get(family, style.OTHER)
+        place = met[family] = met.get(family, -1) + 1
+        shade, marker = _SHADES.get(family, style.OTHER), style.MARKERS[place % len(style.MARKERS)]
         look: Any = {"color": shade, "linestyle": ("-", "--", ":")[place // len(style.MARKERS) % 3], "linewidth": 1.0}
-        marker = style.MARKERS[place % len(style.MARKERS)]
         axes.plot(line["read"], line["difference"], **look)
         for beyond, face in ((False, style.SURFACE), (True, shade)):
-            points = line[_beyond(line) == beyond]
-            axes.plot(
-                points["read"], points["difference"], marker, color=shade, markerfacecolor=face, markersize=3.8,
-                markeredgewidth=0.9,
-            )  # fmt: skip
-        handles[benchmark] = Line2D([], [], marker=marker, markersize=3.8, label=names.benchmark(benchmark), **look)
-    read = sorted(panel["read"].unique())
-    axes.set_xticks(read, [count(int(tokens)) for tokens in read])
+            points = line[line["beyond"] == beyond]
+            mark: Any = {"color": shade, "markerfacecolor": face, "markersize": 3.8, "markeredgewidth": 0.9}
+            axes.plot(points["read"], points["difference"], marker, **mark)
+        keys[benchmark] = style.key(names.benchmark(benchmark), marker=marker, markersize=3.8, **look)
+    read = sorted(changed["read"].unique())
+    axes.set_xticks(read, list(map(style.tokens, read)))
     axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")
-    return handles
-
-
-@output(
-    "heapr.fig3",
-    chapter="task",
-    needs=f"calibration sets that read different numbers of tokens of one text, and {HEAPR}",
-)
-def calibration_sizes(results: Results, name: str) -> list[Item | None]:
-    """Scores against the tokens that the calibration set reads."""
-    return [size_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
-
-
-@output("aimer.fig1", chapter="task", needs="calibration sets that read different numbers of tokens of one text")
-def calibration_size_changes(results: Results, name: str) -> list[Item | None]:
-    """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1)."""
-    return [change_figure(results.study, comparison, name=own) for comparison, own in results.per_model(name)]
+    return keys

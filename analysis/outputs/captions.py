@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -12,7 +11,6 @@ from analysis.load.evaluations import mixed_metrics, versions
 from analysis.load.passes import shown_passes
 from analysis.load.settings import protocols
 from analysis.load.study import Study
-from analysis.render.style import Figure
 from analysis.stats import uncertainty
 
 HEAPR = "some of HEAPr's seven benchmarks"
@@ -77,19 +75,7 @@ def _several(values: pd.Series) -> str:
     return ", ".join(str(value) for value in values.drop_duplicates()) or "none"
 
 
-def per_model(study: Study, name: str, draw: Callable[[str, str], Figure | None]) -> list[Figure]:
-    """The figure of every model with statistics, with what its numbers rest on in the caption."""
-    models = list(dict.fromkeys(study.experts["model"]))
-    figures = (draw(model, name if len(models) == 1 else f"{name}.{model}") for model in models)
-    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]
-
-
 def measured_on(machines: Iterable[str]) -> str:
     """A sentence for captions; empty where no step says its machine."""
     named = [machine for machine in dict.fromkeys(machines) if machine]
     return f"Measured on {names.listing(named)}. " if named else ""
-
-
-def of_passes(study: Study, figures: Iterable[Figure | None]) -> list[Figure]:
-    """The figures there are, with what their numbers rest on in the captions."""
-    return [replace(one, caption=f"{one.caption} Based on {of_pass(study)}") for one in figures if one]

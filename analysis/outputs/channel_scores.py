@@ -5,23 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import names
 from analysis.load import passes, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import of_passes
+from analysis.outputs.captions import of_pass
 from analysis.outputs.score_rows import BUDGETED, coverage_cells, plain, ratio_lines, shallow_middle_deep
-from analysis.registry import Results, output
+from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
@@ -42,108 +41,91 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
     return passes.read(study.reader.find(scores_folder), "expert_concentration.parquet", study.reader)
 
 
-def concentration_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+@output(
+    "coverage.fig4",
+    chapter="attribution",
+    needs="scores of channels in the store; for losses, profile=true with a channel criterion at three ratios",
+)
+@per_model("pruned")
+def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
+    """How concentrated the channel scores of experts are, and the loss of layers against the kept share."""
+    study = results.study
+    return [concentration_figure(study, comparison, name), output_loss_figure(study, comparison, f"{name}.loss")]
+
+
+def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (a): how much of an expert's score its best channels hold, a panel per set of scores and a line per
     expert."""
-    cells = plain(comparison)
-    cells = cells[(cells["granularity"] == "channel") & cells["scores_folder"].notna()].drop_duplicates("scores_folder")
+    cells = plain(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
-    for row in records(cells):
+    for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
         curves = concentration(study, row["scores_folder"])
         if curves is not None and len(panels) < PANELS:
-            panels.append((f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}", curves))
+            title = f"{names.criterion(row['criterion'])}, {names.calibration(row['calibration'])}"
+            panels.append((title, curves))
     if not panels:
         return None
-    across = min(3, len(panels))
-    with style.look():
-        drawing = style.drawing(style.PAGE * (1 if across > 1 else 0.6), 2.2 * -(-len(panels) // across) + 0.4)
-        for at, (title, curves) in enumerate(panels):
-            axes = drawing.add_subplot(-(-len(panels) // across), across, at + 1)
-            _curves(axes, curves)
-            axes.set_title(title, fontsize=7.5)
-            axes.set_xlabel("channels, highest score first")
-            if at % across == 0:
-                axes.set_ylabel("share of the expert's score")
-        drawing.legend(handles=_depths(panels[0][1]["layer"]), loc="outside lower center", ncols=2)
+    drawing, grid = style.panels(len(panels), 3, 2.2)
+    for axes, (title, curves) in zip(grid, panels, strict=True):
+        layers = sorted(curves["layer"].unique())
+        lines, shades = [], []
+        for about, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
+            lines.append(curve[["channels", "score"]].to_numpy(float))
+            shades.append(style.depth(about["layer"], layers))
+        many = len(lines) > 256
+        axes.add_collection(LineCollection(lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=many))
+        axes.plot([0, 1], [0, 1], **style.DASHED)
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="channels, highest score first")
+        axes.set_title(title, fontsize=7.5)
+        style.percent(axes.xaxis, axes.yaxis)
+        axes.locator_params(nbins=4)
+        axes.grid()
+    grid[0].set_ylabel("share of the expert's score")
+    style.legend(drawing, style.depth_keys(layers))
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: how much of the sum of its channel scores its "
         "highest channels hold. Dashed: all channels alike. The further a line is above it, the more channels can go "
-        "with little of the score."
+        f"with little of the score. Based on {of_pass(study)}"
     )
     return Figure(name, f"How concentrated channel scores are: {comparison.model}", caption, drawing)
-
-
-def _curves(axes: Axes, curves: pd.DataFrame) -> None:
-    layers = sorted(curves["layer"].unique())
-    lines, shades = [], []
-    for about, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
-        lines.append(curve[["channels", "score"]].to_numpy(float))
-        shades.append(_depth(layers.index(about["layer"]), len(layers)))
-    many = len(lines) > 256
-    axes.add_collection(LineCollection(lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=many))
-    axes.plot([0, 1], [0, 1], color=style.INK, linestyle=(0, (4, 2)), linewidth=0.8)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-        axis.set_major_locator(MaxNLocator(nbins=4))
-    axes.set(xlim=(0, 1), ylim=(0, 1.02))
-    axes.grid()
-
-
-def _depth(place: int, layers: int) -> tuple[float, float, float, float]:
-    """From light to dark with depth."""
-    shade: tuple[float, float, float, float] = colormaps["viridis_r"](0.1 + 0.85 * place / max(1, layers - 1))
-    return shade
-
-
-def _depths(layers: pd.Series) -> list[Line2D]:
-    """The first and the last layer, for the legend."""
-    distinct = sorted(layers.unique())
-    ends = dict.fromkeys((0, len(distinct) - 1))
-    return [Line2D([], [], color=_depth(at, len(distinct)), label=f"layer {distinct[at]}") for at in ends]
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     """label, cell, layer, kept (share of the layer's channels), loss: what pruning a layer alone takes from its routed
     output, of channel criteria that were run at three ratios."""
-    cells = plain(comparison)
     measured = study.profiles[["cell", "layer", "output_loss"]].dropna().rename(columns={"output_loss": "loss"})
     shares = study.kept.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     measured = measured.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
-    for label, line in ratio_lines(cells[cells["granularity"] == "channel"]).items():
+    for label, line in ratio_lines(plain(comparison, "channel")).items():
         own = measured[measured["cell"].isin(line.index)]
         if own["cell"].nunique() > 1:
             frames.append(own.assign(label=label))
     return pd.concat(frames[1:] or frames, ignore_index=True)[list(frames[0])]
 
 
-def output_loss_figure(study: Study, comparison: Comparison, *, name: str) -> Figure | None:
+def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (b): the loss of each layer's output against the share that is kept, a panel per method."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
     labels = list(losses["label"].unique())[:PANELS]
-    across = min(3, len(labels))
-    with style.look():
-        drawing = style.drawing(style.PAGE * (1 if across > 1 else 0.6), 2.2 * -(-len(labels) // across) + 0.4)
-        layers = sorted(losses["layer"].unique())
-        for at, label in enumerate(labels):
-            axes = drawing.add_subplot(-(-len(labels) // across), across, at + 1)
-            for about, line in groups(losses[losses["label"] == label], ["layer"]):
-                line = line.sort_values("kept")
-                kept, loss = [*line["kept"], 1.0], [*line["loss"], 0.0]
-                shade = _depth(layers.index(about["layer"]), len(layers))
-                axes.plot(kept, loss, color=shade, marker="o", markersize=2.5, linewidth=1)
-            axes.set_title(fill(label, 30), fontsize=7.5)
-            axes.set(xlabel="channels of the layer kept", ylabel="loss of the output" if at % across == 0 else None)
-            axes.set(xlim=(0, 1.02), ylim=(0, None))
-            axes.xaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-            axes.grid(axis="y")
-        drawing.legend(handles=_depths(losses["layer"]), loc="outside lower center", ncols=2)
+    layers = sorted(losses["layer"].unique())
+    drawing, grid = style.panels(len(labels), 3, 2.2)
+    for axes, label in zip(grid, labels, strict=True):
+        for about, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
+            shade = style.depth(about["layer"], layers)
+            axes.plot([*line["kept"], 1.0], [*line["loss"], 0.0], color=shade, marker="o", markersize=2.5, linewidth=1)
+        axes.set_title(fill(label, 30), fontsize=7.5)
+        axes.set(xlabel="channels of the layer kept", xlim=(0, 1.02), ylim=(0, None))
+        style.percent(axes.xaxis)
+        axes.grid(axis="y")
+    grid[0].set_ylabel("loss of the output")
+    style.legend(drawing, style.depth_keys(layers))
     caption = (
         "(b) Each line is a layer: how far its routed output is off when this layer alone is pruned, ‖m − m′‖² / "
         "(‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual stream after the layer. With "
-        "everything kept it is 0."
+        f"everything kept it is 0. Based on {of_pass(study)}"
     )
     return Figure(name, f"Loss of layer outputs against the kept share: {comparison.model}", caption, drawing)
 
@@ -174,28 +156,8 @@ def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.D
     return {int(layer): expert_stacks(curves, kept, experts, layer) for layer in sorted(curves["layer"].unique())}
 
 
-def bars_figure(panels: Sequence[tuple[str, pd.DataFrame]], *, name: str, title: str, caption: str) -> Figure:
-    """A panel for each title and `expert_stacks`: a bar per expert with its pieces, the kept line and attributions."""
-    with style.look():
-        drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
-        for axes, (words, stacks) in zip(np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True):
-            _bars(axes, stacks)
-            axes.set_title(words, fontsize=7.5)
-            axes.set_ylabel("share")
-        axes.set_xlabel("expert")
-        pieces = [(0, "highest tenth of the channels"), (PIECES - 1, "lowest")]
-        handles = [
-            *(Patch(facecolor=_piece(at), label=label) for at, label in pieces),
-            Line2D([], [], color=KEPT, linewidth=1.4, label="channels kept"),
-            Line2D([], [], color=MARK, marker="D", linestyle="", markersize=4, label="attribution, of the highest"),
-        ]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=4)
-    return Figure(name, title, caption, drawing)
-
-
-def _piece(at: int) -> tuple[float, float, float, float]:
-    shade: tuple[float, float, float, float] = colormaps[style.SEQUENTIAL](0.9 - 0.8 * at / (PIECES - 1))
-    return shade
+def _piece(at: int) -> Any:
+    return colormaps[style.SEQUENTIAL](0.9 - 0.8 * at / (PIECES - 1))
 
 
 def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
@@ -211,52 +173,47 @@ def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
     step = -(-len(stacks) // 32)
     axes.set_xticks(where[::step], [str(expert) for expert in stacks.index[::step]], fontsize=6)
     axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+    style.percent(axes.yaxis)
 
 
-_BARS = (
-    "Each bar is an expert: the sum of its channel scores, divided among tenths of its channels, from those of the "
-    "highest scores (top, dark) to those of the lowest (bottom, light). Red: the share of its channels that the plan "
-    "keeps. Diamonds: its attribution of first order over the highest of the layer, negative ones at 0."
-)
+def bars_figure(study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str) -> Figure:
+    """A panel for each title and `expert_stacks`: a bar per expert with its pieces, the kept line and attributions.
+    `plans` says in the caption what they are of."""
+    drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
+    for axes, (words, stacks) in zip(np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True):
+        _bars(axes, stacks)
+        axes.set_title(words, fontsize=7.5)
+        axes.set_ylabel("share")
+    axes.set_xlabel("expert")
+    handles = [
+        Patch(facecolor=_piece(0), label="highest tenth of the channels"),
+        Patch(facecolor=_piece(PIECES - 1), label="lowest"),
+        style.key("channels kept", color=KEPT, linewidth=1.4),
+        style.key("attribution, of the highest", color=MARK, marker="D", linestyle="", markersize=4),
+    ]
+    style.legend(drawing, handles)
+    caption = (
+        "Each bar is an expert: the sum of its channel scores, divided among tenths of its channels, from those of the "
+        "highest scores (top, dark) to those of the lowest (bottom, light). Red: the share of its channels that the "
+        "plan keeps. Diamonds: its attribution of first order over the highest of the layer, negative ones at 0. "
+        f"{plans} Based on {of_pass(study)}"
+    )
+    return Figure(name, title, caption, drawing)
 
 
-@output(
-    "coverage.fig4",
-    chapter="attribution",
-    needs="scores of channels in the store; for losses, profile=true with a channel criterion at three ratios",
-)
-def channel_scores(results: Results, name: str) -> list[Figure]:
-    """How concentrated the channel scores of experts are, and the loss of layers against the kept share."""
-    study = results.study
-    figures = []
-    for comparison, own in results.per_pruned_model(name):
-        figures.append(concentration_figure(study, comparison, name=own))
-        figures.append(output_loss_figure(study, comparison, name=f"{own}.loss"))
-    return of_passes(study, figures)
-
-
-IN_STORE = f"{BUDGETED}, and their scores in the store"
-
-
-@output("coverage.fig15", chapter="attribution", needs=IN_STORE)
-def expert_bars(results: Results, name: str) -> list[Figure]:
+@output("coverage.fig15", chapter="attribution", needs=f"{BUDGETED}, and their scores in the store")
+@per_model("pruned")
+def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a deep layer."""
-    study, figures = results.study, []
-    for comparison, own in results.per_pruned_model(name):
-        cells = _first_by(coverage_cells(comparison), ACTIVATION)
-        stacks = stacks_of(study, comparison, int(cells.index[0])) if len(cells) else {}
-        if stacks:
-            panels = [(f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep(list(stacks))]
-            label = settings.method_labels(cells).iloc[0]
-            title = f"Channel scores and budgets, expert by expert: {comparison.model}"
-            figures.append(bars_figure(panels, name=own, title=title, caption=f"{_BARS} Plan: {label}."))
-    return of_passes(study, figures)
-
-
-def _first_by(cells: pd.DataFrame, criterion: str) -> pd.DataFrame:
-    """The cells with those of `criterion` before others."""
-    return cells.loc[(cells["criterion"] != criterion).sort_values(kind="stable").index]
+    cells = coverage_cells(comparison)
+    activation_first = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index
+    stacks = stacks_of(results.study, comparison, int(activation_first[0])) if len(cells) else {}
+    if not stacks:
+        return None
+    panels = [(f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep(list(stacks))]
+    label = settings.method_labels(cells)[activation_first[0]]
+    title = f"Channel scores and budgets, expert by expert: {comparison.model}"
+    return bars_figure(results.study, panels, name, title, f"Plan: {label}.")
 
 
 @output(
@@ -265,22 +222,24 @@ def _first_by(cells: pd.DataFrame, criterion: str) -> pd.DataFrame:
     needs=f"cells with criterion={ACTIVATION} and with criterion={WEIGHT_GRADIENT}, both with the same "
     "allocation=coverage, ratio and calibration set, and their scores in the store",
 )
-def expert_bars_by_score(results: Results, name: str) -> list[Figure]:
+@per_model("pruned")
+def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """The same in one layer, by scores from activations and from gradients of weights."""
-    study, figures = results.study, []
-    for comparison, own in results.per_pruned_model(name):
-        pair = _same_plan_by_two_scores(coverage_cells(comparison))
-        by_score = [(names.criterion(score), stacks_of(study, comparison, cell)) for score, cell in pair.items()]
-        if not pair or not all(stacks for _, stacks in by_score):
-            continue
-        layers = sorted(by_score[0][1])
-        layer = layers[(len(layers) - 1) // 2]
-        parts = [(word, part) for word, stacks in by_score for part in _halves(stacks[layer])]
-        panels = [(f"({'abcdefgh'[at]}) {word}", part) for at, (word, part) in enumerate(parts)]
-        title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
-        caption = f"{_BARS} Above by {by_score[0][0]}, below by {by_score[1][0]} (weight times gradient)."
-        figures.append(bars_figure(panels, name=own, title=title, caption=caption))
-    return of_passes(study, figures)
+    pair = _same_plan_by_two_scores(coverage_cells(comparison))
+    by_score = {score: stacks_of(results.study, comparison, cell) for score, cell in pair.items()}
+    if not pair or not all(by_score.values()):
+        return None
+    layers = sorted(by_score[ACTIVATION])
+    layer = layers[(len(layers) - 1) // 2]
+    panels: list[tuple[str, pd.DataFrame]] = []
+    for score, stacks in by_score.items():
+        for part in _halves(stacks[layer]):
+            panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(score)}", part))
+    above, below = map(names.criterion, by_score)
+    title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
+    return bars_figure(
+        results.study, panels, name, title, f"Above by {above}, below by {below} (weight times gradient)."
+    )
 
 
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:

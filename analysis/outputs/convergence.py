@@ -7,7 +7,8 @@ ratios at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,41 +19,34 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
-from analysis.registry import Item, Results, output
+from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table
+from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap
+from analysis.stats.comparison import Comparison
 
 KEY = ["model", "calibration", "criterion"]
 SETTLED = 0.02
 """Share of what is kept that may still change in a set that is called settled."""
-_REMOVED = {
-    "expert": "Uniform removal from each layer.",
-    "channel": "The best channels of each layer, of all its experts together.",
-}
-
-
 COLUMNS = [*KEY, "ratio", "tokens", "whole", "jaccard", "lowest", "changed", "chance"]
 EXPERTS, CHANNELS = "expert", "channel"
 """What is kept; how a study's cells call it."""
+_REMOVED = {
+    EXPERTS: "Uniform removal from each layer.",
+    CHANNELS: "The best channels of each layer, of all its experts together.",
+}
 
 
-def of_experts(study: Study) -> pd.DataFrame:
-    """`settling` of the study at its ratios."""
-    return settling(study.convergence, ratios_of(study, EXPERTS))
-
-
-def of_channels(study: Study) -> pd.DataFrame:
-    """`channel_settling` of the study at its ratios."""
-    return channel_settling(study.channel_convergence, ratios_of(study, CHANNELS))
-
-
-def ratios_of(study: Study, granularity: str) -> list[float]:
-    """The ratios at which the study removes whole experts, or channels; those of the papers where it removes none."""
+def settlings(study: Study, what: str) -> pd.DataFrame:
+    """`settling` of experts, or `channel_settling`, at the ratios at which the study removes them; at those of the
+    papers where it removes none."""
     cells = study.cells
-    ratios = cells.loc[(cells["granularity"] == granularity) & (cells["ratio"] > 0), "ratio"]
-    return sorted(set(ratios)) or list(overlap.RATIOS)
+    removed = cells.loc[(cells["granularity"] == what) & (cells["ratio"] > 0), "ratio"]
+    ratios = sorted(set(removed)) or list(overlap.RATIOS)
+    if what == EXPERTS:
+        return settling(study.convergence, ratios)
+    return channel_settling(study.channel_convergence, ratios)
 
 
 def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
@@ -127,90 +121,76 @@ def _after(layers: pd.DataFrame) -> dict[str, float]:
 
 
 @output(
-    "convergence",
-    chapter="coverage",
-    filters="*Model|Pruned|Calibration",
-    needs="a run with calibration.snapshots=8",
+    "convergence", chapter="coverage", filters="*Model|Pruned|Calibration", needs="a run with calibration.snapshots=8"
 )
 def convergence(results: Results, name: str) -> list[Item]:
     """Change of the experts, and of the channels, to keep with the calibration tokens."""
-    study = results.study
-    items: list[Item] = []
-    for what, stem, found in (
-        (EXPERTS, name, of_experts(study)),
-        (CHANNELS, f"{name}.channels", of_channels(study)),
-    ):
-        models = list(dict.fromkeys(found["model"]))
-        for model in models:
-            own = f"{stem}.{model}" if len(models) > 1 else stem
-            items.append(settling_figure(found, what=what, model=model, name=own))
-        items.append(settling_table(study, found, what=what, name=stem))
-    return items
-
-
-def settling_table(study: Study, settlings: pd.DataFrame, *, what: str, name: str) -> Table:
-    """`settling`, or `channel_settling`, as a table."""
-    columns = [
-        "Model",
-        "Pruned",
-        "Calibration",
-        "Criterion",
-        "Tokens",
-        "Jaccard",
-        "Lowest layer",
-        "By chance",
-        "Change",
+    experts, channels = experts_figure(results, name), channels_figure(results, f"{name}.channels")
+    return [
+        *experts,
+        settling_table(results.study, EXPERTS, name),
+        *channels,
+        settling_table(results.study, CHANNELS, f"{name}.channels"),
     ]
-    frame = pd.DataFrame(
-        {
-            "Model": settlings["model"],
-            "Pruned": settlings["ratio"].map(names.ratio),
-            "Calibration": settlings["calibration"].map(names.calibration),
-            "Criterion": settlings["criterion"].map(names.criterion),
-            "Tokens": settlings["tokens"],
-            "Jaccard": settlings["jaccard"],
-            "Lowest layer": settlings["lowest"],
-            "By chance": settlings["chance"],
-            "Change": settlings["changed"],
-        },
-        columns=columns,
-    )
+
+
+def settling_table(study: Study, what: str, name: str) -> Table:
+    """`settling`, or `channel_settling`, as a table."""
+    text = {"Model": "model", "Pruned": "ratio", "Calibration": "calibration", "Criterion": "criterion"}
+    numbers = {
+        "Tokens": ("tokens", "{:,.0f}"),
+        "Jaccard": ("jaccard", SCORE),
+        "Lowest layer": ("lowest", SCORE),
+        "By chance": ("chance", SCORE),
+        "Change": ("changed", "{:.1%}"),
+    }
     return Table(
         name=name,
         title=f"How the {what}s to keep settle with more calibration text",
         caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
         "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
         f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Based on {of_pass(study)}",
-        frame=frame,
-        formats={
-            "Tokens": "{:,.0f}",
-            **dict.fromkeys(("Jaccard", "Lowest layer", "By chance"), SCORE),
-            "Change": "{:.1%}",
-        },
+        frame=spelled(settlings(study, what), text | {shown: source for shown, (source, _) in numbers.items()}),
+        formats={shown: form for shown, (_, form) in numbers.items()},
         blocks=("Model", "Pruned", "Calibration"),
     )
 
 
-def settling_figure(settlings: pd.DataFrame, *, what: str, model: str, name: str) -> Figure:
+@per_model("pruned")
+def experts_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Experts to keep against the tokens read."""
+    return settling_figure(settlings(results.study, EXPERTS), EXPERTS, comparison.model, name)
+
+
+@per_model("pruned")
+def channels_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Channels to keep against the tokens read."""
+    return settling_figure(settlings(results.study, CHANNELS), CHANNELS, comparison.model, name)
+
+
+def settling_figure(settled: pd.DataFrame, what: str, model: str, name: str) -> Figure | None:
     """Jaccard against tokens, a panel per ratio and calibration set, a line per criterion; dotted: random sets."""
-    settlings = settlings[settlings["model"] == model]
-    sets = names.calibrations_in_order(settlings["calibration"])
-    ratios = sorted(settlings["ratio"].unique())
-    criteria = names.in_order(settlings["criterion"], names.CRITERIA)
-    with style.look():
-        drawing = style.drawing(style.PAGE, 1.9 * len(ratios) + 0.8)
-        grid = drawing.subplots(len(ratios), len(sets), squeeze=False, sharey="row")
-        for row, ratio in zip(grid, ratios, strict=True):
-            for axes, calibration in zip(row, sets, strict=True):
-                panel = settlings[(settlings["ratio"] == ratio) & (settlings["calibration"] == calibration)]
-                _panel(axes, panel, criteria)
-                words = (names.calibration(calibration), f"{names.ratio(ratio)} pruned")
-                axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
-        for row in grid:
-            row[0].set_ylabel(f"same {what}s kept (Jaccard)")
-        for axes in grid[-1]:
-            axes.set_xlabel("calibration tokens read")
-        drawing.legend(handles=_handles(criteria), loc="outside lower center", ncols=min(6, len(criteria)), fontsize=7)
+    settled = settled[settled["model"] == model]
+    if settled.empty:
+        return None
+    sets = names.calibrations_in_order(settled["calibration"])
+    ratios = sorted(settled["ratio"].unique())
+    criteria = names.in_order(settled["criterion"], names.CRITERIA)
+    keys = {}
+    for at, criterion in enumerate(criteria):
+        look: Any = {"color": style.colour(criterion), "marker": style.MARKERS[at % len(style.MARKERS)]}
+        keys[criterion] = style.key(names.criterion(criterion), markersize=3, linewidth=1.1, **look)
+    drawing = style.drawing(style.PAGE, 1.9 * len(ratios) + 0.8)
+    grid = drawing.subplots(len(ratios), len(sets), squeeze=False, sharey="row")
+    for row, ratio in zip(grid, ratios, strict=True):
+        for axes, calibration in zip(row, sets, strict=True):
+            _panel(axes, settled[(settled["ratio"] == ratio) & (settled["calibration"] == calibration)], keys)
+            words = (names.calibration(calibration), f"{names.ratio(ratio)} pruned")
+            axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
+        row[0].set_ylabel(f"same {what}s kept (Jaccard)")
+    for axes in grid[-1]:
+        axes.set_xlabel("calibration tokens read")
+    style.legend(drawing, keys.values())
     caption = (
         f"The {what}s that would be kept after reading a part of the calibration set, against those kept after all of "
         "it (the right end, where all lines meet at 1): intersection over union, mean over layers. A line that is "
@@ -221,47 +201,26 @@ def settling_figure(settlings: pd.DataFrame, *, what: str, model: str, name: str
     return Figure(name, f"{title}: {model}", caption, drawing)
 
 
-def _panel(axes: Axes, settlings: pd.DataFrame, criteria: Sequence[str]) -> None:
-    handles = dict(zip(criteria, _handles(criteria), strict=True))
-    for about, line in groups(settlings, ["criterion"]):
-        look = handles[about["criterion"]]
-        x = [*line["tokens"], line["whole"].iloc[0]]
-        axes.plot(
-            x, [*line["jaccard"], 1.0], color=look.get_color(), marker=look.get_marker(), markersize=3, linewidth=1.1
-        )
-    if len(settlings):
-        axes.axhline(settlings["chance"].iloc[0], color=style.MUTED, linestyle=":", linewidth=1)
+def _panel(axes: Axes, settled: pd.DataFrame, keys: Mapping[str, Line2D]) -> None:
+    for about, line in groups(settled, ["criterion"]):
+        style.draw(axes, keys[about["criterion"]], [*line["tokens"], line["whole"].iloc[0]], [*line["jaccard"], 1.0])
+    for chance in settled["chance"].iloc[:1]:
+        axes.axhline(chance, color=style.MUTED, linestyle=":", linewidth=1)
     axes.set_ylim(top=1.02)
-    axes.ticklabel_format(axis="x", style="plain")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
+    axes.xaxis.set_major_formatter(style.tokens)
     axes.locator_params(axis="x", nbins=4)
     axes.grid()
 
 
-def _handles(criteria: Sequence[str]) -> list[Line2D]:
-    return [
-        Line2D(
-            [],
-            [],
-            color=style.colour(name),
-            marker=style.MARKERS[at % len(style.MARKERS)],
-            markersize=3,
-            linewidth=1.1,
-            label=names.criterion(name),
-        )
-        for at, name in enumerate(criteria)
-    ]
-
-
-def finding(study: Study) -> list[str]:
+def convergence_findings(study: Study) -> list[str]:
     """Sentences about experts and about channels."""
-    return [*settled(of_experts(study), EXPERTS), *settled(of_channels(study), CHANNELS)]
+    return [line for what in (EXPERTS, CHANNELS) for line in convergence_finding(settlings(study, what), what)]
 
 
-def settled(settlings: pd.DataFrame, what: str) -> list[str]:
+def convergence_finding(settled: pd.DataFrame, what: str) -> list[str]:
     """A sentence per model and calibration set: how much the choice still moved at the end of the pass."""
     sentences = []
-    for key, part in groups(settlings, ["model", "calibration"]):
+    for key, part in groups(settled, ["model", "calibration"]):
         last = part[part["tokens"] == part["tokens"].max()]
         moved = last.loc[last["changed"].idxmax()]
         read = int(moved["tokens"]) / int(moved["whole"])

@@ -13,7 +13,7 @@ from analysis.load.settings import removed
 from analysis.load.study import Study
 from analysis.names import capitalised
 from analysis.outputs.claims import claims, sentences
-from analysis.outputs.convergence import finding as convergence_finding
+from analysis.outputs.convergence import convergence_findings
 from analysis.outputs.coverage import coverage_summary
 from analysis.outputs.recovery import recovery_findings
 from analysis.outputs.winners import competitor, where_pruned, who_won, winner_views
@@ -58,7 +58,7 @@ def overlap_text(results: Results) -> list[str]:
 @part("text.coverage")
 def coverage_text(results: Results) -> list[str]:
     """Experts that no token reached, and how many tokens scores need."""
-    return [*coverage_finding(results.study), *convergence_finding(results.study)]
+    return [*coverage_finding(results.study), *convergence_findings(results.study)]
 
 
 part("views.winners")(winner_views)

@@ -1,4 +1,5 @@
-"""What coverage budgets keep of each layer: its loss, the score that is covered and the channels that stay."""
+"""What allocations keep of each layer and of each expert: channels, the score they hold, and the losses that coverage
+budgets follow (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
 
@@ -9,21 +10,138 @@ import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
+from matplotlib.patches import Patch
 
+from analysis import names
 from analysis.load import passes, settings
 from analysis.load.reader import records
 from analysis.load.study import Study
-from analysis.outputs.captions import of_passes
-from analysis.outputs.score_rows import BUDGETED, DEFAULT_SMOOTHING, SMOOTHING, coverage_cells
-from analysis.registry import Results, output
+from analysis.outputs.captions import of_pass
+from analysis.outputs.score_rows import BUDGETED, DEFAULT_SMOOTHING, HALF, SMOOTHING, by_ratio, coverage_cells, plain
+from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 from moe_lab.results import BUDGETS
 
-PANELS = 4
-"""Plans that are drawn at most."""
+MAPS = 8
+"""Allocations whose experts are drawn one by one, at most."""
+LAYERS = 8
+"""Layers named at an axis, at most."""
+
+
+@output("coverage.fig", chapter="channels")
+@per_model("pruned")
+def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
+    """How much of each layer is kept, and of each expert."""
+    kept = results.study.kept
+    return [layer_figure(comparison, kept, name), expert_figure(comparison, kept, f"{name}.experts")]
+
+
+def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
+    """(allocations, layers): share of its channels that each layer keeps, experts weighing alike.
+
+    Allocations with the same shares, to a thousandth, are one row whose label names them all. `kept`: cell, layer,
+    expert, share; of `cells`, those with a plan are counted.
+    """
+    counted = kept[kept["cell"].isin(cells.index)]
+    shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
+    shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
+    same: dict[tuple[float, ...], list[int]] = {}
+    for cell, row in shares.round(3).iterrows():
+        same.setdefault(tuple(row), []).append(int(str(cell)))
+    labels = {
+        members[0]: "\n".join(map(names.allocated, cells.loc[members, "allocation"])) for members in same.values()
+    }
+    return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
+
+
+def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
+    """Share of the channels that each layer keeps, a line per allocation. None without channel plans that differ."""
+    blocks = [(ratio, layer_shares(cells, kept)) for ratio, cells in _compared_allocations(comparison)]
+    blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
+    if not blocks:
+        return None
+    drawing = style.drawing(style.PAGE, 3.0 * len(blocks))
+    for axes, (ratio, shares) in zip(np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True):
+        for at, (label, row) in enumerate(shares.iterrows()):
+            dashes = _DASHES[at // len(style.SHADES) % len(_DASHES)]
+            look = {**style.cycled(at), "markersize": 4.5, "linewidth": 1.2, "linestyle": dashes}
+            axes.plot(range(len(row)), row * 100, label=label, **look)
+        shown = range(0, shares.shape[1], -(-shares.shape[1] // LAYERS))
+        axes.set_xticks(shown, [f"layer {shares.columns[at]}" for at in shown])
+        axes.set(ylabel="channels kept (%)", ylim=(0, 104))
+        axes.set_title(f"{comparison.model}, {names.ratio(ratio)} pruned")
+        axes.grid(axis="y")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
+    caption = "Share of its channels that each layer keeps. Allocations that keep the same shares are one line."
+    return Figure(name, "Which layers keep their channels", caption, drawing)
+
+
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
+
+
+def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
+    """Share of its channels that each expert keeps under each allocation, sorted in its layer; none is crossed.
+
+    At the ratio closest to a half, which the papers look at; None without channel plans that differ inside a layer.
+    """
+    blocks = _compared_allocations(comparison)
+    ratio, cells = min(blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame()))
+    maps = _uneven(cells, kept) if len(cells) else []
+    if not maps:
+        return None
+    down = -(-len(maps) // 2)
+    height = 0.2 * min(kept["layer"].nunique(), 24) + 0.45
+    drawing = style.drawing(style.PAGE, down * height + 0.7)
+    for at, (cell, word) in enumerate(maps):
+        axes = drawing.add_subplot(down, 2, at + 1)
+        shares = kept[kept["cell"] == cell].set_index("layer")["share"]
+        style.expert_rows(axes, shares, _level, named=at % 2 == 0)
+        axes.set_title(word)
+    handles = [Patch(**style.GONE, label="no channel")]
+    for share in (0.25, 0.5, 0.75, 1):
+        handles.append(Patch(facecolor=colormaps[style.SEQUENTIAL](_level(share)), label=names.share(share)))
+    drawing.legend(handles=handles, loc="outside lower center", ncols=5, title="channels kept", title_fontsize=7)
+    caption = (
+        f"{names.ratio(ratio)} of all channels are pruned. Each square is an expert, its shade the share of its "
+        "channels that is kept; experts of a layer go from the least to the most kept. Crossed ones keep none. "
+        "Allocations that keep the same share of every expert of a layer are left out."
+    )
+    return Figure(name, f"Which experts keep their channels: {comparison.model}", caption, drawing)
+
+
+def _level(share: Any) -> Any:
+    """Where a share, or an array of them, lies on the colour map."""
+    return 0.08 + 0.87 * share
+
+
+def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
+    """Ratio and cells of the channel criterion that met most allocations, coverage among them, one cell for each."""
+    cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
+    covered = cells["allocation"].map(lambda word: settings.allocation(word)[0] == "coverage")
+    counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
+    counts = counts[list(dict.fromkeys(cells.loc[covered, "criterion"]))]
+    if counts.empty or counts.max() < 2:
+        return []
+    return list(by_ratio(cells[cells["criterion"] == counts.idxmax()]))
+
+
+def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
+    """Allocations under which experts of a layer keep different shares, layerwise and coverage first, with names."""
+    counted = kept[kept["cell"].isin(cells.index)]
+    spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
+
+    def unusual(cell: int) -> tuple[bool, bool]:
+        allocation, parameters = settings.allocation(str(cells.loc[cell, "allocation"]))
+        return allocation not in ("layerwise", "coverage"), "smoothing" in parameters
+
+    uneven = sorted((int(cell) for cell in cells.index if spread.get(cell, 0) > 1e-9), key=unusual)
+    return [(cell, names.allocated(str(cells.loc[cell, "allocation"]))) for cell in uneven[:MAPS]]
+
+
+PLANS = 4
+"""Plans whose layers are drawn, at most."""
 STRIPS = {
     "loss": "layer loss",
     "smoothed": "smoothed loss",
@@ -39,12 +157,12 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     """cell, label, smoothing, calibration, layer, coverage, kept: coverage budgets at the ratio closest to a half.
 
     coverage: share of the layer's score that is kept; kept: share of its channels; smoothing: of layer losses. At most
-    PANELS plans.
+    PLANS plans.
     """
     chosen = coverage_cells(comparison)
     labels = settings.method_labels(chosen)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
-    for cell, about in zip(chosen.index[:PANELS].map(int), records(chosen), strict=False):
+    for cell, about in zip(chosen.index[:PLANS].map(int), records(chosen), strict=False):
         plan, scores = (study.reader.find(str(about[f"{kind}_folder"])) for kind in ("plan", "scores"))
         kept = passes.read(plan, "budgets.parquet", study.reader, arrays_in=scores)
         if kept is not None:
@@ -76,87 +194,6 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else both.assign(smoothed=np.nan)
 
 
-def strip_figure(budgets: pd.DataFrame, strips: Iterable[str], *, name: str, title: str, caption: str) -> Figure | None:
-    """A row of cells, one per layer, for each of `strips` (columns of `budgets`): a block of them per plan."""
-    plans = [plan.sort_values("layer") for _, plan in budgets.groupby("cell", sort=False)]
-    shown = [strip for strip in strips if len(plans) and budgets[strip].notna().any()]
-    if not plans:
-        return None
-    with style.look():
-        drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(shown) + 0.5) + 0.35)
-        grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
-        for axes, plan in zip(grid, plans, strict=True):
-            for at, strip in enumerate(shown):
-                _strip(axes, at, plan[strip].to_numpy(float), percent=strip in ("coverage", "kept"))
-            axes.set(xlim=(0, len(plan)), ylim=(len(shown), 0))
-            axes.set_yticks(np.arange(len(shown)) + 0.5, [STRIPS[strip] for strip in shown])
-            step = -(-len(plan) // NUMBERS)
-            axes.set_xticks(np.arange(0, len(plan), step) + 0.5, plan["layer"].iloc[::step].map(str))
-            axes.set_title(plan["label"].iloc[0], fontsize=7.5)
-            style.bare(axes)
-        grid[-1].set_xlabel("decoder layer")
-    return Figure(name, title, caption, drawing)
-
-
-def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], *, percent: bool) -> None:
-    """One row of squares, each shaded between the least and the greatest value of the row."""
-    low, high = np.nanmin(values), np.nanmax(values)
-    place = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
-    for layer, (value, shade) in enumerate(zip(values, place, strict=True)):
-        if np.isnan(value):
-            continue
-        axes.fill_between([layer + 0.03, layer + 0.97], at + 0.05, at + 0.95, color=colormaps[style.SEQUENTIAL](shade))
-        if len(values) <= NUMBERS:
-            text = f"{value * 100:.0f} %" if percent else f"{value:.2f}"
-            ink = "#ffffff" if shade > 0.55 else style.INK
-            axes.text(layer + 0.5, at + 0.5, text, ha="center", va="center", color=ink, fontsize=6)
-
-
-def stack_figure(study: Study, comparison: Comparison, experts: pd.DataFrame, *, name: str) -> Figure | None:
-    """Experts of each layer stacked by their share of its attribution, beside what a plan keeps."""
-    budgets = layer_budgets(study, comparison).drop_duplicates("cell")
-    if budgets.empty or experts.empty:
-        return None
-    first = records(budgets)[0]
-    here = (experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])
-    shares = experts.loc[here, ["layer", "expert", "first"]]
-    plan = study.kept.loc[study.kept["cell"] == first["cell"], ["layer", "expert", "share"]]
-    both = shares.merge(plan, on=["layer", "expert"]).assign(first=lambda frame: frame["first"].clip(lower=0))
-    if both.empty or not both["first"].sum() > 0:
-        return None
-    both["place"] = both.groupby("layer")["first"].rank(method="first", ascending=False).astype(int) - 1
-    with style.look():
-        drawing = style.drawing(style.PAGE, 3.0)
-        left, right = drawing.subplots(1, 2, sharey=True)
-        for axes, column, title in (
-            (left, "first", "Share of the attribution"),
-            (right, "share", "Share of what is kept"),
-        ):
-            _stack(axes, both, column)
-            axes.set_title(title)
-            axes.set_xlabel("decoder layer")
-        left.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-    caption = (
-        "Each bar is a layer, each piece of it an expert, from the highest attribution (bottom, dark) to the lowest; "
-        "left: its share of the layer's attribution (first order, negative ones as 0), right: its share of the "
-        f"channels that the layer keeps under {first['label']}."
-    )
-    return Figure(name, f"Experts of each layer by attribution and by budget: {comparison.model}", caption, drawing)
-
-
-def _stack(axes: Axes, both: pd.DataFrame, column: str) -> None:
-    parts = both.pivot_table(index="place", columns="layer", values=column)
-    parts = parts / parts.sum()
-    bottom, where = np.zeros(parts.shape[1]), range(parts.shape[1])
-    for at, (_, row) in enumerate(parts.iterrows()):
-        shade = colormaps["YlGnBu_r"](0.05 + 0.85 * at / max(1, len(parts) - 1))
-        axes.bar(where, row.fillna(0), bottom=bottom, width=0.85, color=shade, edgecolor=style.SURFACE, linewidth=0.2)
-        bottom = bottom + row.fillna(0).to_numpy()
-    shown = range(0, parts.shape[1], -(-parts.shape[1] // 12))
-    axes.set_xticks(shown, [str(parts.columns[at]) for at in shown])
-    axes.set_ylim(0, 1)
-
-
 _MEANING = (
     "Layer loss: what the routed output of a layer weighs against the residual stream after it, the mean over "
     "calibration tokens of ‖m‖² / (‖y‖² + ε), divided by its mean over layers. Score coverage: share of the sum of the "
@@ -164,45 +201,101 @@ _MEANING = (
 )
 
 
-def _strips(results: Results, name: str, strips: Iterable[str], title: str, caption: str) -> list[Figure]:
-    study = results.study
-    losses, figures = study.layer_losses, []
-    for comparison, own in results.per_pruned_model(name):
-        budgets = budget_strips(layer_budgets(study, comparison), losses[losses["model"] == comparison.model])
-        words = {"title": f"{title}: {comparison.model}", "caption": caption}
-        figures.append(strip_figure(budgets, strips, name=own, **words))
-    return of_passes(study, figures)
-
-
 @output("coverage.fig7", chapter="attribution", needs=BUDGETED)
-def coverage_budgets(results: Results, name: str) -> list[Figure]:
+@per_model("pruned")
+def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Losses, coverage and the kept share of each layer."""
     title = "Losses of layers and what their budgets keep"
-    return _strips(results, name, ("loss", "coverage", "kept"), title, _MEANING)
+    return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
 
 
-@output(
-    "coverage.fig11",
-    chapter="attribution",
-    needs=f"{BUDGETED}, and the sums of their pass in the store",
-)
-def smoothed_losses_and_budgets(results: Results, name: str) -> list[Figure]:
+@output("coverage.fig11", chapter="attribution", needs=f"{BUDGETED}, and the sums of their pass in the store")
+@per_model("pruned")
+def smoothed_losses_and_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Raw and smoothed losses, coverage and the kept share of each layer."""
-    title = "From layer losses to budgets"
     caption = (
         f"Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the coverage. {_MEANING}"
     )
-    return _strips(results, name, STRIPS, title, caption)
+    return strip_figure(results, comparison, name, STRIPS, "From layer losses to budgets", caption)
 
 
-@output(
-    "attribution_by_layer",
-    chapter="attribution",
-    needs=f"{BUDGETED}, and the sums of their pass in the store",
-)
-def attribution_stacks(results: Results, name: str) -> list[Figure]:
+def strip_figure(
+    results: Results, comparison: Comparison, name: str, strips: Iterable[str], title: str, caption: str
+) -> Figure | None:
+    """A row of squares, one per layer, for each of `strips` (columns of `budget_strips`): a block of rows per plan."""
+    study = results.study
+    losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
+    budgets = budget_strips(layer_budgets(study, comparison), losses)
+    if budgets.empty:
+        return None
+    plans = [plan.sort_values("layer") for _, plan in budgets.groupby("cell", sort=False)]
+    shown = [strip for strip in strips if budgets[strip].notna().any()]
+    drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(shown) + 0.5) + 0.35)
+    grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
+    for axes, plan in zip(grid, plans, strict=True):
+        for at, strip in enumerate(shown):
+            _strip(axes, at, plan[strip].to_numpy(float), "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}")
+        step = -(-len(plan) // NUMBERS)
+        layers = [str(layer) if place % step == 0 else "" for place, layer in enumerate(plan["layer"])]
+        style.squares(axes, layers, [STRIPS[strip] for strip in shown], above=False)
+        axes.set_title(plan["label"].iloc[0], fontsize=7.5)
+    grid[-1].set_xlabel("decoder layer")
+    return Figure(name, f"{title}: {comparison.model}", f"{caption} Based on {of_pass(study)}", drawing)
+
+
+def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str) -> None:
+    """One row of squares, each shaded between the least and the greatest value of the row."""
+    low, high = np.nanmin(values), np.nanmax(values)
+    for layer, value in enumerate(values):
+        if not np.isnan(value):
+            share = (value - low) / (high - low) if high > low else 0.5
+            words = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
+            style.square(axes, layer, at, share, words, size=6)
+
+
+@output("attribution_by_layer", chapter="attribution", needs=f"{BUDGETED}, and the sums of their pass in the store")
+@per_model("pruned")
+def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Experts of each layer by attribution and by budget, one above the other."""
     study = results.study
-    return of_passes(
-        study, (stack_figure(study, one, study.experts, name=own) for one, own in results.per_pruned_model(name))
+    budgets = layer_budgets(study, comparison)
+    if budgets.empty or study.experts.empty:
+        return None
+    first = records(budgets)[0]
+    experts = study.experts
+    experts = experts[(experts["model"] == comparison.model) & (experts["calibration"] == first["calibration"])]
+    plan = study.kept.loc[study.kept["cell"] == first["cell"], ["layer", "expert", "share"]]
+    both = experts[["layer", "expert", "first"]].merge(plan, on=["layer", "expert"])
+    both["first"] = both["first"].clip(lower=0)
+    if not both["first"].sum() > 0:
+        return None
+    both["place"] = both.groupby("layer")["first"].rank(method="first", ascending=False).astype(int) - 1
+    drawing = style.drawing(style.PAGE, 3.0)
+    left, right = drawing.subplots(1, 2, sharey=True)
+    for axes, column, title in (
+        (left, "first", "Share of the attribution"),
+        (right, "share", "Share of what is kept"),
+    ):
+        _stack(axes, both.pivot_table(index="place", columns="layer", values=column))
+        axes.set_title(title)
+        axes.set_xlabel("decoder layer")
+    style.percent(left.yaxis)
+    caption = (
+        "Each bar is a layer, each piece of it an expert, from the highest attribution (bottom, dark) to the lowest; "
+        "left: its share of the layer's attribution (first order, negative ones as 0), right: its share of the "
+        f"channels that the layer keeps under {first['label']}. Based on {of_pass(study)}"
     )
+    return Figure(name, f"Experts of each layer by attribution and by budget: {comparison.model}", caption, drawing)
+
+
+def _stack(axes: Axes, parts: pd.DataFrame) -> None:
+    """A bar per layer, (experts, layers) of what its experts hold one above the other."""
+    shares = (parts / parts.sum()).fillna(0)
+    bottom, where = np.zeros(shares.shape[1]), range(shares.shape[1])
+    for at, (_, row) in enumerate(shares.iterrows()):
+        shade = colormaps["YlGnBu_r"](0.05 + 0.85 * at / max(1, len(shares) - 1))
+        axes.bar(where, row, bottom=bottom, width=0.85, color=shade, edgecolor=style.SURFACE, linewidth=0.2)
+        bottom = bottom + row.to_numpy()
+    shown = where[:: -(-len(where) // 12)]
+    axes.set_xticks(shown, [str(shares.columns[at]) for at in shown])
+    axes.set_ylim(0, 1)

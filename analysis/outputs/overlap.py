@@ -1,15 +1,14 @@
-"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+"""Overlap of the experts to prune across calibration sets, and of a proxy with exact damage (Unified Expert Pruning,
+Figs. 3 to 5)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 
 from analysis import names
@@ -19,61 +18,41 @@ from analysis.outputs.captions import of_pass
 from analysis.registry import Item, Results, figures, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table
+from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap
-from analysis.stats.overlap import variant_name
 
 
-def overlap_table(study: Study, overlaps: pd.DataFrame, *, name: str = "overlap") -> Table:
+def overlap_table(results: Results, name: str) -> Table:
     """Overlap over calibration sets of every S(b, alpha, beta), by three readings, with chance levels."""
-    columns = ["Model", "Pruned", "Variant", "b", "α", "β", "Triple", "Pairwise", "Jaccard"]
-    chance = ["Triple, by chance", "Pairwise, by chance", "Jaccard, by chance"]
-    frame = pd.DataFrame(columns=[*columns, *chance])
-    if len(overlaps):
-        keys = [
-            "b",
-            "alpha",
-            "beta",
-            "triple",
-            "pairwise",
-            "jaccard",
-            "chance_triple",
-            "chance_pairwise",
-            "chance_jaccard",
-        ]
-        numbers = overlaps[keys].set_axis([*columns[3:], *chance], axis=1)
-        variants = [variant_name(row["b"], row["alpha"], row["beta"]) for row in records(overlaps)]
-        text = {"Model": overlaps["model"], "Pruned": overlaps["ratio"].map(names.ratio), "Variant": variants}
-        frame = pd.concat([pd.DataFrame(text), numbers], axis=1)
-    shown = dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys((*columns[6:], *chance), SCORE)
+    overlaps = results.overlaps
+    variants = [overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)]
+    text = {"Model": "model", "Pruned": "ratio", "Variant": "variant", "b": "b", "α": "alpha", "β": "beta"}
+    shares = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
+    shown = shares | {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; pairwise: mean over "
-        f"pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Based on {of_pass(study)}",
-        frame=frame,
-        formats=shown,
-        best=dict.fromkeys(("Triple", "Pairwise", "Jaccard"), "max"),
+        "pairs of sets; Jaccard: intersection over union. (1,0,0) is the same for all. Based on "
+        f"{of_pass(results.study)}",
+        frame=spelled(overlaps.assign(variant=variants), text | shown),
+        formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(shown, SCORE),
+        best=dict.fromkeys(shares, "max"),
         blocks=("Model", "Pruned"),
     )
 
 
-def proxy_table(study: Study, overlaps: pd.DataFrame, *, name: str = "proxy") -> Table:
+def proxy_table(results: Results, name: str) -> Table:
     """Fig. 3 as numbers: how many of the experts with the lowest exact damage the proxy S(0,1,1) finds too."""
-    columns = ["Model", "Calibration", "Pruned", "Overlap", "Lowest layer", "By chance"]
-    frame = pd.DataFrame(columns=columns)
-    if len(overlaps):
-        frame = overlaps[["model", "calibration", "ratio", "overlap", "lowest", "chance"]].set_axis(columns, axis=1)
-        frame = frame.assign(
-            Calibration=overlaps["calibration"].map(names.calibration), Pruned=overlaps["ratio"].map(names.ratio)
-        )
+    text = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
+    shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
         name=name,
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that have the lowest proxy S(0,1,1) too: mean over "
-        f"layers, the lowest layer, and what random sets would share. Based on {of_pass(study)}",
-        frame=frame,
-        formats=dict.fromkeys(columns[3:], SCORE),
+        f"layers, the lowest layer, and what random sets would share. Based on {of_pass(results.study)}",
+        frame=spelled(results.proxy, text | shares),
+        formats=dict.fromkeys(shares, SCORE),
     )
 
 
@@ -83,70 +62,50 @@ _SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
 _GREEK = {"b": "b", "alpha": "α", "beta": "β"}
 
 
-def proxy_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 3 from `proxy_overlap`: a point per model, calibration set and ratio, and the chance level."""
-    with style.look():
-        rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
-        drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
-        axes = drawing.add_subplot()
-        for at, (key, group) in enumerate(groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])):
-            y = np.array([rows.index(key) for key in zip(group["model"], group["calibration"], strict=True)])
-            shade, marker = ("#2277bb", "#ee7733", "#117733", "#aa4499")[at % 4], style.MARKERS[at]
-            y = y + 0.22 * (at - 0.5)
-            axes.hlines(y, group["lowest"], group["overlap"], color=shade, linewidth=1.4, alpha=0.6)
-            axes.plot(
-                group["overlap"], y, marker, color=shade, markersize=5, label=f"{names.ratio(key['ratio'])} pruned"
-            )
-            axes.plot(group["chance"], y, "|", color=shade, markersize=7)
-        single = overlaps["model"].nunique() == 1
-        labels = [names.calibration(s) if single else f"{m}, {names.calibration(s)}" for m, s in rows]
-        axes.set_yticks(range(len(rows)), labels)
-        axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
-        axes.grid(axis="x")
-        drawing.legend(loc="outside upper center", ncols=4)
+def proxy_figure(results: Results, name: str) -> Figure:
+    """Fig. 3: a point per model, calibration set and ratio, and the chance level."""
+    overlaps = results.proxy
+    rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
+    drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
+    axes = drawing.add_subplot()
+    for at, (key, group) in enumerate(groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])):
+        y = np.array([rows.index(place) for place in zip(group["model"], group["calibration"], strict=True)])
+        y, look = y + 0.22 * (at - 0.5), style.cycled(at)
+        axes.hlines(y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6)
+        label = f"{names.ratio(key['ratio'])} pruned"
+        axes.plot(group["overlap"], y, linestyle="", markersize=5, label=label, **look)
+        axes.plot(group["chance"], y, "|", color=look["color"], markersize=7)
+    several = overlaps["model"].nunique() > 1
+    labels = [f"{model}, {names.calibration(text)}" if several else names.calibration(text) for model, text in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
+    axes.grid(axis="x")
+    drawing.legend(loc="outside upper center", ncols=4)
     caption = (
         "How many of the experts with the lowest exact damage the proxy S(0,1,1) also finds: mean over layers (point), "
-        "the worst layer (end of the line), and what random sets would share (tick)."
+        f"the worst layer (end of the line), and what random sets would share (tick). Based on {of_pass(results.study)}"
     )
     return Figure(name, "Proxy and exact damage agree on what to prune", caption, drawing)
 
 
-def pooled_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 4 from `calibration_overlap`: component effects beside the pooled heat map over (b, alpha, beta)."""
-    pooled = overlap.pooled(overlaps)
+def pooled_figure(results: Results, name: str) -> Figure:
+    """Fig. 4: component effects beside the pooled heat map over (b, alpha, beta)."""
+    pooled = overlap.pooled(results.overlaps)
     ratios = sorted(pooled["ratio"].unique())
-    with style.look():
-        drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
-        rows = drawing.subfigures(len(ratios), 1, squeeze=False)[:, 0]
-        for row, ratio in zip(rows, ratios, strict=True):
-            left, right = row.subplots(1, 2, width_ratios=(1, 1.15))
-            one = pooled[pooled["ratio"] == ratio]
-            _effects_axes(left, one)
-            _heat_axes(right, one)
-            row.suptitle(f"{names.ratio(ratio)} pruned", fontsize=8.5, fontweight="bold", x=0.01, ha="left")
+    drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
+    rows = drawing.subfigures(len(ratios), 1, squeeze=False)[:, 0]
+    for row, ratio in zip(rows, ratios, strict=True):
+        left, right = row.subplots(1, 2, width_ratios=(1, 1.15))
+        one = pooled[pooled["ratio"] == ratio]
+        _effects_axes(left, one)
+        _heat_axes(right, one)
+        row.suptitle(f"{names.ratio(ratio)} pruned", fontsize=8.5, fontweight="bold", x=0.01, ha="left")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers "
         "and models). Left: mean over all usable variants with this b, α or β. Right: each variant. Dashed: random "
-        "sets. (1,0,0) scores all experts alike."
+        f"sets. (1,0,0) scores all experts alike. Based on {of_pass(results.study)}"
     )
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
-
-
-def per_model_figure(overlaps: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 5 from `calibration_overlap`: a heat map per model and ratio."""
-    models, ratios = list(dict.fromkeys(overlaps["model"])), sorted(overlaps["ratio"].unique())
-    with style.look():
-        drawing: Drawing = style.drawing(style.PAGE, 2.6 * len(models))
-        grid = drawing.subplots(len(models), len(ratios), squeeze=False)
-        for row, model in enumerate(models):
-            for column, ratio in enumerate(ratios):
-                axes = grid[row][column]
-                _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
-                axes.set_title(f"{model}, {names.ratio(ratio)} pruned", pad=18)
-    caption = (
-        "The heat map of each model: share of the lowest-scored experts that is the same under all calibration sets."
-    )
-    return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)
 
 
 def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
@@ -161,7 +120,7 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
             position += 1
         position += 0.6
     chance = float(pooled["chance_triple"].iloc[0])
-    axes.axhline(chance, color=style.INK, linestyle=(0, (4, 2)), linewidth=0.8)
+    axes.axhline(chance, **style.DASHED)
     axes.text(position - 0.9, chance, "chance", fontsize=6.5, va="center", color=style.MUTED)
     axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
     axes.set(ylim=(0, 1), ylabel="overlap")
@@ -170,38 +129,19 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
 
 def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
     cells = {(row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)}
-    shades = colormaps[style.SEQUENTIAL]
     for y, (b, alpha) in enumerate(ROWS):
         for x, beta in enumerate(BETAS):
             value = cells.get((b, alpha, beta), np.nan)
             if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(value):
-                axes.add_patch(
-                    Rectangle((x, y), 1, 1, facecolor="none", edgecolor=style.RULE, hatch="///", linewidth=0)
-                )
+                box: Any = {"facecolor": "none", "edgecolor": style.RULE, "hatch": "///", "linewidth": 0}
+                axes.add_patch(Rectangle((x, y), 1, 1, **box))
                 axes.text(x + 0.5, y + 0.5, "N/A", ha="center", va="center", color=style.MUTED)
-                continue
-            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shades(float(value)), linewidth=0))
-            dark = "#000000" if value < 0.55 else "#ffffff"
-            axes.text(x + 0.5, y + 0.36, f"{value:.2f}", ha="center", va="center", color=dark, fontweight="bold")
-            axes.text(
-                x + 0.5,
-                y + 0.74,
-                overlap.variant_name(b, alpha, beta),
-                ha="center",
-                va="center",
-                color=dark,
-                fontsize=5.8,
-            )
-    axes.set(xlim=(0, len(BETAS)), ylim=(len(ROWS), 0))
-    axes.set_xticks(np.arange(len(BETAS)) + 0.5, [f"β={beta}" for beta in BETAS])
-    axes.set_yticks(np.arange(len(ROWS)) + 0.5, [f"b={b}, α={alpha}" for b, alpha in ROWS])
-    axes.xaxis.tick_top()
-    style.bare(axes)
+            else:
+                style.square(axes, x, y, float(value), f"{value:.2f}", below=overlap.variant_name(b, alpha, beta))
+    style.squares(axes, [f"β={beta}" for beta in BETAS], [f"b={b}, α={alpha}" for b, alpha in ROWS])
 
 
-def _of_pass(results: Results, figure: Figure) -> Figure:
-    """The figure, whose caption says with which gate, seed and texts the passes behind it were made."""
-    return replace(figure, caption=f"{figure.caption} Based on {of_pass(results.study)}")
+OVERLAP = "a run with overlap=true and two calibration sets"
 
 
 def _several_models(study: Study, items: Sequence[Item]) -> Sequence[Item]:
@@ -209,30 +149,36 @@ def _several_models(study: Study, items: Sequence[Item]) -> Sequence[Item]:
     return items if study.family["model"].nunique() > 1 else ()
 
 
-@output("unified.fig4", chapter="overlap", shown=figures, needs="a run with overlap=true and two calibration sets")
+@output("unified.fig4", chapter="overlap", shown=figures, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
     """Overlap of the experts to prune over calibration sets, all models together."""
-    if results.overlaps.empty:
-        return []
-    figure = _of_pass(results, pooled_figure(results.overlaps, name=name))
-    return [figure, overlap_table(results.study, results.overlaps, name=name)]
+    return [] if results.overlaps.empty else [pooled_figure(results, name), overlap_table(results, name)]
 
 
-@output(
-    "unified.fig5",
-    chapter="overlap",
-    shown=_several_models,
-    needs="a run with overlap=true and two calibration sets",
-)
-def overlap_per_model(results: Results, name: str) -> list[Item]:
-    """Overlap of the experts to prune over calibration sets, model by model."""
-    return [] if results.overlaps.empty else [_of_pass(results, per_model_figure(results.overlaps, name=name))]
+@output("unified.fig5", chapter="overlap", shown=_several_models, needs=OVERLAP)
+def overlap_figure(results: Results, name: str) -> Figure | None:
+    """Overlap of the experts to prune over calibration sets, model by model.
+
+    Fig. 5: a heat map per model and ratio.
+    """
+    overlaps = results.overlaps
+    if overlaps.empty:
+        return None
+    models, ratios = list(dict.fromkeys(overlaps["model"])), sorted(overlaps["ratio"].unique())
+    drawing = style.drawing(style.PAGE, 2.6 * len(models))
+    grid = drawing.subplots(len(models), len(ratios), squeeze=False)
+    for row, model in zip(grid, models, strict=True):
+        for axes, ratio in zip(row, ratios, strict=True):
+            _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
+            axes.set_title(f"{model}, {names.ratio(ratio)} pruned", pad=18)
+    caption = (
+        "The heat map of each model: share of the lowest-scored experts that is the same under all calibration sets. "
+        f"Based on {of_pass(results.study)}"
+    )
+    return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)
 
 
 @output("unified.fig3", chapter="overlap", shown=figures, needs="a run with overlap=true")
 def proxy_and_damage(results: Results, name: str) -> list[Item]:
     """Overlap of the proxy S(0,1,1) and exact damage."""
-    if results.proxy.empty:
-        return []
-    figure = _of_pass(results, proxy_figure(results.proxy, name=name))
-    return [figure, proxy_table(results.study, results.proxy, name=name)]
+    return [] if results.proxy.empty else [proxy_figure(results, name), proxy_table(results, name)]

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load.reader import groups
 from analysis.load.settings import pruned
-from analysis.load.study import Study
 from analysis.outputs.captions import of_pass, reading
 from analysis.outputs.score_rows import method_lines
-from analysis.registry import Item, Results, output
+from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table
-from analysis.stats.comparison import Comparison, Panel
+from analysis.render.table import Table, spelled
+from analysis.stats.comparison import Comparison
 
 VARIANCE, ENTROPY = "variance", "router_entropy"
 _TITLES = {VARIANCE: "How much hidden states differ between tokens", ENTROPY: "How undecided routers are"}
@@ -34,79 +28,62 @@ _CAPTIONS = {
 }
 
 
-def profile_figure(study: Study, comparison: Comparison, measure: str, *, name: str) -> Figure | None:
+def profile_figure(results: Results, comparison: Comparison, name: str, measure: str) -> Figure | None:
     """`measure` of every layer: a panel per ratio and calibration set, a line per method. None without profiles."""
-    values = _by_layer(study, measure)
-    panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(values)]
+    profiles = results.study.profiles.dropna(subset=[measure])
+    by_cell = {int(str(cell)): own.sort_values("layer") for cell, own in profiles.groupby("cell")}
+    panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(by_cell)]
     if not panels:
         return None
     sets = names.calibrations_in_order(panel.calibration for panel in panels)
     settings = list(dict.fromkeys(panel.settings for panel in panels))
     lines = method_lines(comparison)
-    with style.look():
-        drawing = style.drawing(style.PAGE, 1.9 * len(settings) + 0.9)
-        grid = drawing.subplots(len(settings), len(sets), squeeze=False, sharex=True, sharey="row")
-        for axes in grid.flat:
-            axes.set_visible(False)
-        for panel in panels:
-            axes = grid[settings.index(panel.settings)][sets.index(panel.calibration)]
-            axes.set_visible(True)
-            _draw(axes, panel, values, comparison, lines, narrow=len(sets) > style.WIDE)
-        for row in grid:
-            row[0].set_ylabel(_AXES[measure])
-        for axes in grid[-1]:
-            axes.set_xlabel("decoder layer")
-        drawn = {key for panel in panels for key, cell in panel.cells.items() if cell in values}
-        handles = [lines[key] for key in ("none", *names.methods_in_order(drawn))]
-        longest = max(len(str(line.get_label())) for line in handles)
-        ncols = max(1, min(6, len(handles), 100 // (longest + 8)))
-        drawing.legend(handles=handles, loc="outside lower center", ncols=ncols, fontsize=7)
+    drawn: set[str] = set()
+    drawing = style.drawing(style.PAGE, 1.9 * len(settings) + 0.9)
+    grid = drawing.subplots(len(settings), len(sets), squeeze=False, sharex=True, sharey="row")
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for panel in panels:
+        axes = grid[settings.index(panel.settings)][sets.index(panel.calibration)]
+        axes.set_visible(True)
+        for method, cell in {"none": comparison.unpruned, **panel.cells}.items():
+            if cell in by_cell:
+                drawn.add(method)
+                style.draw(axes, lines[method], by_cell[cell]["layer"], by_cell[cell][measure])
+        words = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
+        axes.set_title(("\n" if len(sets) > style.WIDE else ", ").join(words), fontsize=7.5)
+        style.layer_axis(axes)
+        axes.label_outer()
+        axes.grid(axis="y")
+    for row in grid:
+        row[0].set_ylabel(_AXES[measure])
+    style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn - {"none"}))])
     return Figure(name, f"{_TITLES[measure]}: {comparison.model}", _CAPTIONS[measure], drawing)
 
 
-def _by_layer(study: Study, measure: str) -> dict[int, pd.Series]:
-    """Cell -> layer -> the measure, where the layer has it."""
-    profiles = study.profiles.dropna(subset=[measure])
-    return {int(str(cell)): part.set_index("layer")[measure].sort_index() for cell, part in profiles.groupby("cell")}
-
-
-def _draw(
-    axes: Axes,
-    panel: Panel,
-    values: dict[int, pd.Series],
-    comparison: Comparison,
-    lines: dict[str, Line2D],
-    *,
-    narrow: bool,
-) -> None:
-    cells = {"none": comparison.unpruned, **panel.cells}
-    for key, cell in cells.items():
-        if cell is None or cell not in values:
-            continue
-        line = copy(lines[key])
-        line.set_data(values[cell].index, values[cell])
-        axes.add_line(line)
-    axes.autoscale_view()
-    words = (names.calibration(panel.calibration), f"{panel.pruned} pruned")
-    axes.set_title(("\n" if narrow else ", ").join(words), fontsize=7.5)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.grid(axis="y")
-
-
-def profile_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+def profile_table(results: Results, name: str) -> Table:
     """Every layer of every pruned model that was looked into, beside the unpruned one."""
-    frames = [_rows(study, comparison) for comparison in comparisons]
-    text = ["Model", "Pruned", "Calibration", "Criterion", "Layer"]
+    study = results.study
+    frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
+    for comparison in results.pruned:
+        own = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
+        about = comparison.cells[["model", "calibration", "method"]].assign(pruned=pruned(comparison.cells))
+        whole = own[own["cell"] == comparison.unpruned].set_index("layer")["variance"]
+        if len(own):
+            frames.append(own.join(about, on="cell").assign(of_unpruned=own["variance"] / own["layer"].map(whole)))
+    rows = pd.concat(frames[1:] or frames, ignore_index=True)
+    text = {
+        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method", "Layer": "layer",
+    }  # fmt: skip
     numbers = {
-        "Token variance": "{:.3f}",
-        "Of the unpruned": "{:.0%}",
-        "Router entropy": "{:.3f}",
-        "Gate entropy": "{:.3f}",
-        "Load entropy": "{:.3f}",
-        "Experts": "{:.0f}",
+        "Token variance": ("variance", "{:.3f}"),
+        "Of the unpruned": ("of_unpruned", "{:.0%}"),
+        "Router entropy": ("router_entropy", "{:.3f}"),
+        "Gate entropy": ("gate_entropy", "{:.3f}"),
+        "Load entropy": ("load_entropy", "{:.3f}"),
+        "Experts": ("experts", "{:.0f}"),
     }
-    kept = [frame for frame in frames if len(frame)]
-    frame = pd.concat(kept, ignore_index=True) if kept else pd.DataFrame()
+    frame = spelled(rows, text | {shown: source for shown, (source, _) in numbers.items()})
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",
@@ -114,57 +91,33 @@ def profile_table(study: Study, comparisons: Sequence[Comparison], *, name: str)
         "coordinates. Entropies in nats, means over tokens: of the router's softmax over the experts it chooses from, "
         "and of the gates of the chosen ones; load: of the shares of tokens that experts are given. A layer without "
         f"experts has none. Based on {reading(study)}",
-        frame=frame.reindex(columns=[*text, *numbers]),
-        formats=numbers,
-        blocks=text[:4],
+        frame=frame.assign(Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)),
+        formats={shown: form for shown, (_, form) in numbers.items()},
+        blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(numbers),
-    )
-
-
-def _rows(study: Study, comparison: Comparison) -> pd.DataFrame:
-    profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-    if profiles.empty:
-        return pd.DataFrame()
-    cells = comparison.cells.loc[profiles["cell"]].reset_index(drop=True)
-    profiles = profiles.reset_index(drop=True)
-    whole = profiles[profiles["cell"] == comparison.unpruned].set_index("layer")["variance"]
-    return pd.DataFrame(
-        {
-            "Model": comparison.model,
-            "Pruned": pruned(comparison.cells)[profiles["cell"]].to_numpy(),
-            "Calibration": cells["calibration"].map(names.calibration),
-            "Criterion": cells["method"].map(names.method),
-            "Layer": profiles["layer"].astype(str),
-            "Token variance": profiles["variance"],
-            "Of the unpruned": profiles["variance"] / profiles["layer"].map(whole),
-            "Router entropy": profiles["router_entropy"],
-            "Gate entropy": profiles["gate_entropy"],
-            "Load entropy": profiles["load_entropy"],
-            "Experts": profiles["experts"].where(profiles["experts"] > 0),
-        }
     )
 
 
 PROFILED = "a run with profile=true"
 
 
+@per_model("pruned")
+def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Token variance by layer."""
+    return profile_figure(results, comparison, name, VARIANCE)
+
+
 @output("aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED)
-def token_variance(results: Results, name: str) -> list[Item | None]:
+def token_variance(results: Results, name: str) -> list[Item]:
     """Token variance of hidden states by layer."""
-    return [*_figures(results, VARIANCE, name), profile_table(results.study, results.pruned, name=name)]
+    return [*variance_figure(results, name), profile_table(results, name)]
 
 
 @output("router_entropy", chapter="inside", needs=PROFILED)
-def router_entropy(results: Results, name: str) -> list[Item | None]:
+@per_model("pruned")
+def router_entropy_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Entropy of the router by layer."""
-    return _figures(results, ENTROPY, name)
-
-
-def _figures(results: Results, measure: str, name: str) -> list[Item | None]:
-    return [
-        profile_figure(results.study, comparison, measure, name=own)
-        for comparison, own in results.per_pruned_model(name)
-    ]
+    return profile_figure(results, comparison, name, ENTROPY)
 
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -191,16 +144,15 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
         return None
     models = list(entropies["model"].unique())
     sets = names.calibrations_in_order(entropies["calibration"])
-    with style.look():
-        drawing = style.drawing(style.PAGE, 1.7 * len(models) + 0.4)
-        grid = drawing.subplots(len(models), len(sets), squeeze=False, sharey=True)
-        for row, model in zip(grid, models, strict=True):
-            for axes, calibration in zip(row, sets, strict=True):
-                own = entropies[(entropies["model"] == model) & (entropies["calibration"] == calibration)]
-                axes.set_visible(len(own) > 0)
-                _boxes(axes, own)
-                axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
-            row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
+    drawing = style.drawing(style.PAGE, 1.7 * len(models) + 0.4)
+    grid = drawing.subplots(len(models), len(sets), squeeze=False, sharey=True)
+    for row, model in zip(grid, models, strict=True):
+        for axes, calibration in zip(row, sets, strict=True):
+            own = entropies[(entropies["model"] == model) & (entropies["calibration"] == calibration)]
+            axes.set_visible(len(own) > 0)
+            _boxes(axes, own)
+            axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
+        row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
     caption = (
         "Entropy of the softmax of the router's logits over all experts, for each token of a calibration set, as a "
         "share of the highest possible: 1 where all experts are equally likely. Boxes: quartiles over tokens; line: "

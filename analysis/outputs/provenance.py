@@ -1,13 +1,12 @@
-"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+"""Where numbers come from, and what is missing."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from analysis import names
 from analysis.load.settings import pruned
 from analysis.registry import Results, output
-from analysis.render.table import Table
+from analysis.render.table import Table, spelled
 
 
 @output("artefacts", chapter="provenance", filters="Model|Pruned|Calibration|Criterion")
@@ -15,22 +14,21 @@ def artefact_table(results: Results, name: str) -> Table:
     """Which folders of the store a cell's numbers come from."""
     study = results.study
     evaluations = study.results.groupby("cell")["folder"].unique()
+    cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
+    cells = cells.assign(
+        pruned=pruned(cells), evaluations=[" ".join(evaluations.get(cell, [])) for cell in cells.index]
+    )
     text = {
-        "Model": study.cells["model"],
-        "Pruned": pruned(study.cells),
-        "Calibration": study.cells["calibration"].map(names.calibration),
-        "Criterion": study.cells["method"].map(names.method),
-        "Plan": study.cells["plan_folder"].fillna(""),
-        "Scores": study.cells["scores_folder"].fillna(""),
-        "Statistics": study.cells["statistics_folder"].fillna(""),
-        "Evaluations": [" ".join(evaluations.get(cell, [])) for cell in study.cells.index],
-    }
+        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method",
+        "Plan": "plan_folder", "Scores": "scores_folder", "Statistics": "statistics_folder",
+        "Evaluations": "evaluations",
+    }  # fmt: skip
     return Table(
         name=name,
         title="Files behind each row",
         caption=f"Folders inside {study.store}. Each holds its identity (step.json), how it came about "
         "(provenance.json) and checksums (manifest.json); evaluations also hold every item (samples.parquet).",
-        frame=pd.DataFrame(text),
+        frame=spelled(cells, text),
         formats={},
     )
 

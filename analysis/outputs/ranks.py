@@ -1,25 +1,25 @@
-"""The papers' tables of scores: averages and ranks (T1), calibrated on the task (T2), every benchmark (T5)."""
+"""Average ranks of criteria (Unified Expert Pruning, Table 1), by scores and by losses, and critical differences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from analysis import names
-from analysis.load.study import Study
 from analysis.outputs.captions import LOSSES, setting
-from analysis.outputs.score_rows import PANEL
-from analysis.registry import Item, Results, output
+from analysis.outputs.score_rows import PANEL, stacked
+from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, RANK, SCORE, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import not_averaged
-from analysis.stats.comparison import Comparison, Panel, Target
-from analysis.stats.rank_blocks import rank_block
+from analysis.stats.cell_scores import Numbers, not_averaged
+from analysis.stats.comparison import Comparison
+from analysis.stats.rank_blocks import rank_block, scored_block
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
 from analysis.stats.winners import CAPTION
 
@@ -32,40 +32,64 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     unpruned model and every criterion. `First` is the share of bootstrap replicates in which a criterion has the best
     Avg, split when several have it. Average ranks are among the criteria shown, the unpruned model excluded.
     """
-    study, comparisons = results.study, results.comparisons
+    comparisons = results.comparisons
     if not comparisons:
         return None
-    blocks = [_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
-    columns = list(dict.fromkeys(column for block in blocks for column in block[0].columns))
-    order = [c for c in columns if c not in ("Avg", "Avg Rank", "First")] + ["Avg", "Avg Rank", "First"]
-    frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
-    scores = [column for column in order if column not in (*PANEL, "Criterion", "Avg Rank", "First")]
+    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
     lower = {column for comparison in comparisons for column in comparison.lower_is_better}
-    return Table(
+    return _table(
+        blocks,
+        ["Avg", "Avg Rank", "First"],
+        lower,
         name=name,
         title="Scores, average and average rank",
         caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties "
         "share the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best "
-        f"Avg when items are resampled, shared when several have it. {setting(study)}",
-        frame=frame[order].rename(columns=names.benchmark),
-        formats={**{names.benchmark(column): SCORE for column in scores}, "Avg Rank": RANK, "First": PERCENT},
-        best={**{names.benchmark(c): "min" if c in lower else "max" for c in scores}, "Avg Rank": "min"},
-        blocks=PANEL,
-        low=low.rename(columns=names.benchmark),
-        high=high.rename(columns=names.benchmark),
+        f"Avg when items are resampled, shared when several have it. {setting(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
 
 
-def _block(
-    comparison: Comparison, panel: Panel, criteria: Sequence[str] | None
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The rows of a panel with the names of their cells: numbers, lower and upper ends."""
-    frame, low, high = rank_block(comparison, panel, criteria)
-    methods = comparison.cells["method"][frame.index].map(names.method)
-    words = {"Model": comparison.model, "Pruned": panel.pruned, "Calibration": names.calibration(panel.calibration)}
-    text = pd.DataFrame({**words, "Criterion": methods}, index=frame.index)
-    return pd.concat([text, frame], axis=1), low, high
+@output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
+def loss_table(results: Results, name: str) -> Table | None:
+    """Losses on right answers, their mean and ranks: a block per model, ratio and calibration set."""
+    study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
+    if not comparisons:
+        return None
+    mean = "Mean loss"
+    blocks = [
+        scored_block(comparison, panel, panel.cells, mean, panel.columns(comparison))
+        for comparison in comparisons
+        for panel in comparison.panels
+    ]
+    lower = {mean, *(str(column) for comparison in comparisons for column in comparison.columns)}
+    return _table(
+        blocks,
+        [mean, "Avg Rank"],
+        lower,
+        name=name,
+        title="Loss on right answers, mean and average rank",
+        caption=f"{CAPTION} Mean is that of the displayed columns; the lowest loss has rank 1, the unpruned model is "
+        f"not ranked. {setting(study)}",
+    )
+
+
+def _table(blocks: Sequence[Numbers], last: Sequence[str], lower: Collection[str], **about: Any) -> Table:
+    """A table of blocks: displayed columns, then the columns `last`. In `lower` and in ranks less is better."""
+    rows, text = stacked(blocks), [*PANEL, "Criterion"]
+    shown = [str(column) for column in rows.frame if column not in (*text, *last)]
+    forms = {"Avg Rank": RANK, "First": PERCENT}
+    better = {column: "min" if column in {*lower, "Avg Rank"} else "max" for column in (*shown, *last)}
+    better.pop("First", None)
+    return Table(
+        frame=rows.frame[[*text, *shown, *last]].rename(columns=names.benchmark),
+        formats={names.benchmark(column): forms.get(column, SCORE) for column in (*shown, *last)},
+        best={names.benchmark(column): direction for column, direction in better.items()},
+        blocks=PANEL,
+        low=rows.low.rename(columns=names.benchmark),
+        high=rows.high.rename(columns=names.benchmark),
+        **about,
+    )
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
@@ -91,7 +115,7 @@ _SHORT = 15
 """Letters of a name up to which two diagrams stand side by side."""
 
 
-def rank_figure(comparison: Comparison, over: str, *, name: str) -> Figure | None:
+def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
     """A critical-difference diagram per panel. None where no panel has enough methods and blocks."""
     tests = rank_tests(comparison, over)
     if not tests:
@@ -100,10 +124,9 @@ def rank_figure(comparison: Comparison, over: str, *, name: str) -> Figure | Non
     across = 2 if longest <= _SHORT and len(tests) > 1 else 1
     down = -(-len(tests) // across)
     rows = max(-(-len(test.ranks) // 2) + len(test.cliques()) for test in tests)
-    with style.look():
-        drawing = style.drawing(style.PAGE, down * (rows * _ROW + 0.75))
-        for at, test in enumerate(tests):
-            _diagram(drawing.add_subplot(down, across, at + 1), test, margin=(0.42 if across == 2 else 0.3))
+    drawing = style.drawing(style.PAGE, down * (rows * _ROW + 0.75))
+    for at, test in enumerate(tests):
+        _diagram(drawing.add_subplot(down, across, at + 1), test, margin=(0.42 if across == 2 else 0.3))
     blocks = "displayed columns" if over == COLUMNS else "benchmarks"
     caption = (
         f"Average ranks over the {blocks}, 1 is best. Methods joined by a bar are not told from each other: they are "
@@ -123,7 +146,10 @@ def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
     for tick in range(1, count + 1, step):
         axes.vlines(tick, -0.25, 0, color=style.MUTED, linewidth=0.8)
         axes.text(tick, -0.35, str(tick), ha="center", va="bottom", fontsize=6.5)
-    _measure(axes, test)
+    length = min(test.difference, count - 1)
+    axes.plot([1, 1 + length], [-1.55, -1.55], color=style.INK, linewidth=1.6, solid_capstyle="butt")
+    beyond = " (longer than the axis)" if test.difference > length else ""
+    axes.text(1, -1.7, f"CD = {test.difference:.2f}{beyond}", va="bottom", fontsize=6.5)
     for level, (first, last) in enumerate(cliques):
         left, right = test.ranks.iloc[first] - 0.06 * step, test.ranks.iloc[last] + 0.06 * step
         axes.add_patch(Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0))
@@ -138,121 +164,47 @@ def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
         words = (names.method(str(key)), f"{rank:.2f}")
         text = "  ".join(words if left else words[::-1])
         axes.text(x + (-reach if left else reach) / 2, y, text, ha="right" if left else "left", va="center", fontsize=7)
-    axes.set_title(_title(test), fontsize=7.5)
+    p = "all tie" if pd.isna(test.p) else f"Friedman p {'< 0.001' if test.p < 0.001 else f'= {test.p:.3f}'}"
+    axes.set_title(f"{names.calibration(test.panel.calibration)}, {test.panel.pruned} pruned: {p}", fontsize=7.5)
     axes.set_xticks([])
     axes.set_yticks([])
     style.bare(axes)
 
 
-def _measure(axes: Axes, test: RankTest) -> None:
-    """The length of the critical difference, above the axis; cut where it is longer than the axis."""
-    length = min(test.difference, len(test.ranks) - 1)
-    axes.plot([1, 1 + length], [-1.55, -1.55], color=style.INK, linewidth=1.6, solid_capstyle="butt")
-    beyond = " (longer than the axis)" if test.difference > length else ""
-    axes.text(1, -1.7, f"CD = {test.difference:.2f}{beyond}", va="bottom", fontsize=6.5)
-
-
-def _title(test: RankTest) -> str:
-    panel = test.panel
-    p = "all tie" if pd.isna(test.p) else f"Friedman p {'< 0.001' if test.p < 0.001 else f'= {test.p:.3f}'}"
-    return f"{names.calibration(panel.calibration)}, {panel.pruned} pruned: {p}"
-
-
-def rank_test_table(study: Study, comparisons: Sequence[Comparison], *, name: str) -> Table:
+def rank_test_table(results: Results, name: str) -> Table:
     """The same as numbers, over columns and over benchmarks: a row per method."""
-    rows = [
-        _row(comparison.model, test, str(key), rank, p)
-        for comparison in comparisons
-        for over in (COLUMNS, BENCHMARKS)
-        for test in rank_tests(comparison, over)
-        for (key, rank), p in zip(test.ranks.items(), test.p_to_best(), strict=True)
-    ]
-    text = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Told from the best"]
+    rows, incomplete = [], []
+    for comparison in results.comparisons:
+        for over in (COLUMNS, BENCHMARKS):
+            for test in rank_tests(comparison, over):
+                calibration, removed = names.calibration(test.panel.calibration), test.panel.pruned
+                for (key, rank), p in zip(test.ranks.items(), test.p_to_best(), strict=True):
+                    told = "best" if pd.isna(p) else "yes" if test.significant and p < LEVEL else "no"
+                    text = (
+                        comparison.model,
+                        removed,
+                        calibration,
+                        f"{test.blocks} {test.over}",
+                        names.method(str(key)),
+                    )
+                    rows.append((*text, told, rank, p, test.difference, test.statistic, test.p))
+                if over == BENCHMARKS:
+                    incomplete += [f"{names.method(key)} ({calibration}, {removed})" for key in test.incomplete]
+    text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Told from the best"]
     numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK, "Friedman χ²": RANK, "Friedman p": "{:.4f}"}
     return Table(
         name=name,
         title="Critical differences of average ranks",
         caption="Friedman's test over columns or benchmarks (those that grade the same answers twice count once), then "
         f"Nemenyi's: average ranks further apart than CD differ at the {LEVEL:.0%} level. p to the best: Nemenyi's, "
-        f"which corrects for looking at all pairs of one block. {setting(study)}",
-        frame=pd.DataFrame(rows, columns=[*text, *numbers]),
+        f"which corrects for looking at all pairs of one block. {setting(results.study)}",
+        frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
         formats=numbers,
         best={"Avg Rank": "min"},
         blocks=("Model", "Pruned", "Calibration", "Over"),
         optional=("p to the best", "Friedman χ²", "Friedman p"),
-        footnotes=_left_out(comparisons),
+        footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."] if incomplete else [],
     )
-
-
-def _row(model: str, test: RankTest, key: str, rank: float, p: float) -> dict[str, object]:
-    best = pd.isna(p)
-    return {
-        "Model": model,
-        "Pruned": test.panel.pruned,
-        "Calibration": names.calibration(test.panel.calibration),
-        "Over": f"{test.blocks} {test.over}",
-        "Criterion": names.method(key),
-        "Told from the best": "best" if best else "yes" if test.significant and p < LEVEL else "no",
-        "Avg Rank": rank,
-        "p to the best": p,
-        "CD": test.difference,
-        "Friedman χ²": test.statistic,
-        "Friedman p": test.p,
-    }
-
-
-def _left_out(comparisons: Sequence[Comparison]) -> list[str]:
-    incomplete = [
-        f"{names.method(key)} ({names.calibration(test.panel.calibration)}, {test.panel.pruned})"
-        for comparison in comparisons
-        for test in rank_tests(comparison, BENCHMARKS)
-        for key in test.incomplete
-    ]
-    return [f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."] if incomplete else []
-
-
-@output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
-def loss_table(results: Results, name: str) -> Table | None:
-    """Losses on right answers, their mean and ranks: a block per model, ratio and calibration set."""
-    study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
-    if not comparisons:
-        return None
-    blocks = [_loss_block(comparison, panel) for comparison in comparisons for panel in comparison.panels]
-    frame, low, high = (pd.concat(parts, ignore_index=True) for parts in zip(*blocks, strict=True))
-    numbers = [str(column) for column in frame if column not in (*PANEL, "Criterion")]
-    order = [*(column for column in numbers if column not in _SUMMARY), *_SUMMARY]
-    return Table(
-        name=name,
-        title="Loss on right answers, mean and average rank",
-        caption=f"{CAPTION} Mean is that of the displayed columns; the lowest loss has rank 1, the unpruned model is "
-        f"not ranked. {setting(study)}",
-        frame=frame[[*PANEL, "Criterion", *order]].rename(columns=names.benchmark),
-        formats={names.benchmark(column): RANK if column == "Avg Rank" else SCORE for column in order},
-        best={names.benchmark(column): "min" for column in order},
-        blocks=PANEL,
-        low=low.rename(columns=names.benchmark),
-        high=high.rename(columns=names.benchmark),
-    )
-
-
-_SUMMARY = ["Mean loss", "Avg Rank"]
-
-
-def _loss_block(comparison: Comparison, panel: Panel) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """One block, a row per cell and the unpruned model first: numbers, lower and upper ends."""
-    full = comparison.unpruned
-    shown = panel.cells if full is None else {"none": full, **panel.cells}
-    cells, columns = list(shown.values()), panel.columns(comparison)
-    targets: dict[str, Target] = {**{column: (column,) for column in columns}, "Mean loss": columns}
-    ends = {column: comparison.interval(target) for column, target in targets.items()}
-    frame = pd.DataFrame({column: comparison.score(target)[cells] for column, target in targets.items()})
-    ranked = frame.loc[list(panel.cells.values()), list(columns)]
-    frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
-    frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
-    frame["Calibration"] = names.calibration(panel.calibration)
-    frame["Criterion"] = [names.method(key) for key in shown]
-    low, high = (pd.DataFrame({column: pair[side][cells] for column, pair in ends.items()}) for side in (0, 1))
-    return frame, low, high
 
 
 @output("unified.table1")
@@ -262,11 +214,20 @@ def published_ranks(results: Results, name: str) -> Table | None:
     return rank_table(results, name, names.RANKED) if run else None
 
 
+@per_model()
+def rank_figure_of_columns(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Critical differences over displayed columns."""
+    return rank_figure(comparison, COLUMNS, name)
+
+
+@per_model()
+def rank_figure_of_benchmarks(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Critical differences over benchmarks."""
+    return rank_figure(comparison, BENCHMARKS, name)
+
+
 @output("ranks.cd", chapter="ranks", filters="*Model|Pruned|Calibration|Over", needs="three criteria and three columns")
-def rank_differences(results: Results, name: str) -> list[Item | None]:
+def rank_differences(results: Results, name: str) -> list[Item]:
     """Average ranks with their critical difference: diagrams over columns and over benchmarks, and a table."""
-    figures: list[Item | None] = []
-    for at, comparison in enumerate(results.comparisons):
-        for over, stem in ((COLUMNS, name), (BENCHMARKS, f"{name}.benchmarks")):
-            figures.append(rank_figure(comparison, over, name=results.per_model(stem)[at][1]))
-    return [*figures, rank_test_table(results.study, results.comparisons, name=name)]
+    figures = [*rank_figure_of_columns(results, name), *rank_figure_of_benchmarks(results, f"{name}.benchmarks")]
+    return [*figures, rank_test_table(results, name)]

@@ -4,22 +4,23 @@ activations differ between texts (Fig. 14)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load.passes import STATISTICS
 from analysis.load.reader import groups
-from analysis.outputs.captions import ABLATED, SUMS, per_model
+from analysis.outputs.captions import ABLATED, SUMS, of_pass
 from analysis.outputs.score_rows import shallow_middle_deep
-from analysis.registry import Results, output
+from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
+from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations
 
 RANKED = {"gate": "mean router weight", "tokens": "tokens"}
@@ -50,30 +51,32 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
     return measured.sort_values(measure, ascending=False, kind="stable").head(TOP)
 
 
-def router_figure(experts: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """Fig. 2: the experts that routers rank highest, and what the loss gains without each."""
-    chosen = first_set(experts, model)
-    if chosen.empty:
+@output("coverage.fig2", chapter="attribution", needs=ABLATED)
+@per_model("pruned")
+def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Losses without the experts that routers rank highest."""
+    experts = first_set(results.study.experts, comparison.model)
+    if experts.empty:
         return None
-    with style.look():
-        drawing = style.drawing(style.PAGE, 4.6)
-        for at, (axes, (measure, words)) in enumerate(zip(drawing.subplots(2, 1), RANKED.items(), strict=True)):
-            top = top_experts(chosen, measure)
-            where = np.arange(len(top))
-            _loss_bars(axes, top["ablation"])
-            axes.set_xticks(where, [f"{one.layer}.{one.expert}" for one in top.itertuples()], rotation=90, fontsize=5)
-            other = _second_axis(axes, words)
-            other.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
-            rank = correlations(chosen, measure, "ablation")["rank"]
-            axes.set_title(f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5)
-        axes.set_xlabel("layer.expert")
-        drawing.legend(handles=_handles("router weight, tokens"), loc="outside lower center", ncols=3)
+    drawing = style.drawing(style.PAGE, 4.6)
+    for at, (axes, (measure, words)) in enumerate(zip(drawing.subplots(2, 1), RANKED.items(), strict=True)):
+        top = top_experts(experts, measure)
+        where = np.arange(len(top))
+        _loss_bars(axes, top["ablation"])
+        axes.set_xticks(where, [f"{one.layer}.{one.expert}" for one in top.itertuples()], rotation=90, fontsize=5)
+        other = _second_axis(axes, words)
+        other.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
+        rank = correlations(experts, measure, "ablation")["rank"]
+        axes.set_title(f"({'ab'[at]}) by {words}; rank correlation over all experts {rank:.2f}", fontsize=7.5)
+    axes.set_xlabel("layer.expert")
+    style.legend(drawing, _keys("router weight, tokens"))
     caption = (
         f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens (b), highest "
         "first. Bars: what the model's loss gains when that expert alone is silent; orange: the loss falls. Router "
-        "weight: the gate, the mean over the tokens that the expert was given."
+        "weight: the gate, the mean over the tokens that the expert was given. Based on "
+        f"{of_pass(results.study)}"
     )
-    title = f"What routers rank highest, and what its loss costs: {model}, {_texts(chosen)}"
+    title = f"What routers rank highest, and what its loss costs: {comparison.model}, {_texts(experts)}"
     return Figure(name, title, caption, drawing)
 
 
@@ -85,26 +88,24 @@ def _loss_bars(axes: Axes, losses: pd.Series) -> None:
     shades = [GAIN if loss >= 0 else HARM for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
-    axes.set(xlim=(-0.8, len(losses) - 0.2), ylabel=LOSS)
-    axes.yaxis.label.set_fontsize(7)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.yaxis.get_offset_text().set_fontsize(6.5)
+    axes.set(xlim=(-0.8, len(losses) - 0.2))
+    axes.set_ylabel(LOSS, fontsize=7)
+    style.scientific(axes.yaxis)
 
 
-def _second_axis(axes: Axes, label: str) -> Axes:
+def _second_axis(axes: Axes, label: str = "") -> Axes:
     other = axes.twinx()
     other.set_ylabel(label, fontsize=7)
-    other.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
-    other.yaxis.get_offset_text().set_fontsize(6.5)
     other.spines["right"].set_visible(True)
+    style.scientific(other.yaxis)
     return other
 
 
-def _handles(line: str) -> list[Patch | Line2D]:
+def _keys(line: str) -> list[Artist]:
     return [
         Patch(facecolor=GAIN, label="the loss rises without it"),
         Patch(facecolor=HARM, label="the loss falls without it"),
-        Line2D([], [], color=style.INK, marker=".", linewidth=0.9, label=line),
+        style.key(line, color=style.INK, marker=".", linewidth=0.9),
     ]
 
 
@@ -121,51 +122,51 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
 
-def statistics_figure(statistics: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """Fig. 3: raw statistics by depth (a) and of the experts of one layer (b), beside their ablated losses."""
-    chosen = first_set(statistics, model)
-    shown = [statistic for statistic in STATISTICS if (chosen["statistic"] == statistic).any()]
+@output(
+    "coverage.fig3",
+    chapter="attribution",
+    needs=f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}",
+)
+@per_model("pruned")
+def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Weights, activations and gradients of experts beside their ablated losses, by depth and in one layer."""
+    experts = first_set(results.study.raw_statistics, comparison.model)
+    shown = [statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()]
     if not shown:
         return None
-    layers = sorted(chosen["layer"].unique())
+    layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
-    with style.look():
-        drawing = style.drawing(style.PAGE, 4.4)
-        above, below = drawing.subplots(2, len(shown), squeeze=False)
-        for at, statistic in enumerate(shown):
-            own = chosen[chosen["statistic"] == statistic]
-            _over_depth(above[at], by_layer(own), STATISTICS[statistic])
-            _over_experts(below[at], own[own["layer"] == middle], STATISTICS[statistic])
-            above[at].set_title(f"(a) {STATISTICS[statistic]}", fontsize=7.5)
-            below[at].set_title(f"(b) {STATISTICS[statistic]}, layer {middle}", fontsize=7.5)
-        for row in (above, below):
-            for axes in row[1:]:
-                axes.set_ylabel(None)
-        marker = Line2D(
-            [], [], color=GAIN, marker="o", linestyle="", markersize=4, label="layer's mean rise of the loss"
-        )
-        handles = [marker, *_handles("mean of the statistic ± standard deviation")]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=2)
+    drawing = style.drawing(style.PAGE, 4.4)
+    above, below = drawing.subplots(2, len(shown), squeeze=False)
+    for at, statistic in enumerate(shown):
+        own = experts[experts["statistic"] == statistic]
+        _over_depth(above[at], by_layer(own), STATISTICS[statistic])
+        _over_experts(below[at], own[own["layer"] == middle], STATISTICS[statistic])
+        above[at].set_title(f"(a) {STATISTICS[statistic]}", fontsize=7.5)
+        below[at].set_title(f"(b) {STATISTICS[statistic]}, layer {middle}", fontsize=7.5)
+    for axes in (*above[1:], *below[1:]):
+        axes.set_ylabel(None)
+    mean = style.key("layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4)
+    style.legend(drawing, [mean, *_keys("mean of the statistic ± standard deviation")])
     lacking = [f"{STATISTICS[one]} ({SOURCES[one]})" for one in STATISTICS if one not in shown]
     absent = f" Not in this store: {names.listing(lacking)}." if lacking else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its tokens of each channel, "
         "the input of its down projection, and of the gradient of the loss at it. (a) Mean and standard deviation over "
         "all weights or channels of a layer; dots: what the loss gains without one expert, the mean over the layer. "
-        f"(b) Experts of layer {middle} in the order of what the loss gains without them (bars).{absent}"
+        f"(b) Experts of layer {middle} in the order of what the loss gains without them (bars).{absent} "
+        f"Based on {of_pass(results.study)}"
     )
-    title = f"Raw statistics across layers and experts: {model}, {_texts(chosen)}"
+    title = f"Raw statistics across layers and experts: {comparison.model}, {_texts(experts)}"
     return Figure(name, title, caption, drawing)
 
 
 def _over_depth(axes: Axes, layers: pd.DataFrame, words: str) -> None:
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.yaxis.get_offset_text().set_fontsize(6.5)
-    axes.set_xlabel("decoder layer")
     axes.set_ylabel(LOSS, fontsize=7)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    other = _second_axis(axes, "")
+    style.scientific(axes.yaxis)
+    style.layer_axis(axes)
+    other = _second_axis(axes)
     low, high = layers["mean"] - layers["std"], layers["mean"] + layers["std"]
     other.fill_between(layers["layer"], low, high, color=style.MUTED, alpha=0.2, linewidth=0)
     other.plot(layers["layer"], layers["mean"], color=style.INK, marker=".", linewidth=0.9, label=words)
@@ -176,33 +177,34 @@ def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
     _loss_bars(axes, ordered["ablation"])
     axes.set_xticks([])
     axes.set_xlabel("experts")
-    other = _second_axis(axes, "")
-    other.errorbar(
-        np.arange(len(ordered)), ordered["mean"], ordered["std"], color=style.INK, marker=".", markersize=3,
-        linewidth=0, elinewidth=0.6, label=words,
-    )  # fmt: skip
+    look: Any = {"color": style.INK, "marker": ".", "markersize": 3, "linewidth": 0, "elinewidth": 0.6}
+    _second_axis(axes).errorbar(np.arange(len(ordered)), ordered["mean"], ordered["std"], label=words, **look)
 
 
-def activation_figure(experts: pd.DataFrame, *, model: str, name: str) -> Figure | None:
-    """Fig. 14: activation magnitudes of the experts of a shallow, a middle and a deep layer, by calibration set."""
-    chosen = experts[(experts["model"] == model) & experts["size"].notna()]
-    layers = shallow_middle_deep(list(chosen["layer"]))
+@output("coverage.fig14", chapter="attribution", needs=SUMS)
+@per_model("pruned")
+def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Activation magnitudes of experts in three layers, by calibration set."""
+    experts = results.study.experts
+    experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
+    layers = shallow_middle_deep(list(experts["layer"]))
     if not layers:
         return None
-    sets = names.calibrations_in_order(chosen["calibration"])
-    with style.look():
-        drawing = style.drawing(style.PAGE, 2.6)
-        for axes, layer in zip(drawing.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
-            _distributions(axes, activations_of(chosen, layer, sets))
-            axes.set_title(f"Layer {layer}")
-            axes.set_xticks(range(len(sets)), list(map(names.calibration, sets)), rotation=0 if len(sets) < 4 else 30)
-            axes.grid(axis="y")
-        drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
+    sets = names.calibrations_in_order(experts["calibration"])
+    drawing = style.drawing(style.PAGE, 2.6)
+    for axes, layer in zip(drawing.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
+        _distributions(axes, activations_of(experts, layer, sets))
+        axes.set_title(f"Layer {layer}")
+        axes.set_xticks(range(len(sets)), list(map(names.calibration, sets)), rotation=0 if len(sets) < 4 else 30)
+        axes.grid(axis="y")
+    drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
     caption = (
         "Each point is an expert: the root mean square of its channels, the inputs of its down projection, over the "
-        "tokens of the calibration set that it was given. Boxes: quartiles and median of the layer."
+        "tokens of the calibration set that it was given. Boxes: quartiles and median of the layer. Based on "
+        f"{of_pass(results.study)}"
     )
-    return Figure(name, f"Activation magnitudes of experts by calibration set: {model}", caption, drawing)
+    title = f"Activation magnitudes of experts by calibration set: {comparison.model}"
+    return Figure(name, title, caption, drawing)
 
 
 def activations_of(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
@@ -213,35 +215,11 @@ def activations_of(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> li
 
 def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
     line = {"color": style.INK, "linewidth": 0.9}
-    axes.boxplot(
-        sizes, positions=range(len(sizes)), widths=0.5, showfliers=False, medianprops={**line, "linewidth": 1.6},
-        boxprops=line, whiskerprops=line, capprops=line,
-    )  # fmt: skip
+    looks: Any = {
+        "medianprops": {**line, "linewidth": 1.6},
+        **dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line),
+    }
+    axes.boxplot(sizes, positions=range(len(sizes)), widths=0.5, showfliers=False, **looks)
     for at, values in enumerate(sizes):
         aside = np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
         axes.plot(at + aside, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)
-
-
-@output("coverage.fig2", chapter="attribution", needs=ABLATED)
-def router_ranks(results: Results, name: str) -> list[Figure]:
-    """Losses without the experts that routers rank highest."""
-    study = results.study
-    return per_model(study, name, lambda model, own: router_figure(study.experts, model=model, name=own))
-
-
-@output(
-    "coverage.fig3",
-    chapter="attribution",
-    needs=f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}",
-)
-def statistics_and_losses(results: Results, name: str) -> list[Figure]:
-    """Weights, activations and gradients of experts beside their ablated losses, by depth and in one layer."""
-    statistics = results.study.raw_statistics
-    return per_model(results.study, name, lambda model, own: statistics_figure(statistics, model=model, name=own))
-
-
-@output("coverage.fig14", chapter="attribution", needs=SUMS)
-def activations_by_text(results: Results, name: str) -> list[Figure]:
-    """Activation magnitudes of experts in three layers, by calibration set."""
-    study = results.study
-    return per_model(study, name, lambda model, own: activation_figure(study.experts, model=model, name=own))

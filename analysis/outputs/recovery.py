@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,9 +13,18 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, SLIMMING
-from analysis.outputs.score_rows import STORED, block_table, only_cell, ratio_block
-from analysis.registry import Item, Results, output
+from analysis.outputs.captions import SLIMMING
+from analysis.outputs.score_rows import (
+    STORED,
+    Block,
+    block_table,
+    by_ratio,
+    only_cell,
+    ratio_block,
+    score_table,
+    storage_points,
+)
+from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -43,96 +53,65 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
 
 
 @output("coverage.table11", chapter="recovery", needs=f"cells with a recovery, and {SLIMMING}")
-def recovery_table(results: Results, name: str) -> Table:
+@score_table(
+    "Pruning and recovery together",
+    (*names.ABLATION, MEAN),
+    "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits at the same ratio, "
+    "paired. Storage: weights on disk, with the scales of quantised ones.",
+    costs=STORED,
+)
+def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the same ratio."""
-    study, comparisons = results.study, results.comparisons
-    blocks = []
-    for comparison in comparisons:
-        own_sweeps = sweeps(comparison)
-        for cells in own_sweeps:
-            prefix = f"{names.criterion(cells['criterion'].iloc[0])}, " if len(own_sweeps) > 1 else ""
-            for key, rows in groups(cells, ["ratio"]):
-                base = only_cell(rows[rows["recovery"] == "none"])
-                labels = prefix + rows["recovery"].map(recovery)
-                blocks.append(ratio_block(comparison, key["ratio"], labels, base))
-    return block_table(
-        study,
-        blocks,
-        columns=(*names.ABLATION, MEAN),
-        name=name,
-        title="Pruning and recovery together",
-        caption="Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits at the "
-        "same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
-        costs=STORED,
-    )
-
-
-def storage_points(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """One row per cell of the sweeps: label (of its line), recovery, ratio, storage (MiB), score (mean of
-    `names.ABLATION`), low, high."""
     own_sweeps = sweeps(comparison)
-    cells = [int(str(cell)) for sweep in own_sweeps for cell in sweep.index]
-    target = mean_target(comparison, cells, names.ABLATION)
-    if not target:
-        return pd.DataFrame(columns=["label", "recovery", "ratio", "storage", "score", "low", "high"])
-    both = pd.concat(own_sweeps)
-    words = both["recovery"].map(recovery)
-    low, high = comparison.interval(target)
-    return pd.DataFrame(
-        {
-            "label": both["criterion"].map(names.criterion) + ", " + words if len(own_sweeps) > 1 else words,
-            "recovery": both["recovery"],
-            "ratio": both["ratio"],
-            "storage": cost(study, cells, "storage_bytes") / MEBIBYTE,
-            "score": comparison.score(target)[cells],
-            "low": low[cells],
-            "high": high[cells],
-        }
-    )
+    for cells in own_sweeps:
+        prefix = f"{names.criterion(cells['criterion'].iloc[0])}, " if len(own_sweeps) > 1 else ""
+        for ratio, rows in by_ratio(cells):
+            base = only_cell(rows[rows["recovery"] == "none"])
+            yield ratio_block(comparison, ratio, prefix + rows["recovery"].map(recovery), base)
 
 
-def storage_figure(comparison: Comparison, points: pd.DataFrame, *, name: str) -> Figure:
-    """Fig. 8 from `storage_points`: scores with intervals against bytes on a logarithmic axis, each with its ratio."""
+@output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
+@per_model()
+def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Accuracy against the bytes that a pruned and quantised model takes.
+
+    Scores with intervals against bytes on a logarithmic axis, each with its ratio.
+    """
+    own_sweeps = sweeps(comparison)
+    cells = pd.concat(own_sweeps) if own_sweeps else comparison.cells[:0]
+    points = storage_points(results.study, comparison, cells, names.ABLATION)
+    if not points[["storage", "score"]].notna().all(axis=1).any():
+        return None
+    words = cells["recovery"].map(recovery)
+    labels = cells["criterion"].map(names.criterion) + ", " + words if len(own_sweeps) > 1 else words
+    drawing = style.drawing(style.PAGE * 0.75, 3.0)
+    axes = drawing.add_subplot()
+    named: set[tuple[float, float]] = set()
+    for at, (key, line) in enumerate(groups(points.assign(label=labels), ["label"])):
+        look = style.cycled(at)
+        axes.vlines(line["storage"], line["low"], line["high"], color=look["color"], linewidth=1.4, alpha=0.6)
+        axes.plot(line["storage"], line["score"], markersize=4.5, linewidth=1.2, label=key["label"], **look)
+        for point in records(line.dropna(subset=["storage", "score"])):
+            place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
+            if place in named:  # a point of this ratio with as many bytes has the words already
+                continue
+            named.add(place)
+            where: Any = {"xytext": (5, -9), "textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
+            axes.annotate(names.ratio(point["ratio"]), (point["storage"], point["score"]), **where)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(which="minor", length=0)
+    axes.set(xlabel="storage (MiB)", ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
+    axes.grid()
+    axes.legend(loc="upper left")
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
-    with style.look():
-        drawing = style.drawing(style.PAGE * 0.75, 3.0)
-        axes = drawing.add_subplot()
-        named: set[tuple[float, float]] = set()
-        for at, (key, line) in enumerate(groups(points, ["label"])):
-            shade = _SHADES[at % len(_SHADES)]
-            axes.vlines(line["storage"], line["low"], line["high"], color=shade, linewidth=1.4, alpha=0.6)
-            marker = style.MARKERS[at % len(style.MARKERS)]
-            axes.plot(line["storage"], line["score"], marker, linestyle="-", markersize=4.5, linewidth=1.2, color=shade)
-            axes.plot([], [], marker, linestyle="-", markersize=4.5, color=shade, label=key["label"])
-            for point in records(line.dropna(subset=["storage", "score"])):
-                place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
-                if place in named:  # a point of this ratio with as many bytes has the words already
-                    continue
-                named.add(place)
-                axes.annotate(
-                    names.ratio(point["ratio"]),
-                    (point["storage"], point["score"]),
-                    xytext=(5, -9),
-                    textcoords="offset points",
-                    fontsize=6.5,
-                    color=style.MUTED,
-                )
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(which="minor", length=0)
-        axes.set(xlabel="storage (MiB)", ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
-        axes.grid()
-        axes.legend(loc="upper left")
     caption = (
         f"{averaged(target, names.ABLATION)}, with 95 % intervals (items resampled), against what the weights take on "
         "disk, on a logarithmic axis; each point is named by the share of channels or experts removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
-
-
-_SHADES = ("#15181e", "#ee7733", "#2277bb", "#117733", "#aa4499", "#b39a25")
 
 
 def recovery_findings(study: Study, comparison: Comparison) -> list[str]:
@@ -167,36 +146,33 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
     )
 
 
+def recovered(comparison: Comparison) -> Iterator[Block]:
+    """Fine-tuned and quantised models beside those that were pruned alone, at the ratios that have both."""
+    for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
+        if set(cells["recovery"]) != {"none"}:
+            place = cells["method"].map(names.methods_in_order(cells["method"]).index).sort_values(kind="stable")
+            yield ratio_block(comparison, ratio, settings.method_labels(cells)[place.index])
+
+
+_RECOVERED = "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised ones."
+
+
 @output(
     "coverage.table3",
     needs="cells with a recovery (coverage_table3 and coverage_table5 of sweeps)",
     also=("coverage.table5",),
 )
-def recovered_table(
-    results: Results, name: str, columns: Sequence[str] = names.GENERAL, what: str = "general benchmarks"
-) -> Table:
-    """Pruned and recovered models on general benchmarks.
+@score_table("Pruned and recovered: general benchmarks", (*names.GENERAL, MEAN), _RECOVERED, costs=STORED)
+def recovered_table(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Pruned and recovered models on general benchmarks."""
+    return recovered(comparison)
 
-    Fine-tuned and quantised models beside those that were pruned alone, at the ratios that have both.
-    """
-    blocks = []
-    for comparison in results.comparisons:
-        cells = comparison.cells[comparison.cells["criterion"] != "none"]
-        for key, at_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
-            if set(at_ratio["recovery"]) == {"none"}:
-                continue
-            place = at_ratio["method"].map(names.methods_in_order(at_ratio["method"]).index).sort_values(kind="stable")
-            labels = settings.method_labels(at_ratio)[place.index]
-            blocks.append(ratio_block(comparison, key["ratio"], labels))
-    return block_table(
-        results.study,
-        blocks,
-        columns=(*columns, MEAN),
-        name=name,
-        title=f"Pruned and recovered: {what}",
-        caption="Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised ones.",
-        costs=STORED,
-    )
+
+@output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
+@score_table("Pruned and recovered: reasoning", (*names.REASONING, MEAN), _RECOVERED, costs=STORED)
+def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Pruned and recovered models on reasoning benchmarks."""
+    return recovered(comparison)
 
 
 @output(
@@ -211,9 +187,9 @@ def top_k_table(results: Results, name: str) -> Table:
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
-            for key, at_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
+            for ratio, at_ratio in by_ratio(cells):
                 labels = settings.method_labels(at_ratio) + f", top-{top_k}"
-                blocks.append(ratio_block(comparison, key["ratio"], labels))
+                blocks.append(ratio_block(comparison, ratio, labels))
     return block_table(
         study,
         blocks,
@@ -234,20 +210,3 @@ def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tupl
         own = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
         families.setdefault(trained, []).append((comparison, own))
     return [sorted(family, key=lambda pair: -pair[1]) for family in families.values() if len(family) > 1]
-
-
-@output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
-def accuracy_by_storage(results: Results, name: str) -> list[Item]:
-    """Accuracy against the bytes that a pruned and quantised model takes."""
-    figures: list[Item] = []
-    for comparison, own in results.per_model(name):
-        points = storage_points(results.study, comparison)
-        if points[["storage", "score"]].notna().all(axis=1).any():
-            figures.append(storage_figure(comparison, points, name=own))
-    return figures
-
-
-@output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
-def recovered_reasoning(results: Results, name: str) -> Table:
-    """Pruned and recovered models on reasoning benchmarks."""
-    return recovered_table(results, name, names.REASONING, "reasoning")

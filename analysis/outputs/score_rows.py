@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
@@ -16,11 +18,22 @@ from analysis.load.reader import groups
 from analysis.load.settings import gate_and_seed, joined
 from analysis.load.study import Study
 from analysis.outputs.captions import MEBIBYTE, setting
+from analysis.registry import Results
 from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import COMMON, GROUPS, MEAN, column_targets, cost, differences, scores
-from analysis.stats.comparison import Comparison
+from analysis.stats.cell_scores import (
+    COMMON,
+    GROUPS,
+    MEAN,
+    Numbers,
+    column_targets,
+    cost,
+    differences,
+    mean_target,
+    scores,
+)
+from analysis.stats.comparison import Comparison, Target
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,6 @@ DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
 
-
 SMOOTHING = ("layer_smoothing", "smoothing")
 """What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
@@ -70,6 +82,27 @@ class Block:
     base: int | None = None
 
 
+Blocks = Callable[[Results, Comparison], Iterable[Block]]
+
+
+def score_table(
+    title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
+) -> Callable[[Blocks], Callable[[Results, str], Table]]:
+    """Make the `block_table` of the blocks that the function below gives for each model with results."""
+
+    def of_blocks(blocks_of: Blocks) -> Callable[[Results, str], Table]:
+        @wraps(blocks_of)
+        def make(results: Results, name: str) -> Table:
+            blocks = [block for comparison in results.comparisons for block in blocks_of(results, comparison)]
+            return block_table(
+                results.study, blocks, name=name, title=title, caption=caption, columns=columns, costs=costs
+            )
+
+        return make
+
+    return of_blocks
+
+
 def block_table(
     study: Study,
     blocks: Sequence[Block],
@@ -86,8 +119,8 @@ def block_table(
     The unpruned model comes first in every block. Intervals stand beside scores and differences.
     """
     run = [block for block in blocks if column_targets(block.comparison, list(block.labels), columns)]
-    parts = [_rows(study, block, columns, costs) for block in run] or [(_EMPTY, _EMPTY, _EMPTY)]
-    frame, low, high = (pd.concat(found, ignore_index=True) for found in zip(*parts, strict=True))
+    rows = stacked([_rows(study, block, columns, costs) for block in run] or [Numbers(_EMPTY, _EMPTY, _EMPTY)])
+    frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
     last = [column for column in (*AVERAGES, DIFFERENCE, P, *costs) if column in frame]
@@ -107,10 +140,16 @@ def block_table(
         best=ranked,
         blocks=TEXT,
         optional=(DIFFERENCE, P),
-        low=low,
-        high=high,
+        low=rows.low,
+        high=rows.high,
         footnotes=_not_run(run, columns),
     )
+
+
+def stacked(parts: Sequence[Numbers]) -> Numbers:
+    """The rows of all parts, numbered anew."""
+    frames = ([part.frame for part in parts], [part.low for part in parts], [part.high for part in parts])
+    return Numbers(*(pd.concat(same, ignore_index=True) for same in frames))
 
 
 def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
@@ -137,9 +176,7 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     }
 
 
-def _rows(
-    study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
     comparison, full = block.comparison, block.comparison.unpruned
     removed, words = _pruned_and_labels(block)
     labels = {**({full: UNPRUNED} if full is not None else {}), **words}
@@ -160,7 +197,7 @@ def _rows(
             name: about.offset + about.scale * cost(study, list(labels), about.source) for name, about in costs.items()
         }
         frame = frame.assign(**values)
-    return frame, low, high
+    return Numbers(frame, low, high)
 
 
 _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
@@ -169,25 +206,29 @@ _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1))
 def method_lines(comparison: Comparison) -> dict[str, Line2D]:
     """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
     other markers."""
-    lines = {"none": Line2D([], [], color=style.INK, linestyle=(0, (3, 2)), linewidth=1.1, label=names.method("none"))}
+    lines = {"none": style.key(names.method("none"), **style.DASHED)}
     places: dict[str, int] = {}
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
         criterion = names.parts(method)[0]
         place = places[criterion] = places.get(criterion, -1) + 1
         first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
         shade = style.colour(method)
-        lines[method] = Line2D(
-            [],
-            [],
-            color=shade,
-            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
-            markersize=3.5,
+        lines[method] = style.key(
+            names.method(method), color=shade, linewidth=1.3, linestyle=_PATTERNS[place % len(_PATTERNS)],
+            marker=style.MARKERS[(first + place) % len(style.MARKERS)], markersize=3.5,
             markerfacecolor=style.SURFACE if place else shade,
-            linestyle=_PATTERNS[place % len(_PATTERNS)],
-            linewidth=1.3,
-            label=names.method(method),
-        )
+        )  # fmt: skip
     return lines
+
+
+def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
+    """The unpruned model's score across the axes, its 95 % interval as a band; returns the line for the legend."""
+    full = comparison.unpruned
+    if full is not None:
+        low, high = comparison.interval(target)
+        axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
+        axes.axhline(comparison.score(target)[full], **style.DASHED)
+    return style.key(UNPRUNED, **style.DASHED)
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
@@ -196,15 +237,29 @@ def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
     return sorted({distinct[0], distinct[(len(distinct) - 1) // 2], distinct[-1]}) if distinct else []
 
 
-def plain(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables."""
+def by_criterion(cells: pd.DataFrame, *first: str) -> pd.DataFrame:
+    """Cells sorted by the columns `first`, then by criterion in the order of tables."""
+    order = names.in_order(cells["criterion"], names.CRITERIA)
+    place = cells["criterion"].map(order.index).astype(int)
+    return cells.assign(place=place).sort_values([*first, "place"], kind="stable").drop(columns="place")
+
+
+def plain(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
+    """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables; of one granularity where one
+    is given."""
     cells = comparison.cells
     pruned = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
-    place = pruned["criterion"].map(names.in_order(pruned["criterion"], names.CRITERIA).index).astype(int)
-    return pruned.assign(place=place).sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+    chosen = pruned[pruned["granularity"] == granularity] if granularity else pruned
+    return by_criterion(chosen, "ratio")
 
 
-def only_cell(cells: pd.DataFrame) -> int | None:
+def by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
+    """Each ratio, the lowest first, with its cells."""
+    for key, at_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
+        yield float(key["ratio"]), at_ratio
+
+
+def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
     """The cell, when there is exactly one."""
     return int(cells.index[0]) if len(cells) == 1 else None
 
@@ -225,11 +280,22 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     """Cells of channels with coverage budgets, at the ratio closest to a half."""
-    cells = plain(comparison)
-    by_name = cells["allocation"].map(lambda word: settings.allocation(str(word))[0])
-    chosen: pd.DataFrame = cells[(cells["granularity"] == "channel") & (by_name == COVERAGE)]
-    if chosen.empty:
-        return chosen
-    nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF))
-    at_ratio: pd.DataFrame = chosen[chosen["ratio"] == nearest]
-    return at_ratio
+    cells = plain(comparison, "channel")
+    chosen = cells[cells["allocation"].map(lambda word: settings.allocation(str(word))[0]) == COVERAGE]
+    nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
+    return pd.DataFrame(chosen[chosen["ratio"] == nearest])
+
+
+def storage_points(
+    study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
+) -> pd.DataFrame:
+    """One row per cell: recovery, ratio, storage (MiB), score (mean of those of `benchmarks` that were run), low, high;
+    empty where none was run."""
+    rows = [int(str(cell)) for cell in cells.index]
+    target = mean_target(comparison, rows, benchmarks)
+    points = cells[["recovery", "ratio"]]
+    if not target:
+        return points[:0].reindex(columns=[*points, "storage", "score", "low", "high"])
+    low, high = comparison.interval(target)
+    storage = cost(study, rows, "storage_bytes") / MEBIBYTE
+    return points.assign(storage=storage, score=comparison.score(target)[rows], low=low[rows], high=high[rows])

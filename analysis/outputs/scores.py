@@ -1,20 +1,175 @@
-"""The papers' tables of scores: averages and ranks (T1), calibrated on the task (T2), every benchmark (T5)."""
+"""Scores: averages with intervals, every benchmark as a table and around a circle, and criteria calibrated on the task
+(Unified Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.projections.polar import PolarAxes
 
 from analysis import names
 from analysis.load.reader import records
 from analysis.load.settings import pruned
 from analysis.load.study import Study
 from analysis.outputs.captions import setting
-from analysis.outputs.score_rows import PANEL
-from analysis.registry import Results, output
-from analysis.render.table import RANK, SCORE, Table
+from analysis.outputs.score_rows import PANEL, method_lines, stacked
+from analysis.registry import Results, output, per_model
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import RANK, SCORE, Table, spelled
+from analysis.stats.cell_scores import Numbers, mean_target, not_averaged, scores
+from analysis.stats.comparison import Comparison, Panel, Target
 from analysis.stats.rank_blocks import by_domain, task_block
+
+
+@output("averages", chapter="kept")
+@per_model()
+def averages_figure(results: Results, comparison: Comparison, name: str) -> Figure:
+    """How much of the unpruned model's averages is kept, with intervals.
+
+    Avg of every criterion with its 95 % interval beside the unpruned model: a row of panels per ratio.
+    """
+    panels = comparison.panels
+    sets = names.calibrations_in_order(panel.calibration for panel in panels)
+    settings = list(dict.fromkeys(panel.settings for panel in panels))
+    rows = [[panel for panel in panels if panel.settings == each] for each in settings]
+    heights = [max(*(0.17 * len(panel.cells) for panel in row), 0.9) for row in rows]
+    drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rows))
+    grid = drawing.subplots(len(rows), len(sets), sharex=True, squeeze=False, height_ratios=heights)
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for line, row in zip(grid, rows, strict=True):
+        order = _order(comparison, row)
+        for panel in row:
+            axes = line[sets.index(panel.calibration)]
+            axes.set_visible(True)
+            _averages_axes(axes, comparison, panel, order)
+            axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
+            if panel.calibration != sets[0]:
+                axes.set_yticklabels([])
+    drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
+    caption = (
+        "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and "
+        "band are the unpruned model. Criteria are sorted by their mean over the panels of a row."
+    )
+    caption = " ".join([caption, *not_averaged([comparison])])
+    return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
+
+
+def _order(comparison: Comparison, panels: Sequence[Panel]) -> list[str]:
+    """Criteria from the lowest to the highest mean Avg."""
+    averages = {}
+    for panel in panels:
+        score = comparison.score(panel.averaged(comparison))
+        averages[panel.calibration] = {name: score[cell] for name, cell in panel.cells.items()}
+    return [
+        str(name) for name in pd.DataFrame(averages).mean(axis=1).sort_values(na_position="first", kind="stable").index
+    ]
+
+
+def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequence[str]) -> None:
+    target = panel.averaged(comparison)
+    scores, (low, high) = comparison.score(target), comparison.interval(target)
+    if comparison.unpruned is not None:
+        full = comparison.unpruned
+        axes.axvspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
+        axes.axvline(scores[full], **style.DASHED)
+    for y, criterion in enumerate(order):
+        cell = panel.cells.get(criterion)
+        if cell is None:
+            continue
+        if np.isnan(scores[cell]):
+            beside = axes.get_yaxis_transform()  # x in shares of the width, so that a gap has no score
+            axes.text(0.02, y, "gap", transform=beside, fontsize=6.5, color=style.MUTED, va="center")
+            continue
+        shade = style.colour(criterion)
+        axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
+        axes.plot(scores[cell], y, marker="o", markersize=4, color=shade)
+    axes.set_yticks(range(len(order)), [names.method(name) for name in order], fontsize=7)
+    axes.set_ylim(-0.7, len(order) - 0.3)
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+
+
+RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
+"""The methods of AIMER's tables: those of the study are drawn in a radar plot before all others."""
+RADAR_LINES = len(RADAR_METHODS)
+"""Methods drawn in a radar plot at most."""
+
+
+@output("aimer.fig3", chapter="task", needs="three benchmarks", also=("aimer.fig4", "aimer.fig5"))
+@per_model()
+def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
+
+    Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None below 3 benchmarks.
+    """
+    panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
+    if not panels:
+        return None
+    lines = method_lines(comparison)
+    drawing, grid = style.panels(len(panels), 2, 2.45, subplot_kw={"projection": "polar"})
+    drawn: list[str] = []
+    for axes, panel in zip(grid, panels, strict=True):
+        assert isinstance(axes, PolarAxes)
+        drawn += _radar_axes(axes, comparison, panel, lines)
+    style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn))])
+    most = names.count(RADAR_LINES, "method")
+    caption = (
+        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the methods "
+        f"of AIMER's tables, then the best of the others by Avg, {most} at most."
+    )
+    left = [names.benchmark(str(each)) for each in comparison.benchmarks if each in comparison.lower_is_better]
+    if left:
+        caption += f" {names.listing(left)}: left out, as less is better there."
+    return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
+
+
+def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
+    """The benchmarks that the cells of a panel were evaluated on and in which more is better, one family after the
+    other as in the papers' tables."""
+    ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
+    return mean_target(comparison, list(panel.cells.values()), ordered)
+
+
+def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
+    """The methods of a panel to draw: those of AIMER's tables, then the others from the highest Avg, RADAR_LINES at
+    most; methods without any score are left out."""
+    average = comparison.score(panel.averaged(comparison))
+    run = comparison.benchmarks[list(radar_benchmarks(comparison, panel))].notna().any(axis=1)
+    others = [method for method in panel.cells if method not in RADAR_METHODS]
+    others.sort(key=lambda method: -average.fillna(-1)[panel.cells[method]])
+    first = [method for method in RADAR_METHODS if method in panel.cells]
+    return [method for method in [*first, *others] if run[panel.cells[method]]][:RADAR_LINES]
+
+
+def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
+    benchmarks, methods = list(radar_benchmarks(comparison, panel)), radar_methods(comparison, panel)
+    angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
+    closed = np.append(angles, angles[0])
+    cells = {"none": comparison.unpruned, **{method: panel.cells[method] for method in methods}}
+    for method, cell in cells.items():
+        if cell is None:
+            continue
+        values = comparison.benchmarks.loc[cell, benchmarks].to_numpy(float)
+        style.draw(axes, lines[method], closed, np.append(values, values[0]))
+    axes.set_theta_offset(np.pi / 2)
+    axes.set_theta_direction(-1)
+    axes.set_xticks(angles, [names.benchmark(name) for name in benchmarks], fontsize=6.5)
+    for angle, text in zip(angles, axes.get_xticklabels(), strict=True):
+        side = round(float(np.sin(angle)), 6)
+        text.set_horizontalalignment("center" if side == 0 else "left" if side > 0 else "right")
+    axes.tick_params(axis="x", pad=-1)
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
+    axes.spines["polar"].set_color(style.RULE)
+    axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5, pad=10, loc="center")
+    return methods
+
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
 
@@ -26,64 +181,50 @@ def task_specific_table(results: Results, name: str, criteria: Sequence[str] | N
     Coding columns of the model pruned with code calibration beside mathematics columns of the one pruned with
     mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run.
     """
-    study, comparisons = results.study, results.comparisons
-    rows, low, high = [], [], []
-    for comparison in comparisons:
+    text, columns = ["Model", "Pruned", "Criterion"], [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
+    blocks = []
+    for comparison in results.comparisons:
         for domains in by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
-                methods = [names.method(method) for method in block[0].index]
-                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned, "Criterion": methods}
-                rows.append(block[0].assign(**labels))
-                low.append(block[1])
-                high.append(block[2])
-    columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
-    empty = pd.DataFrame(columns=["Model", "Pruned", "Criterion", *columns, "Avg Rank"])
-    frame = pd.concat(rows, ignore_index=True)[list(empty.columns)] if rows else empty
+                about = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                frame = block.frame.assign(**about, Criterion=list(map(names.method, block.frame.index)))
+                blocks.append(Numbers(frame, block.low, block.high))
+    empty = pd.DataFrame(columns=[*text, *columns, "Avg Rank"])
+    rows = stacked(blocks or [Numbers(empty, empty[[]], empty[[]])])
     return Table(
         name=name,
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics columns from the one "
-        f"pruned with mathematics calibration; Avg Rank is over these four columns. {setting(study)}",
-        frame=frame,
+        f"pruned with mathematics calibration; Avg Rank is over these four columns. {setting(results.study)}",
+        frame=rows.frame[list(empty)],
         formats={**dict.fromkeys(columns, SCORE), "Avg Rank": RANK},
         best={**dict.fromkeys(columns, "max"), "Avg Rank": "min"},
         blocks=("Model", "Pruned"),
-        low=pd.concat(low, ignore_index=True) if low else None,
-        high=pd.concat(high, ignore_index=True) if high else None,
+        low=rows.low,
+        high=rows.high,
     )
 
 
 @output("unified.table5", chapter="benchmarks", filters="Model|Pruned|Calibration|Criterion", needs="results")
 def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals."""
-    study, comparisons = results.study, results.measured
-    if not comparisons:
+    blocks = []
+    for comparison in results.measured:
+        cells = _sorted(comparison.cells.assign(pruned=pruned(comparison.cells)))
+        text = {"Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method"}
+        own = scores(comparison, list(cells.index), {str(name): (str(name),) for name in comparison.benchmarks})
+        blocks.append(Numbers(pd.concat([spelled(cells, text), own.frame], axis=1), own.low, own.high))
+    if not blocks:
         return None
-    frames, lows, highs = [], [], []
-    for comparison in comparisons:
-        cells = _sorted(comparison.cells)
-        text = pd.DataFrame(
-            {
-                "Model": comparison.model,
-                "Pruned": pruned(comparison.cells)[cells.index],
-                "Calibration": cells["calibration"].map(names.calibration),
-                "Criterion": cells["method"].map(names.method),
-            }
-        )
-        frames.append(pd.concat([text, comparison.benchmarks.loc[cells.index]], axis=1))
-        ends = {str(column): comparison.interval((str(column),)) for column in comparison.benchmarks}
-        lows.append(pd.DataFrame({column: low for column, (low, _) in ends.items()}).loc[cells.index])
-        highs.append(pd.DataFrame({column: high for column, (_, high) in ends.items()}).loc[cells.index])
-    columns = names.in_order((str(c) for frame in lows for c in frame), names.BENCHMARKS)
-    lower = {column for comparison in comparisons for column in comparison.lower_is_better}
-    frame, low, high = (
-        pd.concat(parts, ignore_index=True).rename(columns=names.benchmark) for parts in (frames, lows, highs)
-    )
+    rows = stacked(blocks)
+    columns = names.in_order(map(str, rows.low), names.BENCHMARKS)
+    lower = {column for comparison in results.measured for column in comparison.lower_is_better}
+    frame, low, high = (part.rename(columns=names.benchmark) for part in (rows.frame, rows.low, rows.high))
     return Table(
         name=name,
         title="All benchmarks",
-        caption=f"{_metrics(study)} {setting(study)}",
+        caption=f"{_metrics(results.study)} {setting(results.study)}",
         frame=frame[[*PANEL, "Criterion", *map(names.benchmark, columns)]],
         formats={names.benchmark(column): SCORE for column in columns},
         best={names.benchmark(column): "min" if column in lower else "max" for column in columns},

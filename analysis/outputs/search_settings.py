@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,10 +14,11 @@ from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import is_searched
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, reading, setting
-from analysis.published.numbers import Printed, numbers
+from analysis.outputs.score_rows import stacked
+from analysis.published.numbers import numbers
 from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table
-from analysis.stats.cell_scores import GROUPS, column_targets, scores
+from analysis.render.table import SCORE, Table, spelled
+from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, scores
 from analysis.stats.comparison import Comparison
 
 HOUR = 3600
@@ -28,42 +30,50 @@ FITNESSES = ("esap", "spec_dec")
 """What its Table 6 compares."""
 COMPETITOR = "DiEP"
 NOT_BUILT = "published; not built: EvoESAP gives its settings, but neither its objective nor code"
-TEXT = ["Model", "Pruned", "Calibration", "Criterion"]
+TEXT = {"Model": "model", "Pruned": "ratio", "Calibration": "calibration", "Criterion": "criterion"}
+"""Displayed column -> axis of a cell."""
 SECONDS = "Search (s)"
-_SETTINGS = {"Samples": "samples", "Generations": "generations", "Population": "population", SECONDS: "seconds"}
+_SETTINGS = {
+    "Samples": ("samples", "{:,.0f}"),
+    "Generations": ("generations", "{:,.0f}"),
+    "Population": ("population", "{:,.0f}"),
+}
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
 def cost_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 3: the time of each search, and what its plan leaves of the loading memory."""
     study = results.study
-    searches = study.searches
-    cells = study.cells.loc[searches["cell"]]
-    peaks = time_and_memory(cells["plan_folder"].drop_duplicates(), study.reader).set_index("folder")
-    costs = study.costs.set_index("cell").reindex(searches["cell"])
-    whole = cells["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
-    values = {
-        **{shown: (searches[column], "{:,.0f}") for shown, column in _SETTINGS.items() if shown != SECONDS},
-        "Evaluated": (searches["candidates"], "{:,.0f}"),
-        SECONDS: (searches["seconds"], "{:,.1f}"),
-        "Peak memory (MiB)": (cells["plan_folder"].map(peaks["peak"]).astype(float) / MEBIBYTE, "{:,.0f}"),
-        GPU_PEAK: (cells["plan_folder"].map(peaks["gpu_peak"]).astype(float) / MEBIBYTE, "{:,.0f}"),
-        "Loading memory before (MiB)": (BYTES * whole / MEBIBYTE, "{:,.2f}"),
-        "After (MiB)": (costs["loading_bytes"] / MEBIBYTE, "{:,.2f}"),
+    steps = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
+    peaks = time_and_memory(steps, study.reader).set_index("folder")[["peak", "gpu_peak"]] / MEBIBYTE
+    rows = study.searches.join(study.cells, on="cell").join(peaks, on="plan_folder")
+    costs = study.costs.set_index("cell").reindex(rows["cell"])
+    whole = rows["model"].map(lambda model: study.models.get(model, {}).get("parameters", np.nan)).astype(float)
+    rows = rows.assign(
+        fitness=rows["fitness"].map(_spelled),
+        before=BYTES * whole / MEBIBYTE,
+        after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
+    )
+    numbers = {
+        **_SETTINGS,
+        "Evaluated": ("candidates", "{:,.0f}"),
+        SECONDS: ("seconds", "{:,.1f}"),
+        "Peak memory (MiB)": ("peak", "{:,.0f}"),
+        GPU_PEAK: ("gpu_peak", "{:,.0f}"),
+        "Loading memory before (MiB)": ("before", "{:,.2f}"),
+        "After (MiB)": ("after", "{:,.2f}"),
     }
-    if values[GPU_PEAK][0].isna().all():
-        del values[GPU_PEAK]
-    text = {**_words(cells), "Fitness": searches["fitness"].map(_spelled)}
-    every = {**text, **{shown: column for shown, (column, _) in values.items()}}
+    if rows["gpu_peak"].isna().all():
+        del numbers[GPU_PEAK]
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
         caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most, "
         "beside it that on GPUs, where some were used; loading memory: the model in bfloat16. Based on "
         f"{reading(study)}",
-        frame=pd.DataFrame({shown: list(column) for shown, column in every.items()}),
-        formats={shown: form for shown, (_, form) in values.items()},
-        blocks=TEXT[:1],
+        frame=spelled(rows, {**TEXT, "Fitness": "fitness"} | {shown: column for shown, (column, _) in numbers.items()}),
+        formats={shown: form for shown, (_, form) in numbers.items()},
+        blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )
 
@@ -75,13 +85,12 @@ def cost_table(results: Results, name: str) -> Table:
 )
 def settings_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 5: searches that differ in fitness, samples, generations or candidates, beside uniform."""
-    study, comparisons = results.study, results.comparisons
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         searched = cells["allocation"].map(is_searched)
         return cells[searched | (cells["allocation"] == "uniform")] if searched.sum() > 1 else cells[:0]
 
-    return _table(study, comparisons, chosen, GROUPS, name, "What the settings of a search change")
+    return _table(results, name, chosen, GROUPS, "What the settings of a search change")
 
 
 @output(
@@ -91,36 +100,34 @@ def settings_table(results: Results, name: str) -> Table:
 )
 def fitness_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP."""
-    study, comparisons = results.study, results.comparisons
-    fitness = study.searches.set_index("cell")["fitness"]
+    fitness = results.study.searches.set_index("cell")["fitness"]
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         fitnesses = fitness.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
-    return _table(study, comparisons, chosen, COMPARED, name, "Searched by ESAP and by speculative decoding")
+    return _table(results, name, chosen, COMPARED, "Searched by ESAP and by speculative decoding")
 
 
 @output("evoesap.table4", chapter="search", needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice")
 def competitor_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 4: searched allocations beside the printed row of DiEP, which is not built here."""
-    study, comparisons = results.study, results.comparisons
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         return cells[cells["allocation"].map(is_searched)]
 
-    measured = _table(study, comparisons, chosen, COMPARED, name, "Searched allocations beside DiEP")
-    if measured.low is None or measured.high is None:
+    measured = _table(results, name, chosen, COMPARED, "Searched allocations beside DiEP")
+    if measured.frame.empty or measured.low is None or measured.high is None:
         return measured
     shown = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
     frame = measured.frame[[*TEXT, "Allocation", *shown]].assign(Source="measured")
     rows = pd.concat([frame, pd.DataFrame([_printed()]).reindex(columns=frame.columns)], ignore_index=True)
-    return Table(
-        name=name,
-        title=measured.title,
+    return replace(
+        measured,
         caption=f"DiEP: {NOT_BUILT}; its row is of two L40S. {measured.caption}",
         frame=rows[[*TEXT, "Allocation", "Source", *shown]],
         formats={column: measured.formats[column] for column in shown},
+        best={},
         blocks=("Model", "Pruned"),
         optional=tuple(shown),
         low=measured.low.reindex(rows.index),
@@ -130,7 +137,8 @@ def competitor_table(results: Results, name: str) -> Table:
 
 def _printed() -> dict[str, object]:
     """The printed row of what is not built."""
-    by_benchmark = {number.benchmark: number for number in numbers() if _is_competitor(number)}
+    printed = ("evoesap", "4", COMPETITOR)
+    by_benchmark = {one.benchmark: one for one in numbers() if (one.paper, one.table, one.key[2]) == printed}
     model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
     return {
         "Model": model,
@@ -146,76 +154,53 @@ def _printed() -> dict[str, object]:
     }
 
 
-def _is_competitor(number: Printed) -> bool:
-    return (number.paper, number.table, number.key[2]) == ("evoesap", "4", COMPETITOR)
-
-
 def _table(
-    study: Study,
-    comparisons: Sequence[Comparison],
+    results: Results,
+    name: str,
     chosen: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
-    name: str,
     title: str,
 ) -> Table:
     """A row per cell that `chosen` leaves of those that differ in their search only: settings, scores, seconds."""
-    parts = [_rows(study, comparison, chosen, columns) for comparison in comparisons]
-    frames, lows, highs = ([part[at] for part in parts if len(part[0])] for at in range(3))
-    frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=TEXT)
-    averages = [column for column in columns if column in frame]
-    settings = {column: "{:,.0f}" for column in _SETTINGS if column in frame}
+    parts = [_rows(results.study, comparison, chosen, columns) for comparison in results.comparisons]
+    empty = pd.DataFrame(columns=list(TEXT))
+    rows = stacked([part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])])
+    averages = [column for column in columns if column in rows.frame]
+    forms = {**{column: form for column, (_, form) in _SETTINGS.items()}, SECONDS: "{:,.1f}"}
+    settings = {column: form for column, form in forms.items() if column in rows.frame}
     return Table(
         name=name,
         title=title,
         caption="Code and Math are means of their two columns, Avg is the mean of the displayed "
         "columns in which more is better; samples: rows "
-        f"of the search set; search: seconds of the process that finished it. {setting(study)}",
-        frame=frame,
-        formats={**dict.fromkeys(averages, SCORE), **settings, **({SECONDS: "{:,.1f}"} if SECONDS in settings else {})},
+        f"of the search set; search: seconds of the process that finished it. {setting(results.study)}",
+        frame=rows.frame,
+        formats={**dict.fromkeys(averages, SCORE), **settings},
         best=dict.fromkeys(averages, "max"),
-        blocks=TEXT,
-        low=pd.concat(lows, ignore_index=True) if lows else None,
-        high=pd.concat(highs, ignore_index=True) if highs else None,
+        blocks=list(TEXT),
+        low=rows.low,
+        high=rows.high,
         optional=tuple(settings),
     )
 
 
 def _rows(
-    study: Study,
-    comparison: Comparison,
-    chosen: Callable[[pd.DataFrame], pd.DataFrame],
-    columns: Sequence[str],
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Frame, lower and upper ends; empty where nothing is chosen or none of `columns` was run."""
+    study: Study, comparison: Comparison, chosen: Callable[[pd.DataFrame], pd.DataFrame], columns: Sequence[str]
+) -> Numbers | None:
+    """None where nothing is chosen or none of `columns` was run."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
-    kept = [chosen(cells) for _, cells in groups(pruned, SAME)] if len(pruned) else []
-    cells = pd.concat(kept) if kept else pruned
+    cells = pd.concat([pruned[:0], *(chosen(cells) for _, cells in groups(pruned, SAME))])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
-        return pd.DataFrame(), pd.DataFrame(), pd.DataFrame()
-    searches = study.searches.set_index("cell").reindex(cells.index)
-    text = {
-        **_words(cells),
-        "Allocation": cells["allocation"].map(names.allocated),
-        "Fitness": searches["fitness"].map(_spelled),
-    }
+        return None
+    searches = study.searches.set_index("cell")
+    rows = cells.join(searches).assign(fitness=searches["fitness"].reindex(cells.index).map(_spelled))
     measured = scores(comparison, list(cells.index), targets)
-    settings = {shown: searches[column].astype(float) for shown, column in _SETTINGS.items()}
-    frame = pd.concat([pd.DataFrame({**text, **settings}), measured.frame], axis=1)
-    last = [column for column in frame if column != SECONDS]
-    return frame[[*last, SECONDS]], measured.low, measured.high
-
-
-def _words(cells: pd.DataFrame) -> dict[str, pd.Series]:
-    spelled: Mapping[str, Callable[..., str]] = {
-        "ratio": names.ratio,
-        "calibration": names.calibration,
-        "criterion": names.criterion,
-    }
-    return {
-        "Model": cells["model"],
-        **{shown: cells[axis].map(spelled[axis]) for shown, axis in zip(TEXT[1:], spelled, strict=True)},
-    }
+    settings = {shown: rows[column].astype(float) for shown, (column, _) in _SETTINGS.items()}
+    text = spelled(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
+    frame = pd.concat([text.assign(**settings), measured.frame], axis=1)
+    frame[SECONDS] = rows["seconds"].astype(float)
+    return Numbers(frame, measured.low, measured.high)
 
 
 def _spelled(fitness: object) -> str:

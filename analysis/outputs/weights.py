@@ -1,8 +1,9 @@
-"""The tables of HEAPr (1, 2), of MoE-Slimming's budgets (6, 7, 13) and of AIMER (2): which cells stand in each."""
+"""Criteria that read weights alone, beside those that read a text, and how their scores are spread (AIMER, Tables 2, 3
+and 5 to 7, and Fig. 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,37 +15,57 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.score_rows import block_table, only_cell, plain, ratio_block
+from analysis.outputs.score_rows import Block, Blocks, by_ratio, only_cell, plain, ratio_block, score_table
 from analysis.registry import Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
+from analysis.stats.comparison import Comparison
 
 WEIGHTS = "cells with criterion=aimer"
 
 
-@output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
-def group_table(results: Results, name: str, columns: Sequence[str] = GROUPS, what: str = "group averages") -> Table:
-    """Group averages of criteria that read weights alone, beside those that read a text.
+def weights_table(what: str, columns: Sequence[str]) -> Callable[[Blocks], Callable[[Results, str], Table]]:
+    """Make the table of `columns` for criteria that read weights alone, beside those that read a text."""
+    title = f"Scores from weights alone and from text: {what}"
+    return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
-    Criteria at each ratio; differences are to AIMER, where run.
-    """
-    blocks = []
-    for comparison in results.comparisons:
-        for key, cells in groups(plain(comparison), ["ratio"]):
-            if "aimer" not in set(cells["criterion"]):
-                continue
-            base = only_cell(cells[cells["criterion"] == "aimer"])
-            blocks.append(ratio_block(comparison, key["ratio"], settings.method_labels(cells), base))
-    return block_table(
-        results.study,
-        blocks,
-        columns=columns,
-        name=name,
-        title=f"Scores from weights alone and from text: {what}",
-        caption=f"Difference: {columns[-1]} minus that of AIMER, paired.",
-    )
+
+def beside_aimer(comparison: Comparison) -> Iterator[Block]:
+    """Criteria at each ratio at which AIMER was run; differences are to it."""
+    for ratio, cells in by_ratio(plain(comparison)):
+        aimer = cells[cells["criterion"] == "aimer"]
+        if len(aimer):
+            yield ratio_block(comparison, ratio, settings.method_labels(cells), only_cell(aimer))
+
+
+@output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
+@weights_table("group averages", GROUPS)
+def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Group averages of criteria that read weights alone, beside those that read a text."""
+    return beside_aimer(comparison)
+
+
+@output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
+@weights_table("writing and mathematics", WRITING_AND_MATH)
+def weight_writing_and_mathematics(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Criteria that read weights alone, and others: writing and mathematics."""
+    return beside_aimer(comparison)
+
+
+@output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
+@weights_table("coding", CODING)
+def weight_coding(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Criteria that read weights alone, and others: coding benchmarks."""
+    return beside_aimer(comparison)
+
+
+@output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
+@weights_table("multiple choice", (*names.MULTIPLE_CHOICE, "MC Avg"))
+def weight_multiple_choice(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Criteria that read weights alone, and others: multiple choice."""
+    return beside_aimer(comparison)
 
 
 PROFILED = ("magnitude", "aimer")
@@ -58,10 +79,10 @@ LAYERS = 8
 """Layers named at an axis, at most."""
 
 
-def weight_scores(study: Study, criteria: Sequence[str] = PROFILED) -> pd.DataFrame:
-    """model, criterion, layer, expert, score of the criteria among `criteria` that the study scored, with the sign of
+def weight_scores(study: Study) -> pd.DataFrame:
+    """model, criterion, layer, expert, score of the criteria among PROFILED that the study scored, with the sign of
     the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2), of which it prunes the highest."""
-    cells = study.cells[study.cells["criterion"].isin(criteria) & study.cells["scores_folder"].notna()]
+    cells = study.cells[study.cells["criterion"].isin(PROFILED) & study.cells["scores_folder"].notna()]
     frames = []
     for row in records(cells.drop_duplicates(["model", "criterion"])):
         folder = study.reader.folder(row["scores_folder"])
@@ -97,19 +118,18 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     criteria = names.in_order(scaled["criterion"], PROFILED)
     across = min(ACROSS, len(models))
     down = -(-len(models) // across) * len(criteria)
-    with style.look():
-        drawing = style.drawing(style.PAGE, 1.9 * down + 0.5)
-        grid = drawing.subplots(down, across, squeeze=False)
-        for axes in grid.flat:
-            axes.set_visible(False)
-        for key, panel in groups(scaled, ["model", "criterion"]):
-            row, column = divmod(models.index(key["model"]), across)
-            axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
-            axes.set_visible(True)
-            shades = _profile_axes(axes, panel, first=column == 0)
-            axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
-        bar = drawing.colorbar(shades, ax=grid, location="bottom", shrink=0.5, aspect=40, pad=0.02)
-        bar.set_label("score, min-max in its layer", fontsize=7)
+    drawing = style.drawing(style.PAGE, 1.9 * down + 0.5)
+    grid = drawing.subplots(down, across, squeeze=False)
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for key, panel in groups(scaled, ["model", "criterion"]):
+        row, column = divmod(models.index(key["model"]), across)
+        axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
+        axes.set_visible(True)
+        shades = _profile_axes(axes, panel, first=column == 0)
+        axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
+    bar = drawing.colorbar(shades, ax=grid, location="bottom", shrink=0.5, aspect=40, pad=0.02)
+    bar.set_label("score, min-max in its layer", fontsize=7)
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their score, which is scaled "
         "from the lowest (0) to the highest (1) of the layer. Magnitude prunes the lowest scores first. AIMER has the "
@@ -130,21 +150,3 @@ def _profile_axes(axes: Axes, panel: pd.DataFrame, *, first: bool) -> AxesImage:
     if first:
         axes.set_ylabel("layer")
     return image
-
-
-@output("aimer.table5", needs=f"{WEIGHTS}, and WildBench, gsm8k or math500")
-def weight_writing_and_mathematics(results: Results, name: str) -> Table:
-    """Criteria that read weights alone, and others: writing and mathematics."""
-    return group_table(results, name, WRITING_AND_MATH, "writing and mathematics")
-
-
-@output("aimer.table6", needs=f"{WEIGHTS}, and coding benchmarks")
-def weight_coding(results: Results, name: str) -> Table:
-    """Criteria that read weights alone, and others: coding benchmarks."""
-    return group_table(results, name, CODING, "coding")
-
-
-@output("aimer.table7", needs=f"{WEIGHTS}, and multiple-choice benchmarks")
-def weight_multiple_choice(results: Results, name: str) -> Table:
-    """Criteria that read weights alone, and others: multiple choice."""
-    return group_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")

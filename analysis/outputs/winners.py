@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
@@ -25,62 +24,54 @@ from analysis.outputs.score_rows import PANEL
 from analysis.registry import Item, Results, output, tables
 from analysis.render import style
 from analysis.render.style import LETTER, SMALL_LETTER, Figure
-from analysis.render.table import SCORE, Table
+from analysis.render.table import SCORE, Table, spelled
 from analysis.stats.winners import CAPTION, LEVEL, MEAN, SETTINGS, label, wins
 
 
 @output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
 def pair_table(results: Results, name: str) -> Table:
     """Pairs of criteria that differ significantly in each column, by scores and by answer losses."""
-    study, pairs = results.study, results.decided_pairs
-    frame = pd.DataFrame(
-        {
-            "Model": pairs["model"],
-            "Pruned": pairs["pruned"],
-            "Calibration": pairs["calibration"].map(names.calibration),
-            "Column": pairs["column"].map(names.benchmark),
-            "Pairs": pairs["pairs"],
-            "By score": pairs["score"],
-            "By answer loss": pairs["loss"],
-            "By both": pairs["both"],
-            "Opposite": pairs["opposite"],
-        }
-    )
-    numbers = ["Pairs", "By score", "By answer loss", "By both", "Opposite"]
+    text = {"Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Column": "column"}
+    numbers = {
+        "Pairs": "pairs",
+        "By score": "score",
+        "By answer loss": "loss",
+        "By both": "both",
+        "Opposite": "opposite",
+    }
     return Table(
         name=name,
         title="Pairs of criteria that differ significantly",
         caption=f"Of the pairs of criteria, those that differ at the {LEVEL:.0%} level by their scores and by their "
         "loss on right answers: paired tests on the same items (McNemar or t), corrected by Holm over the "
         f"pairs of a row; {MEAN}: of the displayed columns. By both: with the same better criterion. Opposite: with "
-        f"the other one. {setting(study)}",
-        frame=frame,
+        f"the other one. {setting(results.study)}",
+        frame=spelled(results.decided_pairs, text | numbers),
         formats=dict.fromkeys(numbers, "{:.0f}"),
         blocks=PANEL,
         optional=("By score", "By answer loss"),
     )
 
 
-def winner_table(study: Study, win_rows: pd.DataFrame, *, name: str = "winners") -> Table:
+def winner_table(study: Study, win_rows: pd.DataFrame, name: str) -> Table:
     """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
+    rows = win_rows.assign(
+        winner=[_winner(w, s) for w, s in zip(win_rows["winners"], win_rows["score"], strict=True)],
+        runner_up=win_rows["runner_up"].map(names.method),
+        verdict=[verdict(row) for row in records(win_rows)],
+    )
     text = {
-        "Model": win_rows["model"],
-        "Pruned": win_rows["pruned"],
-        "Calibration": win_rows["calibration"].map(names.calibration),
-        "Column": win_rows["column"].map(names.benchmark),
-        "Winner": [_winner(w, s) for w, s in zip(win_rows["winners"], win_rows["score"], strict=True)],
-        "Runner-up": win_rows["runner_up"].map(names.method),
-        "Verdict": [verdict(row) for row in records(win_rows)],
-    }
+        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Column": "column", "Winner": "winner",
+        "Runner-up": "runner_up", "Verdict": "verdict",
+    }  # fmt: skip
     numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
-    frame = pd.DataFrame({**text, **{shown: win_rows[column] for shown, column in numbers.items()}})
     return Table(
         name=name,
         title="Winners",
         caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a "
         "benchmark of right-or-wrong items, sign flips for averages and graded stories); Holm: corrected for all "
         f"columns of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
-        frame=frame,
+        frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
@@ -108,25 +99,20 @@ def verdict(win: Mapping[str, Any]) -> str:
     return "beyond noise" if win["beyond_noise"] else "within noise"
 
 
-def winner_figure(win_rows: pd.DataFrame, *, name: str, title: str) -> Figure:
+def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
     """A map per model and ratio from `winner_map`: columns x calibration sets, hatched where a win is within noise."""
-    with style.look():
-        maps = list(groups(win_rows, SETTINGS))
-        across = min(2, len(maps))
-        down = -(-len(maps) // across)
-        rows = max(len(group["column"].unique()) for _, group in maps)
-        width = style.PAGE if across > 1 else style.PAGE * 0.6
-        drawing = style.drawing(width, down * (max(0.36 * rows, 1.1) + 0.75))
-        for at, (key, group) in enumerate(maps):
-            axes = drawing.add_subplot(down, across, at + 1)
-            _winner_axes(axes, group, width / across - _LABELS)
-            axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned", pad=20)
-        handles = [
-            Patch(facecolor=style.RULE, label="beyond noise"),
-            Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
-            Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
-        ]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
+    maps = list(groups(win_rows, SETTINGS))
+    rows = max(len(group["column"].unique()) for _, group in maps)
+    drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
+    for axes, (key, group) in zip(grid, maps, strict=True):
+        _winner_axes(axes, group, drawing.get_figwidth() / min(2, len(maps)) - _LABELS)
+        axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned", pad=20)
+    handles = [
+        Patch(facecolor=style.RULE, label="beyond noise"),
+        Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),
+        Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
+    ]
+    drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
     caption = (
         "Each cell names the criterion with the best score in a column under a calibration set. Hatched wins are "
         "within noise (paired test against every other criterion, Holm-corrected over the map, 5 %); ties name all."
@@ -155,11 +141,7 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
         axes.axvline(edge, color=style.SURFACE, linewidth=2)
     for edge in range(len(columns) + 1):
         axes.axhline(edge, color=style.SURFACE, linewidth=2)
-    axes.set(xlim=(0, len(sets)), ylim=(len(columns), 0))
-    axes.set_xticks(np.arange(len(sets)) + 0.5, [names.calibration(s) for s in sets])
-    axes.set_yticks(np.arange(len(columns)) + 0.5, [names.benchmark(c) for c in columns])
-    axes.xaxis.tick_top()
-    style.bare(axes)
+    style.squares(axes, list(map(names.calibration, sets)), list(map(names.benchmark, columns)))
 
 
 def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
@@ -281,7 +263,7 @@ def _who_won(key: Mapping[str, Any], win_rows: pd.DataFrame, what: str) -> str:
 def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
     if win_rows.empty:
         return []
-    return [winner_figure(win_rows, name=name, title=title), winner_table(results.study, win_rows, name=name)]
+    return [winner_figure(win_rows, name, title), winner_table(results.study, win_rows, name)]
 
 
 @output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")

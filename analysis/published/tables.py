@@ -37,6 +37,7 @@ from analysis.published.numbers import (
 from analysis.render.page import Section
 from analysis.render.table import SCORE, Table
 from analysis.stats import rank_blocks
+from analysis.stats.cell_scores import Numbers
 from analysis.stats.comparison import Comparison
 
 Number = tuple[float, float, float]
@@ -181,27 +182,28 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
-            parts = rank_blocks.rank_block(comparison, panel, ranked)
+            block = rank_blocks.rank_block(comparison, panel, ranked)
             columns = panel.columns(comparison)
-            yield [(dict.fromkeys(columns, cell), _rank(parts, cell)) for cell in cells]
+            yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 
 
 def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
     for domains in rank_blocks.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
-            parts = rank_blocks.task_block(comparison, domains, ranked)
+            block = rank_blocks.task_block(comparison, domains, ranked)
             code, math = domains["code"].cells, domains["math"].cells
             yield [
                 (
                     {**dict.fromkeys(names.CODE_COLUMNS, code[name]), **dict.fromkeys(names.MATH_COLUMNS, math[name])},
-                    _rank(parts, name),
+                    _rank(block, name),
                 )
-                for name in parts[0].index
+                for name in block.frame.index
                 if name in ranked
             ]
 
 
-def _rank(parts: Sequence[pd.DataFrame], row: int | str) -> Number:
+def _rank(block: Numbers, row: int | str) -> Number:
+    parts = (block.frame, block.low, block.high)
     value, low, high = (float(part[RANK].get(row, math.nan)) if RANK in part else math.nan for part in parts)
     return value, low, high
 

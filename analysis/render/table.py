@@ -1,4 +1,4 @@
-"""A table: numbers with what a reader needs beside them; and the tables that are not about scores."""
+"""A table: numbers with what a reader needs beside them, and the files and the HTML they become."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from analysis import names
 
 SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
 
@@ -48,6 +50,26 @@ KEY = "Criterion"
 """The column that stays in sight while a table is scrolled sideways."""
 LONG = 60
 """Characters from which a text may be broken into lines."""
+
+
+_SPELLED: Mapping[str, Callable[..., str]] = {
+    "ratio": names.ratio,
+    "calibration": names.calibration,
+    "criterion": names.criterion,
+    "method": names.method,
+    "allocation": names.allocated,
+    "column": names.benchmark,
+}
+"""Column that holds names of a study -> what spells them for people."""
+
+
+def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
+    """Displayed column -> column of `rows`, names of the study spelled for people. Without rows its columns alone."""
+    shown = {}
+    for column, source in columns.items():
+        values = rows[source] if source in rows else pd.Series(dtype=object)
+        shown[column] = values.map(_SPELLED[source]) if source in _SPELLED else values
+    return pd.DataFrame(shown, columns=list(columns))
 
 
 def minus(number: str) -> str:

@@ -9,44 +9,47 @@ import pandas as pd
 
 from analysis import names
 from analysis.stats import ranks, uncertainty
-from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.cell_scores import Numbers, scores
+from analysis.stats.comparison import Comparison, Panel, Target
 
 
-def rank_block(
-    comparison: Comparison, panel: Panel, criteria: Sequence[str] | None
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Scores, Avg, Avg Rank and First of the unpruned model and of a panel's cells, a row each: numbers, lower and
-    upper ends."""
+def scored_block(
+    comparison: Comparison, panel: Panel, cells: Mapping[str, int], mean: str, averaged: Target
+) -> Numbers:
+    """Scores of the unpruned model and of `cells` (by method), a row each, their `mean` over the columns `averaged`,
+    and average ranks."""
+    rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
+    columns = panel.columns(comparison)
+    numbers = scores(comparison, list(rows.values()), {**{column: (column,) for column in columns}, mean: averaged})
+    frame, ranked = numbers.frame, numbers.frame.loc[list(cells.values()), list(columns)]
+    frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
+    frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
+    frame["Calibration"], frame["Criterion"] = names.calibration(panel.calibration), list(map(names.method, rows))
+    return numbers
+
+
+def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None) -> Numbers:
+    """One block of T1: `scored_block` with intervals of average ranks, and how often each criterion is first."""
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    target = panel.columns(comparison)
-    shown = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
-    frame = comparison.columns.loc[list(shown.values()), list(target)]
-    low, high = frame.copy(), frame.copy()
-    for column in target:
-        ends = comparison.interval((column,))
-        low[column], high[column] = (end.loc[frame.index] for end in ends)
-    averaged = panel.averaged(comparison)
-    frame = frame.assign(Avg=comparison.score(averaged))
-    ends = comparison.interval(averaged)
-    low, high = low.assign(Avg=ends[0]), high.assign(Avg=ends[1])
-    ranked = frame.loc[list(cells.values())]
-    frame["Avg Rank"] = ranks.average_rank(ranked[list(target)], lower_is_better=comparison.lower_is_better)
-    rank_low, rank_high = average_rank_interval(comparison, {column: list(cells.values()) for column in target})
-    low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
-    frame["First"] = first_places(comparison.draws(averaged), ranked["Avg"], comparison.rows(list(cells.values())))
-    return frame, low, high
+    competing, averaged = list(cells.values()), panel.averaged(comparison)
+    block = scored_block(comparison, panel, cells, "Avg", averaged)
+    ends = average_rank_interval(comparison, {column: competing for column in panel.columns(comparison)})
+    block.low["Avg Rank"], block.high["Avg Rank"] = (pd.Series(end, competing) for end in ends)
+    average = block.frame["Avg"][competing]
+    block.frame["First"] = first_places(comparison.draws(averaged), average, comparison.rows(competing))
+    return block
 
 
 _SAME = 1e-6
 """Replicates closer than this are equal: single precision adds the same outcomes up to that."""
 
 
-def first_places(draws: np.ndarray | None, scores: pd.Series, rows: np.ndarray) -> pd.Series:
-    """For each of `scores`, whose places in the replicates (replicates, cells) are `rows`, the share of replicates in
+def first_places(draws: np.ndarray | None, average: pd.Series, rows: np.ndarray) -> pd.Series:
+    """For each average, whose places in the replicates (replicates, cells) are `rows`, the share of replicates in
     which it is the best; those that share the best score of a replicate share it alike. NaN where a score is a gap,
     and for all where one has no replicates: it might be the best."""
-    scored = scores.notna().to_numpy()
-    first = pd.Series(np.nan, scores.index)
+    scored = average.notna().to_numpy()
+    first = pd.Series(np.nan, average.index)
     if draws is None or not scored.any() or np.isnan(draws[:, rows[scored]]).any():
         return first
     competing = draws[:, rows[scored]]
@@ -65,42 +68,30 @@ def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, 
     return panels
 
 
-def task_block(
-    comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None) -> Numbers:
     """One block of T2, the unpruned model first and then a row per method's key: numbers, lower and upper ends."""
     code, math = domains["code"].cells, domains["math"].cells
-    shown = [name for name in code if name in math and (criteria is None or name in criteria)]
-    full = comparison.unpruned
-    sources = {
-        column: ([] if full is None else [full]) + [cells[name] for name in shown]
-        for columns, cells in ((names.CODE_COLUMNS, code), (names.MATH_COLUMNS, math))
-        for column in columns
-    }
+    competing = [name for name in code if name in math and (criteria is None or name in criteria)]
+    unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
+    cells = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
+    sources = {column: [cells[column][name] for name in competing] for column in cells}
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                column: values(column).loc[cells].to_numpy()
-                if column in comparison.parts
-                else np.full(len(cells), np.nan)
-                for column, cells in sources.items()
-            },
-            index=([] if full is None else ["none"]) + shown,
-        )
+        missing = np.full(len(unpruned) + len(competing), np.nan)
+        gathered = {
+            column: values(column).loc[unpruned + own].to_numpy() if column in comparison.parts else missing
+            for column, own in sources.items()
+        }
+        return pd.DataFrame(gathered, index=(["none"] if unpruned else []) + competing)
 
     frame = gather(lambda column: comparison.columns[column])
-    low = gather(lambda column: comparison.interval((column,))[0])
-    high = gather(lambda column: comparison.interval((column,))[1])
-    ranked = frame.iloc[len(frame) - len(shown) :]
-    frame["Avg Rank"] = ranks.average_rank(ranked[list(sources)])
-    competing = {column: cells[len(cells) - len(shown) :] for column, cells in sources.items()}
-    rank_low, rank_high = average_rank_interval(
-        comparison, competing if set(competing) <= set(comparison.parts) else {}
-    )
-    if len(rank_low):
-        low["Avg Rank"], high["Avg Rank"] = pd.Series(rank_low, ranked.index), pd.Series(rank_high, ranked.index)
-    return frame, low, high
+    low, high = (gather(lambda column, end=end: comparison.interval((column,))[end]) for end in (0, 1))  # type: ignore
+    ranked = frame.iloc[len(unpruned) :]
+    frame["Avg Rank"] = ranks.average_rank(ranked)
+    if competing and set(sources) <= set(comparison.parts):
+        ends = average_rank_interval(comparison, sources)
+        low["Avg Rank"], high["Avg Rank"] = (pd.Series(end, ranked.index) for end in ends)
+    return Numbers(frame, low, high)
 
 
 def average_rank_interval(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:

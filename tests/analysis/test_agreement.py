@@ -14,7 +14,7 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks
 from synthetic_sums import add
 
 from analysis.load.study import Study, load
-from analysis.outputs import agreement
+from analysis.outputs import attributions
 from analysis.registry import Results, make
 from analysis.render.table import Table
 from analysis.stats import ranks
@@ -65,7 +65,7 @@ def naive_ranks(values: list[float]) -> list[float]:
 
 
 def test_agreement_is_counted_over_all_experts_and_inside_layers(study: Study) -> None:
-    table = agreement.agreement_table(study, study.experts, name="t").frame.set_index("Estimate")
+    table = attributions.agreement_table(Results(study), "t").frame.set_index("Estimate")
     seen = study.experts.dropna(subset=["gate", "ablation"])
     inside = []
     for _, layer in seen.groupby("layer"):
@@ -101,20 +101,20 @@ def test_plans_by_two_measures_are_compared_where_nothing_else_differs(study: St
             naive_correlation(shares(study, allocations[measure], ratio), shares(study, allocations[truth], ratio))
             for ratio in (0.25, 0.5)
         ]
-        column = f"Pearson of channels kept, {agreement.TRUTHS[truth]}"
+        column = f"Pearson of channels kept, {attributions.TRUTHS[truth]}"
         assert frame.loc[words[measure], column] == pytest.approx(sum(pairs) / 2), (measure, truth)
-    columns = [f"Pearson of channels kept, {truth}" for truth in agreement.TRUTHS.values()]
+    columns = [f"Pearson of channels kept, {truth}" for truth in attributions.TRUTHS.values()]
     assert frame.loc[["Tokens routed to the expert", "Mean router weight"], columns].isna().all(axis=None)
 
 
 def test_time_is_that_of_the_step_that_measures(study: Study, tables: dict[str, Table]) -> None:
     frame = tables["coverage.table14"].frame.set_index("Estimate")
-    assert frame[agreement.SECONDS].tolist() == [2.5] * 5 + [40.0]
+    assert frame[attributions.SECONDS].tolist() == [2.5] * 5 + [40.0]
     assert "imagined, 2 cores" in tables["coverage.table14"].caption
     cells = study.cells[study.cells["allocation"] == "coverage"]  # no plan of these rests on the ablation
-    seconds, _ = agreement.measure_seconds(study, cells)
+    seconds, _ = attributions.measure_seconds(study, cells)
     assert seconds["pass"] == 2.5 and np.isnan(seconds["ablation"])
-    seconds, machines = agreement.measure_seconds(study, study.cells[study.cells["criterion"] == "none"])
+    seconds, machines = attributions.measure_seconds(study, study.cells[study.cells["criterion"] == "none"])
     assert all(map(np.isnan, seconds.values())) and machines == []
 
 
@@ -124,12 +124,12 @@ def test_scores_of_plans_by_each_prior(study: Study, tables: dict[str, Table]) -
         f"{ratio} %, {recovery}coverage" for ratio in (25, 50) for recovery in ("", "NF4, ")
     ]
     block = frame[frame["Pruned"] == "50 %, NF4, coverage"].set_index("Criterion")
-    assert list(block.index) == ["Unpruned", *(agreement.PRIOR_LABELS[prior] for prior in ("ala1", "ala2", "loss"))]
+    assert list(block.index) == ["Unpruned", *(attributions.PRIOR_LABELS[prior] for prior in ("ala1", "ala2", "loss"))]
     scores = {}
     for prior, allocation in (("ala1", "coverage"), ("ala2", "coverage, prior ala2"), ("loss", "coverage, prior loss")):
         cells = study.cells.query(f"allocation == '{allocation}' and ratio == 0.5 and recovery == 'nf4'")
         found = study.results[study.results["cell"] == cells.index[0]].set_index("benchmark")["score"]
-        row = block.loc[agreement.PRIOR_LABELS[prior]]
+        row = block.loc[attributions.PRIOR_LABELS[prior]]
         assert row["GSM8K"] == pytest.approx(found["gsm8k"]) and row["BoolQ"] == pytest.approx(found["boolq"])
         scores[prior] = (found["gsm8k"] + found["boolq"]) / 2
         assert row["Mean"] == pytest.approx(scores[prior])
@@ -137,4 +137,4 @@ def test_scores_of_plans_by_each_prior(study: Study, tables: dict[str, Table]) -
 
 
 def test_every_prior_has_a_label() -> None:
-    assert set(agreement.PRIOR_LABELS) == set(get_args(Prior))
+    assert set(attributions.PRIOR_LABELS) == set(get_args(Prior))

@@ -20,7 +20,15 @@ from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
 from analysis.load import passes
 from analysis.load.study import Study, load
-from analysis.outputs import channel_scores, criteria, layer_budgets, models, profile, raw_statistics, score_rows
+from analysis.outputs import (
+    channel_scores,
+    criteria,
+    layer_budgets,
+    profile,
+    raw_statistics,
+    score_rows,
+    speed_and_memory,
+)
 from analysis.registry import Results, outputs
 from analysis.render.style import Figure
 from moe_lab.study.steps import tables
@@ -344,7 +352,7 @@ def test_what_criteria_read_is_found_out(word: str, read: set[str]) -> None:
 def test_architectures_and_formulas_follow_from_facts_and_the_registry(study: Study) -> None:
     facts = {**study.models["pocket_olmoe"], "decoder_layers": LAYERS + 1, "shared_width": 2 * WIDTH}
     study = replace(study, models={"m": facts})
-    row = models.architecture_table(results_of(study), "a").frame.iloc[0]
+    row = speed_and_memory.architecture_table(results_of(study), "a").frame.iloc[0]
     one = facts["layers"]["0"]["expert_parameters"]
     assert row["Active (M)"] == pytest.approx((facts["parameters"] - LAYERS * (EXPERTS - 4) * one) / 1e6)
     assert (row["Dense layers"], row["Shared experts"], row["Experts"], row["Top-k"]) == (1, 2, EXPERTS, 4)

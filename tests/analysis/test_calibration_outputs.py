@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from synthetic import write_store
 
 from analysis.load.study import load
 from analysis.outputs import calibration, channels
 from analysis.registry import Results, make
-from analysis.stats.cell_scores import GROUPS
 
 SIZES = {"text_8k": 8000, "text_65k": 65000, "pocket_math": 65000}
 
@@ -90,22 +89,9 @@ def test_blocks_are_measured_against_the_published_ones() -> None:
     axes = [UNPRUNED, *(cell("channel_activation", word) for word in words)]
     rows = [[1.0] * (10 - place) + [0.0] * place for place in range(6)]
     comparison = comparison_of(axes, {"gsm8k": rows})
-    table = channels.block_size_table(
-        study_of(comparison, [{}] * 6),
-        [comparison],
-        name="t",
-        columns=GROUPS,
-        title="t",
-        words=channels.ALIGNED,
-    )
+    results = results_of(study_of(comparison, [{}] * 6), [comparison])
+    table = channels.aligned_blocks(results, "t")
     assert list(table.frame["Criterion"]) == ["Unpruned", "Coverage aligned 64", "Coverage aligned 128"]
     assert table.frame["Difference"].tolist()[1] == pytest.approx(0.1) and np.isnan(table.frame["Difference"].iloc[2])
-    table = channels.block_size_table(
-        study_of(comparison, [{}] * 6),
-        [comparison],
-        name="t",
-        columns=GROUPS,
-        title="t",
-        words=channels.SMALLEST,
-    )
+    table = channels.smallest_experts(results, "t")
     assert list(table.frame["Criterion"]) == ["Unpruned", "Coverage aligned 128", "Coverage min 256"]

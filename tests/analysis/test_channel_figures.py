@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, cells_of, comparison_of, study_of
+from handmade import UNPRUNED, cell, cells_of, comparison_of, results_of, study_of
 
-from analysis.outputs import channels, kept_shares, score_rows
+from analysis.outputs import channels, layer_budgets, score_rows
+from analysis.registry import find
+from analysis.stats.comparison import Comparison
 
 AXES = [
     UNPRUNED,
@@ -29,8 +33,7 @@ def test_accuracy_and_flops_are_drawn_against_the_ratio() -> None:
     solved = [10, 9, 5, 7, 6, 4, 2, 8, 6]
     comparison = comparison_of(AXES, {"arc_challenge": [[1] * n + [0] * (10 - n) for n in solved]})
     costs = [{"routed_kept": 1.0, "flops_ratio": ratio, "storage_bytes": 1.0} for ratio in FLOPS]
-    figure = channels.ratio_figure(study_of(comparison, costs), comparison, name="heapr.fig2")
-    assert figure is not None
+    [figure] = channels.ratio_figure(results_of(study_of(comparison, costs), [comparison]), "heapr.fig2")
     left, right = figure.drawing.axes
     scores = [np.asarray(line.get_ydata(), float).tolist() for line in left.lines if len(line.get_xdata()) == 3]
     assert sorted(scores) == [pytest.approx([0.6, 0.4, 0.2]), pytest.approx([0.9, 0.7, 0.5])]
@@ -62,17 +65,23 @@ KEPT = pd.concat(
 
 
 def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
-    shares = kept_shares.layer_shares(cells_of(BUDGETS), KEPT)
+    shares = layer_budgets.layer_shares(cells_of(BUDGETS), KEPT)
     assert shares.index.tolist() == ["uniform\nlayerwise", "coverage\ncoverage, prior usage"]
     assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
 
 
+def kept_figures(comparison: Comparison, kept: pd.DataFrame) -> list[Any]:
+    """The figures of what layers and experts keep."""
+    study = study_of(comparison)
+    study.kept = kept
+    return find("coverage.fig").items(results_of(study, [comparison]))
+
+
 def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
     comparison = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    layers = kept_shares.layer_figure(comparison, KEPT, name="coverage.fig")
-    assert layers is not None and len(layers.drawing.axes[0].lines) == 2
-    experts = kept_shares.expert_figure(comparison, KEPT, name="coverage.fig.experts")
-    assert experts is not None
+    layers, experts = kept_figures(comparison, KEPT)
+    assert [layers.name, experts.name] == ["coverage.fig", "coverage.fig.experts"]
+    assert len(layers.drawing.axes[0].lines) == 2
     titles = [axes.get_title(loc="left") for axes in experts.drawing.axes]
     assert titles == ["layerwise", "coverage"], "others keep the same of every expert of a layer"
     assert [len(axes.patches) for axes in experts.drawing.axes] == [0, 1], "the expert without channels is crossed"
@@ -80,12 +89,10 @@ def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
 
 def test_without_coverage_or_plans_nothing_is_drawn() -> None:
     comparison = comparison_of(BUDGETS[:3], {"gsm8k": [[1, 1], [1, 0], [1, 0]]})
-    assert kept_shares.layer_figure(comparison, KEPT, name="f") is None
-    assert kept_shares.expert_figure(comparison, KEPT, name="f") is None
+    assert kept_figures(comparison, KEPT) == []
     none = pd.DataFrame(columns=["cell", "layer", "expert", "share", "null"])
     both = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    assert kept_shares.layer_figure(both, none, name="f") is None
-    assert kept_shares.expert_figure(both, none, name="f") is None
+    assert kept_figures(both, none) == []
 
 
 def test_perplexity_is_drawn_against_the_ratio() -> None:
@@ -99,9 +106,9 @@ def test_perplexity_is_drawn_against_the_ratio() -> None:
         "stderr": 0.1,
     }
     study.results = pd.DataFrame(scores)
-    figure = channels.loss_figure(study, comparison, name="loss_by_ratio")
-    assert figure is not None
+    results = results_of(study, [comparison])
+    [figure] = channels.loss_figure(results, "loss_by_ratio")
     [points] = [line for line in figure.drawing.axes[0].lines if len(line.get_xdata()) == 3]
     assert np.asarray(points.get_xydata()).tolist() == [[20, 10], [40, 12], [60, 14]]
     study.results["metric"] = "acc"
-    assert channels.loss_figure(study, comparison, name="loss_by_ratio") is None
+    assert channels.loss_figure(results, "loss_by_ratio") == []

@@ -54,18 +54,18 @@ def test_keep_sets_are_compared_with_the_last_one(results: Results) -> None:
 
 
 def test_what_was_read_is_said(results: Results) -> None:
-    sentences = convergence.finding(results.study)
+    sentences = convergence.convergence_findings(results.study)
     assert len(sentences) == 3 and "after 75 % of the text at most" in sentences[0] and "Frequency" in sentences[0]
-    found = convergence.of_experts(results.study)
+    found = convergence.settlings(results.study, convergence.EXPERTS)
     calm = found[found["criterion"] == "man"]
-    assert "has settled" in convergence.settled(calm, "expert")[0]
-    assert "has not settled" in convergence.settled(found.assign(changed=0.03), "expert")[0]
+    assert "has settled" in convergence.convergence_finding(calm, "expert")[0]
+    assert "has not settled" in convergence.convergence_finding(found.assign(changed=0.03), "expert")[0]
 
 
 def channel_shares() -> pd.DataFrame:
     """Two layers of 100 and 300 channels at two kept shares; after 10 and 30 of 40 tokens."""
     rows = [
-        ("pocket", "pocket_code", "heapr", tokens, 40, layer, channels, kept, same - 0.1 * (kept == 0.75))
+        ("pocket_olmoe", "pocket_code", "heapr", tokens, 40, layer, channels, kept, same - 0.1 * (kept == 0.75))
         for tokens, sames in ((10, (0.5, 0.7)), (30, (0.9, 1.0)))
         for layer, channels, same in zip((0, 1), (100, 300), sames, strict=True)
         for kept in (0.5, 0.75)
@@ -87,7 +87,7 @@ def test_channels_settle_like_experts(results: Results) -> None:
     figure, table = find("convergence").items(Results(study))[-2:]
     assert (figure.name, table.name) == ("convergence.channels",) * 2 and len(table.frame) == 4
     assert "same channels kept" in figure.drawing.axes[0].get_ylabel()
-    assert "of the channels to keep still changed (HEAPr" in convergence.finding(study)[-1]
+    assert "of the channels to keep still changed (HEAPr" in convergence.convergence_findings(study)[-1]
 
 
 def lines(axes: Axes) -> dict[str, list[float]]:

@@ -52,7 +52,7 @@ def test_all_stands_for_every_study(store: Path) -> None:
 
 def test_all_methods_of_a_store_meet_in_one_table(store: Path, tmp_path: Path) -> None:
     study = load(store, "all")
-    table = pareto_table(study, Results(study).comparisons)
+    table = pareto_table(Results(study), "pareto")
     assert sorted(table.frame["Criterion"]) == ["HEAPr", "MAN", "REAP", "Unpruned"]
     assert main(["report", f"store={store}", "study=all", f"out={tmp_path}"]) == 0
     assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ WORDS = {
     "unified.fig3": ("share of the same experts", "General", "50 % pruned"),
     "unified.fig4": ("overlap", "b=1", "β=2", "Gate-EAN", "N/A", "chance"),
     "unified.fig5": ("pocket_olmoe, 25 % pruned", "b=0, α=2", "MSAN"),
-    "evoesap.fig1": ("experts kept", "uniform", "evolutionary", "layer"),
+    "evoesap.fig1": ("experts kept", "uniform", "evolutionary", "decoder layer"),
     "evoesap.fig3": ("experts kept", "REAP", "MAN", "uniform"),
     "evoesap.search": ("fitness", "generation", "best so far", "MAN, 50 %"),
     "coverage": ("no token", "even load", "pocket_olmoe, Math"),

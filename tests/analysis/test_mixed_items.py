@@ -18,10 +18,10 @@ from analysis.diff.tables import score_table
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
-from analysis.outputs.averages import averages_figure
 from analysis.outputs.findings import best_plan
 from analysis.outputs.pareto import against_cost, pareto_table
 from analysis.outputs.ranks import rank_table
+from analysis.outputs.scores import averages_figure
 from analysis.registry import Results
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import differences, pooled_difference
@@ -94,7 +94,8 @@ def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
     [comparison] = Results(perplexed).measured
     [sentence] = best_plan(comparison)
     assert "0.750, by MAN" in sentence
-    assert "Avg is without wikitext2" in averages_figure(comparison, name="averages").caption
+    [figure] = averages_figure(Results(perplexed), "averages")
+    assert "Avg is without wikitext2" in figure.caption
 
 
 def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study) -> None:
@@ -105,7 +106,7 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
     found = against_cost(perplexed, comparison).set_index("method")
     assert found["front_parameters_kept"].to_dict() == {"none": False, "frequency": False, "reap": False, "man": True}
     assert found["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
-    assert pareto_table(perplexed, [comparison]).footnotes == ["Avg is without wikitext2: there, less is better."]
+    assert pareto_table(Results(perplexed), "pareto").footnotes == ["Avg is without wikitext2: there, less is better."]
 
 
 def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed: Study) -> None:
@@ -124,7 +125,8 @@ def test_a_suite_of_perplexities_alone_has_no_average() -> None:
     assert rows["Avg"].isna().all() and rows["First"].isna().all()
     assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
     [comparison] = Results(alone).measured
-    assert averages_figure(comparison, name="averages").name == "averages" and best_plan(comparison) == []
+    [figure] = averages_figure(Results(alone), "averages")
+    assert figure.name == "averages" and best_plan(comparison) == []
 
 
 asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)

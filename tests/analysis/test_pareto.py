@@ -9,7 +9,7 @@ from synthetic import write_store
 
 from analysis.load.study import load
 from analysis.outputs import pareto
-from analysis.outputs.pareto import TELLABLE, against_cost, front, pareto_figure, pareto_table
+from analysis.outputs.pareto import TELLABLE, against_cost, front, pareto_table
 from analysis.registry import Results, find
 from analysis.render import style
 
@@ -66,7 +66,7 @@ def test_every_cell_stands_with_its_cost(results: Results) -> None:
 
 
 def test_all_methods_meet_in_one_table(results: Results) -> None:
-    table = pareto_table(results.study, results.comparisons)
+    table = pareto_table(results, "pareto")
     assert len(table.frame) == len(results.study.cells) and table.low is not None
     for words in ("REAP", "REAP, global", "HEAPr-G", "HEAPr-G, NF4", "HEAPr, uniform", "Random, global, NF4"):
         assert (table.frame["Criterion"] == words).sum() == 2, words
@@ -82,7 +82,7 @@ def test_a_cell_without_scores_is_a_gap_and_on_no_front(tmp_path: Path) -> None:
     results = Results(study)
     found = against_cost(study, results.comparisons[0]).set_index("cell")
     assert np.isnan(found.loc[2, "avg"]) and not found.loc[2, "front_parameters_kept"]
-    table = pareto_table(study, results.comparisons)
+    table = pareto_table(results, "pareto")
     assert table.frame["Avg"].isna().sum() == 1
 
 
@@ -93,9 +93,9 @@ def test_the_figure_tells_methods_apart_or_else_families(tmp_path: Path, criteri
         tmp_path / "store", criteria=criteria, allocations=("uniform", "global"), recoveries=("none", "nf4"), **VARIED
     )
     study = load(store, "made_up")
-    [comparison] = Results(study).comparisons
-    found = against_cost(study, comparison)
-    figure = pareto_figure(found, model="m", name="pareto")
+    results = Results(study)
+    found = against_cost(study, results.comparisons[0])
+    figure, _ = find("pareto").items(results)
     style.write(figure, tmp_path)
     texts = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
     methods = found["method"].nunique() - 1

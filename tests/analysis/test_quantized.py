@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
-from analysis.outputs.recovery import recovery_findings, recovery_table, storage_figure, storage_points, sweeps
-from analysis.outputs.score_rows import MEBIBYTE, STORAGE
+from analysis import names
+from analysis.outputs.recovery import recovery_findings, recovery_table, storage_figure, sweeps
+from analysis.outputs.score_rows import MEBIBYTE, STORAGE, storage_points
 
 AXES = [
     UNPRUNED,
@@ -53,16 +53,16 @@ def test_every_ratio_meets_every_recovery() -> None:
 
 
 def test_points_have_bytes_and_intervals() -> None:
-    points = storage_points(study_of(SWEEP, COSTS), SWEEP)
-    assert points["label"].tolist() == ["16 bits", "NF4", "16 bits", "NF4"]
+    points = storage_points(study_of(SWEEP, COSTS), SWEEP, sweeps(SWEEP)[0], names.ABLATION)
+    assert points["recovery"].tolist() == ["none", "nf4", "none", "nf4"]
     assert points["storage"].tolist() == pytest.approx([8, 3, 5, 2])
     assert points["score"].tolist() == pytest.approx([1, 0.95, 0.55, 0.5])
     assert (points["low"] <= points["score"]).all() and (points["score"] <= points["high"]).all()
 
 
 def test_the_figure_is_logarithmic_and_names_ratios() -> None:
-    drawn = storage_figure(SWEEP, storage_points(study_of(SWEEP, COSTS), SWEEP), name="coverage.fig8").drawing
-    [axes] = drawn.axes
+    [figure] = storage_figure(results_of(study_of(SWEEP, COSTS), [SWEEP]), "coverage.fig8")
+    [axes] = figure.drawing.axes
     assert axes.get_xscale() == "log"
     assert sorted(text.get_text() for text in axes.texts) == ["0 %", "0 %", "50 %", "50 %"]
     legend = axes.get_legend()
@@ -80,13 +80,15 @@ def test_missing_bytes_and_results_are_left_out() -> None:
     assert "bytes" not in recovery_findings(study_of(SWEEP), SWEEP)[0]
     lost = made([40, None, 22, 38, 40, 3])
     assert "at one ratio)" in recovery_findings(study_of(lost, COSTS), lost)[0]
-    points = storage_points(study_of(lost, COSTS), lost)
+    points = storage_points(study_of(lost, COSTS), lost, sweeps(lost)[0], names.ABLATION)
     assert points["score"].isna().tolist() == [False, False, False, True]
-    assert len(storage_figure(lost, points, name="f").drawing.axes[0].texts) == 3
+    [figure] = storage_figure(results_of(study_of(lost, COSTS), [lost]), "f")
+    assert len(figure.drawing.axes[0].texts) == 3
 
 
 def test_a_study_without_recoveries_has_nothing_to_show() -> None:
     plain = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [[1, 1], [1, 0]]})
     study = study_of(plain, COSTS[:2])
     assert recovery_table(results_of(study, [plain]), "t").frame.empty and recovery_findings(study, plain) == []
-    assert isinstance(storage_points(study, plain), pd.DataFrame) and storage_points(study, plain).empty
+    assert storage_figure(results_of(study, [plain]), "f") == []
+    assert storage_points(study, plain, plain.cells, ["arc_easy"]).empty

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, study_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from scipy.stats import friedmanchisquare
 
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_figure, rank_test_table
 from analysis.registry import Results
+from analysis.render import style
 from analysis.stats import rank_tests
 
 DEMSAR = {2: 1.960, 3: 2.343, 4: 2.569, 5: 2.728, 6: 2.850, 7: 2.949, 8: 3.031, 9: 3.102, 10: 3.164}
@@ -57,7 +58,7 @@ def test_nothing_is_told_where_friedman_finds_nothing() -> None:
     tied = comparison_of([UNPRUNED, cell("man"), cell("reap"), cell("ean")], dict.fromkeys(SIX, rows))
     [found] = rank_tests.rank_tests(tied)
     assert np.isnan(found.p) and not found.significant and found.cliques() == [(0, 2)]
-    assert rank_test_table(study_of(tied), [tied], name="t").frame["Told from the best"].tolist() == [
+    assert rank_test_table(results_of(study_of(tied), [tied]), "t").frame["Told from the best"].tolist() == [
         "best", "no", "no",
     ] * 2  # fmt: skip
 
@@ -67,11 +68,11 @@ def test_gaps_leave_a_method_out_and_say_so() -> None:
     comparison.benchmarks.loc[2, "gsm8k"] = np.nan
     [found] = rank_tests.rank_tests(comparison)
     assert found.incomplete == ("reap",) and list(found.ranks.index) == ["man", "ean", "random"]
-    table = rank_test_table(study_of(comparison), [comparison], name="t")
+    table = rank_test_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.footnotes == ["Left out for a gap: REAP (Code, 50 %)."]
     few = ordered(("man", "reap"))
-    assert rank_tests.rank_tests(few) == [] and rank_figure(few, rank_tests.COLUMNS, name="f") is None
-    assert rank_test_table(study_of(few), [few], name="t").frame.empty
+    assert rank_tests.rank_tests(few) == [] and rank_figure(few, rank_tests.COLUMNS, "f") is None
+    assert rank_test_table(results_of(study_of(few), [few]), "t").frame.empty
 
 
 def test_benchmarks_that_grade_the_same_answers_count_once(small: Path) -> None:
@@ -79,12 +80,13 @@ def test_benchmarks_that_grade_the_same_answers_count_once(small: Path) -> None:
     [comparison] = results.comparisons
     tests = rank_tests.rank_tests(comparison, rank_tests.BENCHMARKS)
     assert {test.blocks for test in tests} == {14} and len(tests) == 6
-    figure = rank_figure(comparison, rank_tests.BENCHMARKS, name="f")
+    with style.look():
+        figure = rank_figure(comparison, rank_tests.BENCHMARKS, "f")
     titles = [axes.get_title(loc="left") for axes in figure.drawing.axes]
     assert titles[1] == "Code, 25 % pruned: Friedman p < 0.001"
     words = [text.get_text() for text in figure.drawing.axes[1].texts]
     assert any(text.startswith("MAN") for text in words) and any(text.startswith("CD = ") for text in words)
-    frame = rank_test_table(results.study, [comparison], name="t").frame
+    frame = rank_test_table(results, "t").frame
     ranks = frame[frame["Over"] == "6 columns"].groupby(["Pruned", "Calibration"])["Avg Rank"].sum()
     assert np.allclose(ranks, 1 + 2 + 3 + 4)
 

@@ -70,7 +70,7 @@ def test_differences_are_paired_and_corrected_together(results: Results) -> None
 
 
 def test_the_table_of_searches_has_gains_and_costs(results: Results) -> None:
-    table = search_table(results.study, name="t")
+    table = search_table(results, "t")
     assert len(table.frame) == 4
     row = table.frame.query("Criterion == 'REAP' and Pruned == '50 %'").iloc[0]
     axes = {"criterion": "reap", "calibration": "pocket_code", "ratio": 0.5, "allocation": "evolutionary"}
@@ -90,11 +90,9 @@ def test_densities_are_the_kept_shares_of_whole_experts(results: Results) -> Non
 
 
 def test_the_figures_show_what_was_run(results: Results) -> None:
-    found = search.densities(results.study, "pocket_olmoe")
-    first = search.allocations_figure(found, model="m", name="one")
-    third = search.criteria_figure(found, model="m", name="three")
-    history = search.history_figure(results.study, "pocket_olmoe", name="history")
-    assert first is not None and third is not None and history is not None
+    [first] = search.allocations_figure(results, "one")
+    [third] = search.criteria_figure(results, "three")
+    [history] = search.history_figure(results, "history")
 
     def legend(figure: style.Figure) -> list[str]:
         return [text.get_text() for text in figure.drawing.legends[0].get_texts()]
@@ -112,9 +110,7 @@ def test_the_figures_show_what_was_run(results: Results) -> None:
 
 
 def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
-    study = load(small, "made_up")
-    found = search.densities(study, "pocket_olmoe")
-    assert search.allocations_figure(found, model="m", name="one") is None
-    assert search.criteria_figure(found, model="m", name="three") is None
-    assert search.history_figure(study, "pocket_olmoe", name="history") is None
-    assert search_table(study, name="t").frame.empty and allocation_table(Results(study), "t").frame.empty
+    results = Results(load(small, "made_up"))
+    for make in (search.allocations_figure, search.criteria_figure, search.history_figure):
+        assert make(results, "f") == []
+    assert search_table(results, "t").frame.empty and allocation_table(results, "t").frame.empty

@@ -14,7 +14,7 @@ from handmade import table_of
 from analysis import names
 from analysis.load import plans
 from analysis.load.study import load
-from analysis.outputs import coverage, models, ranks
+from analysis.outputs import coverage, ranks, speed_and_memory
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import task_specific_table
 from analysis.registry import Results, outputs
@@ -119,13 +119,13 @@ def test_loading_memory_of_published_models(
 
 
 def test_memory_of_a_study_is_exact(results: Results) -> None:
-    table = models.memory_table(results, "t")
+    table = speed_and_memory.memory_table(results, "t")
     after = dict(zip(table.frame["Pruned"], table.frame["After (bytes)"], strict=True))
     assert after["25 %"] == 2 * (3_700_000 - 4 * 8 * (3 * 128 * 64 + 128))
 
 
 def test_coverage_counts_experts_without_a_token(results: Results) -> None:
-    table = coverage.coverage_table(results.study)
+    table = coverage.coverage_table(results.study, "coverage")
     silent = results.study.coverage.query("tokens == 0").groupby("calibration").size()
     assert table.frame["Unseen"].tolist() == silent[["pocket_general", "pocket_code", "pocket_math"]].tolist()
     assert (table.frame["Unseen"] >= 4).all()

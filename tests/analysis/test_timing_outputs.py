@@ -14,8 +14,8 @@ from synthetic import write_json, write_store
 from analysis.__main__ import main
 from analysis.load.reader import Reader
 from analysis.load.study import load
-from analysis.outputs import timing
-from analysis.registry import Results, make, outputs
+from analysis.outputs import speed_and_memory
+from analysis.registry import Results, find, make, outputs
 from analysis.render.table import Table
 from moe_lab.results import TIMINGS
 
@@ -54,14 +54,15 @@ def study(tmp_path: Path) -> Any:
 
 
 def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
-    table = timing.speed_table(results_of(study(tmp_path), [MODEL]), "t")
+    table = speed_and_memory.speed_table(results_of(study(tmp_path), [MODEL]), "t")
     first = table.frame.iloc[0]
-    assert first[timing.PREFILL] == pytest.approx(2 * 50 / 0.2)
-    assert first[timing.DECODE] == pytest.approx(2 * 10 / 1.0)
-    assert first[timing.FIRST] == pytest.approx(200) and first[timing.EACH] == pytest.approx(100)
-    assert first[timing.WEIGHTS] == 8 and first[timing.PEAK] == 10
+    assert first[speed_and_memory.PREFILL] == pytest.approx(2 * 50 / 0.2)
+    assert first[speed_and_memory.DECODE] == pytest.approx(2 * 10 / 1.0)
+    assert first[speed_and_memory.FIRST] == pytest.approx(200) and first[speed_and_memory.EACH] == pytest.approx(100)
+    assert first[speed_and_memory.WEIGHTS] == 8 and first[speed_and_memory.PEAK] == 10
     assert table.low is not None and table.high is not None
-    assert table.low[timing.FIRST][0] == pytest.approx(150) and table.high[timing.FIRST][0] == pytest.approx(300)
+    low, high = (ends[speed_and_memory.FIRST][0] for ends in (table.low, table.high))
+    assert low == pytest.approx(150) and high == pytest.approx(300)
     assert list(table.frame["Prompts"]) == ["2", "4", "4", "4"]
     for words in ("3 requests each", "bfloat16 on A GPU", "4 threads", "load of the machine up to 0.2"):
         assert words in table.caption
@@ -69,8 +70,8 @@ def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
 
 def test_figures_show_the_largest_request_of_every_model(tmp_path: Path) -> None:
     found = study(tmp_path)
-    memory = timing.memory_figure(found, MODEL, name="t")
-    assert memory is not None and "4 prompts of 50 tokens" in memory.caption
+    [memory] = speed_and_memory.memory_figure(results_of(found, [MODEL]), "t")
+    assert "4 prompts of 50 tokens" in memory.caption
     [axes] = memory.drawing.axes
     assert [bar.get_width() for bar in axes.patches] == [8, 4, 3, 2, 2, 2]
 
@@ -98,8 +99,7 @@ def grid_study(tmp_path: Path, working: float) -> Any:
 
 def test_blocks_have_a_map_of_speed_and_one_of_memory(tmp_path: Path) -> None:
     study, comparison = grid_study(tmp_path, 2.0 * MIB)
-    figure = timing.blocks_figure(study, comparison, name="t")
-    assert figure is not None
+    [figure] = find("coverage.fig10").items(results_of(study, [comparison]))
     speed, memory = figure.drawing.axes
     for axes, expected, full in (
         (speed, [40 / 2, 40 / 4, 40 / 5], 40 / 1),  # 4 prompts x 10 tokens over the seconds
@@ -116,8 +116,7 @@ def test_blocks_have_a_map_of_speed_and_one_of_memory(tmp_path: Path) -> None:
 
 def test_memory_that_was_not_told_is_a_dash(tmp_path: Path) -> None:
     study, comparison = grid_study(tmp_path, float("nan"))
-    figure = timing.blocks_figure(study, comparison, name="t")
-    assert figure is not None
+    [figure] = find("coverage.fig10").items(results_of(study, [comparison]))
     speed, memory = figure.drawing.axes
     assert len(speed.texts) == 3 and [text.get_text() for text in memory.texts] == ["–"] * 3
     assert memory.get_title(loc="left").endswith("peak memory (MiB)")
@@ -150,7 +149,7 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
     made = make(["coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6"], results)
     assert all(made.values()), {name: len(items) for name, items in made.items()}
     [table] = made["coverage.table2"]
-    assert isinstance(table, Table) and table.frame[timing.DECODE].tolist() == [40.0] * 3
+    assert isinstance(table, Table) and table.frame[speed_and_memory.DECODE].tolist() == [40.0] * 3
 
 
 def test_a_store_without_timings_says_what_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, results_of
+from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from synthetic import write_store
 
 from analysis import names
 from analysis.load.study import load
 from analysis.outputs import weights
-from analysis.outputs.averages import radar_figure, radar_methods
-from analysis.outputs.weights import profile_figure, profiles, weight_scores
+from analysis.outputs.scores import radar_figure, radar_methods
+from analysis.outputs.weights import profiles, weight_scores
+from analysis.registry import find
 from analysis.stats.comparison import Comparison
 
 
@@ -47,9 +49,8 @@ def test_a_map_per_model_and_criterion_with_experts_by_rank_and_layers_upwards(
     }
     frame = pd.concat([scores(layers, *key) for key, layers in drawn.items()], ignore_index=True)
     monkeypatch.setattr(weights, "weight_scores", lambda study: frame)
-    drawn_figure = profile_figure(results_of(None), "aimer.fig2")
-    assert drawn_figure is not None
-    figure = drawn_figure.drawing
+    [item] = find("aimer.fig2").items(results_of(None))
+    figure = item.drawing
     maps = {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_images()}
     assert list(maps) == ["m\nMagnitude", "n\nMagnitude", "m\nAIMER", "n\nAIMER"]  # models across, Magnitude above
     for (criterion, model), layers in drawn.items():
@@ -68,12 +69,15 @@ def radar(lines: dict[str, list[list[int]]], benchmarks: tuple[str, ...]) -> Com
     return comparison_of(axes, {name: [rows[at] for rows in lines.values()] for at, name in enumerate(benchmarks)})
 
 
+def radar_figures(comparison: Comparison) -> list[Any]:
+    return radar_figure(results_of(study_of(comparison), [comparison]), "aimer.fig3")
+
+
 def test_a_radar_has_every_benchmark_in_the_order_of_the_tables() -> None:
     benchmarks = ("winogrande", "humaneval_plus", "gsm8k", "humaneval", "mine")
     right = {"none": [4, 3, 4, 3, 2], "reap": [1, 0, 2, 3, 4], "aimer": [2, 2, 0, 1, 3]}
     lines = {name: [[1] * count + [0] * (4 - count) for count in counts] for name, counts in right.items()}
-    figure = radar_figure(radar(lines, benchmarks), name="aimer.fig3")
-    assert figure is not None
+    [figure] = radar_figures(radar(lines, benchmarks))
     [axes] = figure.drawing.axes
     spokes = [tick.get_text() for tick in axes.get_xticklabels()]
     assert spokes == ["HumanEval", "HumanEval+", "GSM8K", "WinoGrande", "mine"]
@@ -91,9 +95,9 @@ def test_a_radar_has_the_methods_of_the_paper_and_then_the_best_others() -> None
     comparison = radar(lines, ("rte", "gsm8k", "mmlu"))
     [panel] = comparison.panels
     assert radar_methods(comparison, panel) == ["aimer", "magnitude", "seer", "ean", "reap", "msan", "man"]
-    figure = radar_figure(comparison, name="aimer.fig3")
-    assert figure is not None and len(figure.drawing.axes[0].get_lines()) == 1 + 7
-    assert radar_figure(radar(lines, ("rte", "gsm8k")), name="aimer.fig3") is None, "two spokes are no radar"
+    [figure] = radar_figures(comparison)
+    assert len(figure.drawing.axes[0].get_lines()) == 1 + 7
+    assert radar_figures(radar(lines, ("rte", "gsm8k"))) == [], "two spokes are no radar"
 
 
 def test_scores_are_read_once_per_criterion_and_gaps_are_noted(tmp_path: Path) -> None:

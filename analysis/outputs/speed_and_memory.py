@@ -1,0 +1,253 @@
+"""Speed and memory: how fast models read and write and what a request takes (MoE-Slimming, Table 2, Figs. 6 and 10),
+what loading takes before and after pruning, and architectures (Unified Expert Pruning, Tables 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis import names
+from analysis.load import plans, settings
+from analysis.load.reader import groups, records
+from analysis.load.study import Study
+from analysis.outputs.captions import MEBIBYTE, TIMED, reading
+from analysis.registry import Results, output, per_model
+from analysis.render import style
+from analysis.render.style import Figure
+from analysis.render.table import Table, spelled
+from analysis.stats.comparison import Comparison
+
+PREFILL, DECODE, FIRST, EACH = "Prefill (tokens/s)", "Decode (tokens/s)", "First token (ms)", "Per token (ms)"
+WEIGHTS, PEAK = "Weights (MiB)", "Peak memory (MiB)"
+SPEEDS: Mapping[str, str] = {PREFILL: "{:,.1f}", DECODE: "{:,.1f}", FIRST: "{:,.2f}", EACH: "{:,.2f}"}
+REQUEST = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
+QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
+
+
+def requests(study: Study) -> pd.DataFrame:
+    """A row per cell and sort of request: REQUEST, SPEEDS at their medians and, with ` low` and ` high` behind, their
+    quartiles, WEIGHTS, PEAK."""
+    rows = []
+    for key, found in groups(study.timings, REQUEST):
+        speeds = _speeds(found)
+        measured = {f"{name}{end}": speeds[name].quantile(at) for name in SPEEDS for end, at in QUARTILES.items()}
+        weights = float(found["weight_bytes"].iloc[0])
+        peak = weights + float(found["working_bytes"].iloc[0])
+        rows.append({**key, **measured, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
+    columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
+    """SPEEDS of each request."""
+    read, written = timings["batch_size"] * timings["prompt_length"], timings["batch_size"] * timings["new_tokens"]
+    return pd.DataFrame(
+        {
+            PREFILL: read / timings["prefill_seconds"],
+            DECODE: written / timings["decode_seconds"],
+            FIRST: 1000 * timings["prefill_seconds"],
+            EACH: 1000 * timings["decode_seconds"] / timings["new_tokens"],
+        }
+    )
+
+
+@output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMED)
+def speed_table(results: Results, name: str) -> Table:
+    """MoE-Slimming's Table 2: throughput, latency and memory of every model that was timed."""
+    study = results.study
+    frames = [pd.DataFrame(columns=["model", "ratio", "label"])]
+    for comparison in results.pruned:
+        about = comparison.cells[["model", "ratio"]].assign(label=settings.method_labels(comparison.cells))
+        frames.append(requests(study).merge(about, left_on="cell", right_index=True))
+    rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
+    text = {
+        "Model": "model", "Pruned": "ratio", "Criterion": "label", "Device": "device", "Prompts": "batch_size",
+        "Tokens each": "prompt_length",
+    }  # fmt: skip
+    sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
+    frame = spelled(rows, text | {column: column for column in (*SPEEDS, *sizes)})
+    ends = [rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]) for end in (" low", " high")]
+    low, high = (end.set_axis(list(SPEEDS), axis=1) for end in ends)
+    return Table(
+        name=name,
+        title="How fast models read and write, and what memory they take",
+        caption=f"Medians, with the quartiles as ends. {conditions(study)} {reading(study)}",
+        frame=frame.astype({"Prompts": str, "Tokens each": str}),
+        formats={**SPEEDS, **sizes},
+        best={PREFILL: "max", DECODE: "max", FIRST: "min", EACH: "min"},
+        blocks=("Model", "Device", "Prompts", "Tokens each"),
+        low=low,
+        high=high,
+        optional=(PEAK,),
+    )
+
+
+def conditions(study: Study) -> str:
+    """What a caption says of how requests were timed."""
+    timings = study.timings
+    if timings.empty:
+        return ""
+    several = {
+        name: " / ".join(str(value) for value in timings[name].dropna().unique()) for name in ("device", "dtype")
+    }
+    threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
+    repeats, written = timings["repeat"].max() + 1, " / ".join(map(str, timings["new_tokens"].unique()))
+    return (
+        f"{repeats} requests each, {written} tokens written after the first one, {several['dtype']} on "
+        f"{several['device']}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; by "
+        "transformers, the pruned model alone, prompts from a text. Peak memory: the weights, and what a request takes "
+        "beyond them."
+    )
+
+
+@output("coverage.fig6", chapter="cost", needs=TIMED)
+@per_model("pruned")
+def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Memory of every model that was timed.
+
+    Weights and working memory at its largest request.
+    """
+    largest = _largest(results.study, comparison)
+    if largest.empty:
+        return None
+    drawing = style.drawing(style.PAGE, 0.24 * len(largest) + 1.1)
+    axes = drawing.add_subplot()
+    places = range(len(largest))
+    weights = axes.barh(places, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
+    working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
+    look: Any = {"color": style.CRITERIA["man"], "label": "a request beyond them"}
+    beyond = axes.barh(places, working, left=largest[WEIGHTS], **look)
+    axes.set_yticks(list(places), largest["label"], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB")
+    axes.grid(axis="x")
+    drawing.legend(handles=[weights, beyond], loc="outside lower center", ncols=2, fontsize=7)
+    size, length = int(largest["batch_size"].iloc[0]), int(largest["prompt_length"].iloc[0])
+    caption = f"Memory at {size} prompts of {length} tokens. {conditions(results.study)}"
+    return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
+
+
+BLOCK_MAPS = {DECODE: "tokens written a second", PEAK: "peak memory (MiB)"}
+"""What the maps of the published figure show of every pair of block and smallest expert."""
+
+
+@output("coverage.fig10", chapter="cost", needs=f"{TIMED}, of several aligned allocations (coverage_fig10 of sweeps)")
+@per_model("pruned")
+def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Tokens a second and peak memory by the block that channels are rounded to and the smallest expert.
+
+    Blocks go across, smallest experts down; a row of two maps per ratio and recovery.
+    """
+    study = results.study
+    timed, rounded = _largest(study, comparison), plans.blocks(comparison.cells, study.reader)
+    if timed.empty or rounded.empty:
+        return None
+    by_block = timed.merge(rounded, on="cell").join(comparison.cells[["ratio", "recovery"]], on="cell")
+    if len(by_block) < 2:
+        return None
+    full = timed[timed["cell"] == comparison.unpruned]
+    panels = list(groups(by_block, ["ratio", "recovery", "device"]))
+    heights = [0.22 * part["smallest"].nunique() + 0.85 for _, part in panels]
+    drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
+    grid = drawing.subplots(len(panels), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
+    for row, (key, part) in zip(grid, panels, strict=True):
+        recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
+        pruned = settings.joined(f"{names.ratio(key['ratio'])} pruned", recovery)
+        for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
+            _heat(axes, part, column)
+            unpruned = f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
+            axes.set_title(f"{pruned}\n{what}{unpruned}", pad=18, fontsize=7.5)
+    caption = (
+        "By the block a that kept channels of an expert are a multiple of, and by m: experts with fewer channels lose "
+        f"all. Tokens written a second are medians. The unpruned model is in 16 bits. {conditions(study)}"
+    )
+    return Figure(name, f"Throughput and memory by blocks of channels: {comparison.model}", caption, drawing)
+
+
+def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """Of each cell the request of most tokens, with the cell's label; on one device, the first."""
+    timings = requests(study)
+    timings = timings[timings["cell"].isin(comparison.cells.index)]
+    timings = timings[timings["device"] == timings["device"].iloc[0]] if len(timings) else timings
+    tokens = timings["batch_size"] * timings["prompt_length"]
+    timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
+    ratios = comparison.cells["ratio"].map(lambda ratio: names.ratio(ratio) if ratio else "")
+    words = settings.method_labels(comparison.cells)
+    return timings.assign(label=[settings.joined(words[cell], ratios[cell]) for cell in timings["cell"]])
+
+
+def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
+    """Squares shaded from the least to the most of `column`; – where it was not measured, nothing where nothing ran."""
+    blocks, smallest = (sorted(timings[axis].unique()) for axis in ("block", "smallest"))
+    least, most = float(timings[column].min()), float(timings[column].max())
+    for row in records(timings):
+        value = row[column]
+        share = 0.1 if np.isnan(value) or most == least else 0.1 + 0.8 * (value - least) / (most - least)
+        words = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
+        style.square(axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, words)
+    style.squares(axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest])
+
+
+@output("unified.table3", chapter="memory")
+def memory_table(results: Results, name: str) -> Table:
+    """Bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
+    memory = results.study.memory
+    numbers = {
+        "Before (MiB)": ("before", "{:,.2f}"),
+        "After (MiB)": ("after", "{:,.2f}"),
+        "Saved": ("saved", "{:.1%}"),
+        "Before (bytes)": ("bytes", "{:,.0f}"),
+        "After (bytes)": ("bytes_after", "{:,.0f}"),
+    }
+    if len(memory):
+        memory = memory.assign(before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE)
+    shown = {"Model": "model", "Pruned": "ratio"} | {column: source for column, (source, _) in numbers.items()}
+    return Table(
+        name=name,
+        title="Loading memory",
+        caption="Parameters of the whole model in bfloat16, exact from its configuration and the plans.",
+        frame=spelled(memory, shown),
+        formats={column: form for column, (_, form) in numbers.items()},
+    )
+
+
+@output("unified.table4", chapter="memory", needs="the facts of its models in the store")
+def architecture_table(results: Results, name: str) -> Table:
+    """Unified Expert Pruning's Table 4: layers, experts and parameters, from configurations alone."""
+    study = results.study
+    rows = []
+    for model, facts in study.models.items():
+        layers = list(facts["layers"].values())
+        decoder = facts.get("decoder_layers", np.nan)
+        one = {key: max(layer[key] for layer in layers) for key in ("n_experts", "top_k", "hidden", "width")}
+        inactive = sum((each["n_experts"] - each["top_k"]) * each["expert_parameters"] for each in layers)
+        counts = {
+            "Parameters (M)": facts["parameters"] / 1e6,
+            "Active (M)": (facts["parameters"] - inactive) / 1e6,
+            "Experts": one["n_experts"],
+            "Top-k": one["top_k"],
+            "Shared experts": facts.get("shared_width", np.nan) / one["width"],
+            "MoE layers": len(layers),
+            "Dense layers": decoder - len(layers),
+            "Hidden size": one["hidden"],
+            "Channels": one["width"],
+        }
+        rows.append({"Model": model, "Type": str(facts.get("model_type", "")), **counts})
+    formats = {"Parameters (M)": "{:,.2f}", "Active (M)": "{:,.2f}", "Shared experts": "{:g}"}
+    counted = ("Experts", "Top-k", "MoE layers", "Dense layers", "Hidden size", "Channels")
+    formats |= dict.fromkeys(counted, "{:,.0f}")
+    columns = list(rows[0]) if rows else ["Model", "Type"]
+    return Table(
+        name=name,
+        title="Architectures",
+        caption="From configurations alone. Parameters: of the whole model; active: without the routed experts that a "
+        "token does not go to. Experts, top-k and channels (the width of an expert): of a layer, the most where layers "
+        "differ. Shared experts: in experts of that width.",
+        frame=pd.DataFrame(rows, columns=columns),
+        formats={column: formats[column] for column in columns if column in formats},
+        optional=("Shared experts", "Dense layers"),
+    )
