@@ -248,7 +248,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
 
     A panel per calibration set; targets with mean one.
     """
-    from moe_lab.allocation.smoothing import Smoothing, smooth
+    from moe_lab.allocation.shapes import Smoothing, smooth
 
     losses = results.study.layer_losses
     losses = losses[losses["model"] == comparison.model].dropna(subset=["loss"])

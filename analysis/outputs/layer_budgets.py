@@ -183,7 +183,7 @@ def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     """`budgets` with the columns loss, as measured in the calibration set of the plan, and smoothed: both with a mean
     of one over the layers of the plan. Without losses, NaN."""
-    from moe_lab.allocation.smoothing import smooth
+    from moe_lab.allocation.shapes import smooth
 
     both = budgets.merge(losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left")
     parts = []
