@@ -82,7 +82,9 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(loss_needs(parameters))
     if parameters.get("intra", "coverage") in ("coverage", "proportional"):
-        steps.update({PRIOR_NEEDS[prior] for prior in [parameters.get("prior", "ala1")] if prior in PRIOR_NEEDS})
+        prior = parameters.get("prior", "ala1")
+        if prior in PRIORS:
+            steps.add(PRIORS[prior][0])
     return tuple(sorted(steps))
 
 
@@ -186,31 +188,21 @@ def expert_prior(prior: Prior, evidence: Evidence, layer: int, shape: tuple[int,
     ala_lm         -sum_t <dL/dz, z>, L the language model's loss; <dL/dz, z> = sum_c phi_c dL/dphi_c
     none           1
     """
-    need = PRIOR_NEEDS.get(prior)
-    if need is None:
+    if prior == "none":
         return numpy.ones(shape[0])
-    values = PRIORS_READ[prior](lambda name, extra: measured(evidence, need, layer, name, (shape[0], *extra)), shape[1])
+    need, read = PRIORS[prior]
+    values = read(lambda name, extra: measured(evidence, need, layer, name, (shape[0], *extra)), shape[1])
     positive: Array = numpy.maximum(values, 0)
     return positive
 
 
-PRIOR_NEEDS: Mapping[str, str] = {
-    "ala1": "statistics",
-    "ala2": "statistics",
-    "true_ablation": "statistics",
-    "loss": "ablation",
-    "usage": "statistics",
-    "router_weight": "statistics",
-    "ala_lm": "gradients",
+PRIORS: Mapping[str, tuple[str, Callable[[Get, int], Any]]] = {
+    "ala1": ("statistics", lambda get, _: get("ala_first", ())),
+    "ala2": ("statistics", lambda get, _: get("ala_second", ())),
+    "true_ablation": ("statistics", lambda get, _: get("ala_second", ())),
+    "loss": ("ablation", lambda get, _: get("ablation", ())),
+    "usage": ("statistics", lambda get, _: get("tokens", ())),
+    "router_weight": ("statistics", lambda get, _: get("sums_model", (3, 3))[:, 1, 0]),
+    "ala_lm": ("gradients", lambda get, width: -get("channel_product", (width,)).sum(axis=1)),
 }
-"""Prior -> the step that measures it."""
-
-PRIORS_READ: Mapping[str, Callable[[Get, int], Any]] = {
-    "ala1": lambda get, _: get("ala_first", ()),
-    "ala2": lambda get, _: get("ala_second", ()),
-    "true_ablation": lambda get, _: get("ala_second", ()),
-    "loss": lambda get, _: get("ablation", ()),
-    "usage": lambda get, _: get("tokens", ()),
-    "router_weight": lambda get, _: get("sums_model", (3, 3))[:, 1, 0],
-    "ala_lm": lambda get, width: -get("channel_product", (width,)).sum(axis=1),
-}
+"""Prior -> the step that measures it, and how it is read from the arrays of the step."""

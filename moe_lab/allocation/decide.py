@@ -178,24 +178,24 @@ def _check_survivors(kept: Budgets, layers: Layers) -> None:
 
 def _or_nearest(budgets_at: Callable[[float], Budgets], ratio: float) -> Budgets:
     """`budgets_at(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
+
+    def is_feasible(other: float) -> bool:
+        try:
+            budgets_at(other)
+        except Infeasible:
+            return False
+        return True
+
     try:
         return budgets_at(ratio)
     except Infeasible as error:
         low, high = -1, int(100 * ratio)
         while low < high:
             middle = (low + high + 1) // 2
-            if middle / 100 < ratio and _works(budgets_at, middle / 100):
+            if middle / 100 < ratio and is_feasible(middle / 100):
                 low = middle
             else:
                 high = middle - 1
         if low < 0:
             raise
         raise UserError(f"{error}; ratio={low / 100} is the largest feasible") from None
-
-
-def _works(budgets_at: Callable[[float], Budgets], ratio: float) -> bool:
-    try:
-        budgets_at(ratio)
-    except Infeasible:
-        return False
-    return True

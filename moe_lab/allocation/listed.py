@@ -11,6 +11,7 @@ import numpy
 
 from moe_lab.allocation.problem import Budgets, Channels, Experts
 from moe_lab.errors import UserError
+from moe_lab.json_files import fits
 
 CLOSE = 0.005
 """A list may differ from the ratio by this: tables show two digits."""
@@ -24,7 +25,10 @@ def read(path: str) -> dict[str, Any]:
         raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
-    if isinstance(content, dict) and (is_plan(content) or _is_schedule(content)):
+    is_schedule = bool(content) and fits(content, {str: int})
+    if is_schedule:
+        is_schedule = all(layer.isdigit() and count >= 0 for layer, count in content.items())
+    if is_schedule or (isinstance(content, dict) and is_plan(content)):
         return content
     raise UserError(
         f'allocation.path={path}: expected a schedule such as {{"0": 16, "1": 20}} (layer: experts to remove) or a '
@@ -35,7 +39,12 @@ def read(path: str) -> dict[str, Any]:
 def is_plan(content: Mapping[str, Any]) -> bool:
     """Whether the file is a plan: then that very plan is meant, and no criterion is asked."""
     layers = content.get("layers")
-    return "schema" in content and isinstance(layers, dict) and all(map(_is_layer, layers, layers.values()))
+    if "schema" not in content or not fits(layers, {str: {"experts": int, "keep": list}}):
+        return False
+    return all(
+        name.isdigit() and len(layer.get("channels", layer["keep"])) == len(layer["keep"])
+        for name, layer in content["layers"].items()
+    )
 
 
 def check(path: str | None, granularity: str) -> None:
@@ -88,17 +97,6 @@ def channels(problem: Channels) -> Budgets:
         budgets[layer][described["keep"]] = [int(mask, 16).bit_count() for mask in described["channels"]]
     _agree(1 - sum(int(kept.sum()) for kept in budgets.values()) / int(problem.sizes.sum()), problem.ratio)
     return budgets
-
-
-def _is_layer(name: str, layer: Any) -> bool:
-    listed = isinstance(layer, dict) and isinstance(layer.get("keep"), list) and type(layer.get("experts")) is int
-    return name.isdigit() and listed and len(layer.get("channels", layer["keep"])) == len(layer["keep"])
-
-
-def _is_schedule(content: Mapping[str, Any]) -> bool:
-    return bool(content) and all(
-        layer.isdigit() and type(count) is int and count >= 0 for layer, count in content.items()
-    )
 
 
 def _schedule(content: Mapping[str, Any]) -> Mapping[str, int]:

@@ -101,7 +101,10 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     names = [name for name, module in model.named_modules() if is_experts(module)]
     if not names:
-        reason = REGISTRY if counts_experts(model) else "has no routed experts"
+        config: Any = getattr(model, "config", None)
+        counts = [getattr(config, field, None) for field in COUNT_FIELDS]
+        has_experts = any(isinstance(count, int) and count > 1 for count in counts)
+        reason = REGISTRY if has_experts else "has no routed experts"
         raise UserError(f"model_type={kind} is not supported: it {reason}")
     layers = [_layer(model, name, kind) for name in names]
     indices = [layer.index for layer in layers]
@@ -118,12 +121,6 @@ def is_experts(module: nn.Module) -> bool:
 def is_ragged(module: nn.Module) -> bool:
     """Whether experts of unequal width are packed into two matrices, as in our exports and in pruned models."""
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
-
-
-def counts_experts(model: nn.Module) -> bool:
-    """Whether the configuration of a model speaks of more than one expert."""
-    config: Any = getattr(model, "config", None)
-    return any(isinstance(count := getattr(config, field, None), int) and count > 1 for field in COUNT_FIELDS)
 
 
 def _kind(model: nn.Module) -> str:

@@ -74,14 +74,12 @@ def slice_router(layer: MoELayer, kept: Sequence[int], undo: ExitStack) -> dict[
 
 
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
-    """Slice the router of `layer`; its experts go on being called with their original ids."""
+    """Slice the router of `layer`, and map its ids back: its experts are called with their original ids.
+
+    RuntimeError when the experts are called with other ids than the router gave.
+    """
     slice_router(layer, kept, undo)
-    for handle in _map_ids(layer, torch.tensor(kept, device=layer.routing[0].tensor.device)):
-        undo.callback(handle.remove)
-
-
-def _map_ids(layer: MoELayer, ids: torch.Tensor) -> list[Any]:
-    """Hooks that turn a sliced router's ids into original ones, and prove that the experts are called with those."""
+    ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
     issued: list[torch.Tensor] = []
 
     def after_router(router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -95,11 +93,9 @@ def _map_ids(layer: MoELayer, ids: torch.Tensor) -> list[Any]:
                 f"the mask is not in force: {layer.name} got a routing that its masked router did not give"
             )
 
-    return [
-        # first of all hooks, so that others see original ids
-        layer.router.register_forward_hook(after_router, prepend=True),
-        layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True),
-    ]
+    # first of all hooks, so that others see original ids
+    undo.callback(layer.router.register_forward_hook(after_router, prepend=True).remove)
+    undo.callback(layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True).remove)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, decoder_layer, linears, routed_layers
-from moe_lab.models.experts import post_expert_norm, sort_by_expert
+from moe_lab.models.experts import post_expert_norm, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.prune import replace_tensor
 from moe_lab.pruning.ragged import RaggedExperts
@@ -233,15 +233,12 @@ class UnfusedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates `top_k_weights` (T, K)."""
-        mixed = torch.zeros_like(hidden_states)
+
+        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+            return self._expert(expert, states) if len(self.maps[expert]) else None  # type: ignore[arg-type]
+
         rows = sort_by_expert(top_k_index, len(self.maps))
-        for expert, part in rows.parts():
-            if len(self.maps[expert]):  # type: ignore[arg-type]
-                token = rows.token[part]
-                gates = top_k_weights[token, rows.column[part], None]
-                output = self._expert(expert, hidden_states[token])
-                mixed = mixed.index_add(0, token, (output * gates).to(mixed.dtype))
-        return mixed
+        return routed_output(hidden_states, rows, top_k_weights, of_expert)
 
     def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""

@@ -97,8 +97,8 @@ class Relatives:
         all states there are for it, those of the schedule before included; it adds the ones it comes by."""
         path: States = {}
         for schedule in sorted(schedules):
-            path = {start: state for start, state in path.items() if schedule[: len(start)] == start}
-            path |= _along(self.states[batch], schedule)
+            known = {**path, **self.states[batch]}
+            path = {start: state for start, state in known.items() if schedule[: len(start)] == start}
             visit(schedule, path)
             for start, state in path.items():
                 self._keep(batch, start, state)
@@ -111,24 +111,14 @@ class Relatives:
             self.bytes[batch] = sum(state.nbytes for state in self.states[batch].values())
 
     def _keep(self, batch: int, start: Schedule, state: torch.Tensor) -> None:
-        """Add a state if there is room, or if it is wanted and room can be made."""
+        """Add a state if there is room, or if it is wanted and room can be made by giving up states that are not."""
         kept = self.states[batch]
         if start in kept:
             return
-        if start in self.wanted and self.bytes[batch] + state.nbytes > self.budget:
-            self._drop_strangers(batch, state.nbytes)
+        if start in self.wanted:
+            for unwanted in [other for other in kept if other not in self.wanted]:
+                if self.bytes[batch] + state.nbytes > self.budget:
+                    self.bytes[batch] -= kept.pop(unwanted).nbytes
         if self.bytes[batch] + state.nbytes <= self.budget:
             kept[start] = state
             self.bytes[batch] += state.nbytes
-
-    def _drop_strangers(self, batch: int, needed: int) -> None:
-        """Give up states that are not wanted until there is room for `needed` bytes."""
-        kept = self.states[batch]
-        for stranger in [start for start in kept if start not in self.wanted]:
-            if self.bytes[batch] + needed > self.budget:
-                self.bytes[batch] -= kept.pop(stranger).nbytes
-
-
-def _along(states: States, schedule: Schedule) -> States:
-    """The states that lie on the way of `schedule`."""
-    return {schedule[:k]: states[schedule[:k]] for k in range(len(schedule)) if schedule[:k] in states}

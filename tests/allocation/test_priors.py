@@ -5,7 +5,7 @@ from typing import Any, get_args
 import numpy
 import pytest
 
-from moe_lab.allocation.coverage import PRIOR_NEEDS, PRIORS_READ, Prior, expert_prior
+from moe_lab.allocation.coverage import PRIORS, Prior, expert_prior
 from moe_lab.errors import UserError
 
 SUMS = numpy.zeros((3, 3, 3))
@@ -42,7 +42,7 @@ def test_values(prior: Any, expected: list[float]) -> None:
 
 
 def test_every_prior_is_known_everywhere() -> None:
-    assert set(get_args(Prior)) == set(PRIOR_NEEDS) | {"none"} == set(PRIORS_READ) | {"none"}
+    assert set(get_args(Prior)) == set(PRIORS) | {"none"}
 
 
 def test_second_order_is_ablation_for_ala() -> None:
