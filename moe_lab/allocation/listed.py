@@ -20,7 +20,7 @@ CLOSE = 0.005
 def read(path: str) -> dict[str, Any]:
     """The content of the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
     try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
