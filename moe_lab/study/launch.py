@@ -13,7 +13,6 @@ from moe_lab.study.record import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.steps.costs import device_here
-from moe_lab.study.store import Store
 from moe_lab.study.worker import Here, Worker
 
 
@@ -26,31 +25,27 @@ def inline(schedule: Schedule, study: Study, run: Run) -> bool:
 
 def local(schedule: Schedule, study: Study, run: Run) -> bool:
     """One worker process per GPU, or `processes` of them on CPU, each taking the next step that is ready."""
-    with watch(schedule):
-        _serve(schedule, study.store, study.config.launcher.processes)
-    return True
-
-
-def _serve(schedule: Schedule, store: Store, processes: int | None) -> None:
     gpus = visible_gpus()
-    count = processes or len(gpus) or os.cpu_count() or 1
+    count = study.config.launcher.processes or len(gpus) or os.cpu_count() or 1
     errors: list[BaseException] = []
 
     def serve(number: int) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         try:
-            with Worker(store, f"{os.getpid()}-worker{number}", environment) as execute:
-                work(schedule, store, execute)
+            with Worker(study.store, f"{os.getpid()}-worker{number}", environment) as execute:
+                work(schedule, study.store, execute)
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)
 
     threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with watch(schedule):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]
+    return True
 
 
 def visible_gpus() -> list[str]:

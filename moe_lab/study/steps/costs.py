@@ -130,16 +130,14 @@ PROFILE = Kind(name="profile", work=profile, step=_profile_step, reads=Reads.MOD
 def _timing_step(pruned: PrunedModel) -> Step:
     """Seconds and memory of the model as it would be deployed, on one device, which is in its identity."""
     builder, model, config = pruned.builder, pruned.cell.model, pruned.builder.config
-    text = builder.seeded(pruned.cell.texts["flops"], pruned.cell.seed)
 
     def make() -> Part:
         device = config.timed.device or device_here(model.device)
         return Part({**asdict(config.timed), "device": device, "threads": model.threads})
 
-    parts = {"timing": builder.once(("timing", model), make), "text": builder.text_part(text)}
-    runtime = builder.runtime(model=model, text=text)
+    parts = {"timing": builder.once(("timing", model), make), **pruned.storage}
     inputs = pruned.inputs(finetune=pruned.finetune)
-    return Step("timing", pruned.label, {**parts, **pruned.storage}, inputs, runtime)
+    return _reading("timing", pruned, pruned.label, parts, inputs, pruned.cell.texts["flops"])
 
 
 def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
