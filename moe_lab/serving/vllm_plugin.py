@@ -1,0 +1,274 @@
+"""A plugin of vLLM: it serves exports whose layers differ, and repairs two faults of vLLM's CPU build.
+
+vLLM calls `register` in each of its processes, through the entry point group vllm.general_plugins. This module needs
+vLLM alone, and none of moe_lab's dependencies, since the two often want other versions of transformers.
+
+vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven exports with
+`per_layer_config` and the architecture `Pruned<Stock>ForCausalLM`. For every architecture <Stock> of vLLM there is a
+class of that name here. It sets the fields of each layer while that layer is built, so that no code is needed per
+family, and compares the experts in the files with what it built, since vLLM notices neither missing nor surplus ones.
+
+Private names of vLLM that are used, tested with 0.32: ModelArchConfigConvertorBase.get_per_layer_hf_configs,
+HFConfigParser.parse, `make_layers` in the modules of models, utils.extract_layer_index, ModelRegistry.models,
+MoERunner.router and its global_num_experts, CPURouter._compute_routing, RotaryEmbedding.forward_cpu.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+PREFIX = "Pruned"
+"""What moe_lab writes before the name of an architecture whose layers differ."""
+LAYERS = "moe_lab_layers"
+"""Attribute of a configuration: layer -> field -> value, of the fields that differ between layers."""
+COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+WIDTHS = ("moe_intermediate_size", "intermediate_size")
+WIDTHS_OF_EXPERTS = "expert_widths"
+"""Field of a ragged export: the width of each expert."""
+SHARED = ("n_shared_experts", "moe_num_shared_experts")
+"""Fields for shared experts whose width vLLM derives from that of the routed ones."""
+WITHOUT_LAYERS = ("GptOssForCausalLM",)
+"""Architectures of vLLM that read weights by one number of experts for all layers."""
+EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.(\d+)\.(.+)$")
+"""Name of an expert's tensor: layer, expert, and what it is."""
+
+Layers = Mapping[int, Mapping[str, Any]]
+
+
+def register() -> None:
+    """Tell vLLM the classes of this module; a second call changes nothing."""
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+
+    for name in list(ModelRegistry.models):
+        if not name.startswith(PREFIX):
+            ModelRegistry.register_model(PREFIX + name, f"{__name__}:{PREFIX}{name}")
+    _refuse_ragged()
+    _read_layers()
+    if current_platform.is_cpu():
+        _repair_rotary_embedding()
+        _repair_bias()
+
+
+def __getattr__(name: str) -> type:
+    """The class of an architecture whose name begins with `PREFIX`."""
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _uneven(name.removeprefix(PREFIX))
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Put make(original) into the place of a method, once."""
+    original = getattr(owner, name)
+    if not hasattr(original, "moe_lab"):
+        replacement = make(original)
+        replacement.moe_lab = True
+        setattr(owner, name, replacement)
+
+
+def _refuse_ragged() -> None:
+    """One tensor holds the experts of a layer in vLLM, so that they have one width."""
+    from huggingface_hub import constants
+    from transformers import PreTrainedConfig
+    from vllm.transformers_utils.config import HFConfigParser
+
+    def make(original: Any) -> Any:
+        def parse(self: Any, model: Any, trust_remote_code: bool, revision: str | None = None, **named: Any) -> Any:
+            config, _ = PreTrainedConfig.get_config_dict(
+                model, revision=revision, local_files_only=constants.HF_HUB_OFFLINE
+            )
+            if WIDTHS_OF_EXPERTS in config:
+                raise ValueError(
+                    f"{model}: the experts of a layer have different widths, and vLLM has one width for each layer: "
+                    "export with export=padded"
+                )
+            return original(self, model, trust_remote_code, revision, **named)
+
+        return parse
+
+    _replace(HFConfigParser, "parse", make)
+
+
+def _read_layers() -> None:
+    """Let vLLM see one configuration, with the largest value of each field; what each layer has stays beside it."""
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    def make(original: Any) -> Any:
+        def get_per_layer_hf_configs(self: Any) -> Any:
+            if any(name.startswith(PREFIX) for name in self.hf_config.architectures or ()):
+                flatten(self.hf_text_config)
+            return original(self)
+
+        return get_per_layer_hf_configs
+
+    _replace(ModelArchConfigConvertorBase, "get_per_layer_hf_configs", make)
+
+
+def flatten(config: Any) -> None:
+    """Make a configuration whose layers differ an ordinary one, with the attribute `LAYERS`."""
+    if not getattr(config, "is_heterogeneous", False):
+        return
+    names = list(config.per_layer_attributes)
+    layers = {
+        index: {name: getattr(layer, name) for name in names} for index, layer in enumerate(config.per_layer_config)
+    }
+    config.per_layer_config = None
+    for name in names:
+        setattr(config, name, max(fields[name] for fields in layers.values()))
+    setattr(config, LAYERS, layers)
+
+
+@cache
+def _uneven(name: str) -> type:
+    """The class of vLLM called `name`, for a model whose layers differ."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    stock = ModelRegistry.models[name].load_model_cls()
+    module = sys.modules[stock.__module__]
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "", **named: Any) -> None:
+        config = vllm_config.model_config.hf_text_config
+        layers: Layers = getattr(config, LAYERS, {})
+        _check(name, module, vllm_config, layers)
+        make_layers = module.make_layers
+
+        def make(n_layers: int, layer_fn: Any, prefix: str) -> Any:
+            def build(prefix: str) -> Any:
+                with _fields(config, layers.get(extract_layer_index(prefix), {})):
+                    return layer_fn(prefix=prefix)
+
+            return make_layers(n_layers, build, prefix=prefix)
+
+        with patch.object(module, "make_layers", make):
+            stock.__init__(self, vllm_config=vllm_config, prefix=prefix, **named)
+        self.moe_lab_counts = dict(_counts(self))
+        for layer, count in self.moe_lab_counts.items():
+            expected = _count(layers.get(layer, {}))
+            if expected not in (None, count):
+                raise ValueError(f"{name}: vLLM built {count} experts in layer {layer}, expected {expected}")
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        experts: dict[tuple[int, str], set[int]] = defaultdict(set)
+        loaded = stock.load_weights(self, _noted(weights, experts))
+        _check_files(self.moe_lab_counts, experts)
+        return loaded
+
+    return type(PREFIX + name, (stock,), {"__init__": __init__, "load_weights": load_weights, "__module__": __name__})
+
+
+def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
+    """ValueError for what vLLM would serve wrong."""
+    import vllm
+
+    if name in WITHOUT_LAYERS or not hasattr(module, "make_layers"):
+        raise ValueError(
+            f"{name}: vLLM {vllm.__version__} reads one number of experts for all layers: export with export=masked"
+        )
+    config = vllm_config.model_config.hf_text_config
+    shared = [field for field in SHARED if getattr(config, field, None)]
+    widths = {fields[width] for fields in layers.values() for width in WIDTHS if width in fields}
+    if shared and len(widths) > 1:
+        raise ValueError(
+            f"{name}: vLLM makes shared experts ({shared[0]}) as wide as the routed ones of their layer, and these are "
+            f"{sorted(widths)} wide: export with export=padded_stock"
+        )
+    for setting in ("enable_eplb", "enable_ep_weight_filter"):
+        if getattr(vllm_config.parallel_config, setting, False):
+            raise ValueError(f"{setting}=True takes one number of experts for all layers: expected False")
+
+
+@contextmanager
+def _fields(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Set fields of a configuration while open. In place, as some classes of vLLM keep the object they were given."""
+    before = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _count(fields: Mapping[str, Any]) -> int | None:
+    return next((fields[name] for name in COUNTS if name in fields), None)
+
+
+def _counts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Layer and number of experts of every MoE block that was built."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    for name, module in model.named_modules():
+        router = getattr(getattr(module, "experts", None), "router", None)
+        if router is not None:
+            yield extract_layer_index(name), router.global_num_experts
+
+
+def _noted(
+    weights: Iterable[tuple[str, torch.Tensor]], experts: dict[tuple[int, str], set[int]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors; the experts they belong to are noted, by layer and by what they are."""
+    for name, tensor in weights:
+        if match := EXPERT.search(name):
+            experts[int(match[1]), match[3]].add(int(match[2]))
+        yield name, tensor
+
+
+def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
+    """ValueError when the files have other experts than the layers that were built; vLLM itself would serve them."""
+    for (layer, what), numbers in experts.items():
+        expected = set(range(counts.get(layer, 0)))
+        if layer in counts and numbers != expected:
+            missing, surplus = sorted(expected - numbers), sorted(numbers - expected)
+            raise ValueError(
+                f"layer {layer} has {len(expected)} experts by config.json, and the files lack {what} of experts "
+                f"{missing or 'none'} and have it of {surplus or 'none'} beyond: export again"
+            )
+    if gone := sorted(set(counts) - {layer for layer, _ in experts}):
+        raise ValueError(f"the files have no experts of layers {gone}: export again")
+
+
+def _repair_rotary_embedding() -> None:
+    """The CPU operation turns interleaved queries wrongly (DeepSeek, up to 6.9 off); the formula in torch is right."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    def make(original: Any) -> Any:
+        def forward_cpu(self: Any, *arguments: Any, **named: Any) -> Any:
+            forward = original if self.is_neox_style else type(self).forward_native
+            return forward(self, *arguments, **named)
+
+        return forward_cpu
+
+    _replace(RotaryEmbedding, "forward_cpu", make)
+
+
+def _repair_bias() -> None:
+    """The CPU router ignores the correction bias of a softmax without groups (ERNIE-4.5)."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    def make(original: Any) -> Any:
+        def _compute_routing(self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **named: Any) -> Any:
+            bias = self.e_score_correction_bias
+            plain = self.custom_routing_function is None and self.scoring_func == "softmax"
+            if bias is None or self.use_grouped_topk or not plain:
+                return original(self, hidden_states, router_logits, indices_type, **named)
+            scores = torch.softmax(router_logits.float(), dim=-1)
+            index = (scores + bias).topk(self.top_k, dim=-1)[1]
+            weights = scores.gather(1, index)
+            if self.renormalize:
+                weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-12)
+            return weights, index.to(torch.int32)
+
+        return _compute_routing
+
+    _replace(CPURouter, "_compute_routing", make)

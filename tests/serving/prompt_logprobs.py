@@ -1,0 +1,41 @@
+"""Run in the environment of vLLM: log-probabilities of prompts by an engine per folder, as JSON on standard output.
+
+Standard input: {"prompts": [[token ids]], "models": {name: folder}}. Out: name -> a list per prompt, or a sentence for
+a folder that vLLM refused.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_MLA_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def logprobs(folder: str, prompts: list[list[int]]) -> Any:
+    from vllm import LLM, SamplingParams
+
+    try:
+        engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
+        return f"{type(error).__name__}: {error}"
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+    return [
+        [position[token].logprob for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+        for ids, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    request = json.load(sys.stdin)
+    found = {name: logprobs(folder, request["prompts"]) for name, folder in request["models"].items()}
+    sys.__stdout__.write("\nRESULT " + json.dumps(found) + "\n")

@@ -1,0 +1,212 @@
+"""What a real vLLM engine serves of an export is the masked model; what it would serve wrong, the plugin refuses.
+
+`make vllm` makes the environment. vLLM on a CPU runs head sizes of 32 and more, so that the tiny models are a little
+larger here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.export import export
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it")
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmoe": {**HEADS, "intermediate_size": 64},
+    "qwen2_moe": HEADS,
+    "qwen3_moe": {**HEADS, "head_dim": 32, "moe_intermediate_size": 64},
+    "mixtral": HEADS,
+    "deepseek_v2": {**HEADS, **LATENT, "moe_intermediate_size": 64},
+    "deepseek_v3": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "ernie4_5_moe": HEADS,
+    "deepseek_v3:grouped": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe": {**HEADS, "head_dim": 32},
+}
+Models = dict[str, tuple[Any, Plan, Path]]
+PROMPTS = tiny.tokens(3, 20).tolist()
+
+
+def uneven(model: Any) -> Plan:
+    """Another number of experts in each layer; equally many of each of the router's groups."""
+    kept = {}
+    for place, layer in enumerate(moe_layers(model)):
+        size, generator = layer.n_experts // layer.n_group, torch.Generator().manual_seed(place)
+        kept[layer.index] = tuple(
+            group * size + expert
+            for group in range(layer.n_group)
+            for expert in sorted(torch.randperm(size, generator=generator).tolist()[: size - 1 - place % 2])
+        )
+    return Plan(kept, {layer.index: layer.n_experts for layer in moe_layers(model)})
+
+
+def narrower(model: Any) -> Plan:
+    """Another width in each layer, one for all of its experts."""
+    channels = {}
+    for place, layer in enumerate(moe_layers(model)):
+        generator = numpy.random.default_rng(place)
+        width = layer.width - 8 * place
+        channels[layer.index] = numpy.zeros((layer.n_experts, layer.width), bool)
+        for row in channels[layer.index]:
+            row[generator.permutation(layer.width)[:width]] = True
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    return Plan({layer: tuple(range(count)) for layer, count in counts.items()}, counts, {}, channels)
+
+
+def ragged(model: Any) -> Plan:
+    """Another width for each expert."""
+    plan = narrower(model)
+    for mask_of_layer in plan.channels.values():
+        mask_of_layer[0, :4] = False
+    return plan
+
+
+def expected(model: Any) -> list[list[float]]:
+    """Log-probability of each token of the prompts but the first."""
+    with torch.no_grad():
+        scores = model(input_ids=torch.tensor(PROMPTS)).logits.log_softmax(-1)
+    return [
+        [float(scores[row, place, token]) for place, token in enumerate(ids[1:])] for row, ids in enumerate(PROMPTS)
+    ]
+
+
+def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
+    """What an engine for each folder says: log-probabilities, or why it refuses."""
+    request = {"prompts": PROMPTS, "models": {name: str(folder) for name, folder in folders.items()}}
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("prompt_logprobs.py")],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-5000:]
+    answers: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return answers
+
+
+def difference(answer: Any, model: Any) -> float:
+    """Largest difference of a log-probability; a refusal fails."""
+    assert not isinstance(answer, str), answer
+    return float((torch.tensor(answer) - torch.tensor(expected(model))).abs().max())
+
+
+def without(folder: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of an export with other tensors."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+ROLES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+def remove_expert(tensors: dict[str, torch.Tensor]) -> None:
+    for role in ROLES:
+        del tensors[f"model.layers.0.mlp.experts.3.{role}"]
+
+
+def add_expert(tensors: dict[str, torch.Tensor]) -> None:
+    """A sixteenth expert in a layer that has 15."""
+    for role in ROLES:
+        tensors[f"model.layers.0.mlp.experts.15.{role}"] = tensors[f"model.layers.0.mlp.experts.3.{role}"].clone()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Name -> the model, a plan whose layers differ, and its natural export."""
+    made = {}
+    for name, changes in FAMILIES.items():
+        folder = tmp_path_factory.mktemp("model")
+        model = tiny.save(name, folder / "model", **changes)
+        plan = uneven(model)
+        made[name] = (model, plan, export(folder / "model", plan, folder / "uneven"))
+    for name in ("olmoe", "qwen3_moe", "deepseek_v2"):
+        model, _, folder = made[name]
+        plan = narrower(model)
+        made[f"{name}, widths"] = (model, plan, export(folder.parent / "model", plan, folder.parent / "narrower"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What engines with the plugin say of these exports, and of some that cannot be served."""
+    folders = {name: folder for name, (_, _, folder) in models.items()}
+    wrong = tmp_path_factory.mktemp("wrong")
+    olmoe, _, folder = models["olmoe"]
+    folders["missing"] = without(folder, wrong / "missing", remove_expert)
+    folders["surplus"] = without(folder, wrong / "surplus", add_expert)
+    folders["ragged"] = export(folder.parent / "model", ragged(olmoe), wrong / "ragged")
+    gpt_oss = tiny.save("gpt_oss", wrong / "gpt_oss", **HEADS, head_dim=32)
+    folders["gpt_oss"] = export(wrong / "gpt_oss", uneven(gpt_oss), wrong / "gpt_oss_uneven")
+    return serve(folders)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "olmoe, widths", "qwen3_moe, widths"])
+def test_exports_whose_layers_differ_are_served_as_the_masked_model(
+    name: str, models: Models, served: dict[str, Any]
+) -> None:
+    model, plan, folder = models[name]
+    assert "per_layer_config" in (folder / "config.json").read_text()
+    with mask(model, plan):
+        assert difference(served[name], model) < 1e-4
+    assert difference(served[name], model) > 1e-3  # and not as the unpruned one
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", ["layer 0", "[3]"]),
+        ("surplus", ["layer 0", "[15]"]),
+        ("ragged", ["padded"]),
+        ("gpt_oss", ["GptOssForCausalLM", "export=masked"]),
+        ("deepseek_v2, widths", ["n_shared_experts", "export=padded_stock"]),
+    ],
+)
+def test_what_would_be_served_wrong_is_refused(name: str, words: list[str], served: dict[str, Any]) -> None:
+    assert isinstance(served[name], str) and all(word in served[name] for word in words), served[name]
+
+
+@pytest.fixture(scope="module")
+def stock(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Plan, Path]]:
+    """Exports that vLLM's own classes read."""
+    made = {}
+    for name in ("olmoe", "mixtral", "qwen3_moe"):
+        model, _, folder = models[name]
+        plan = tiny.plan(model, 0.25)
+        made[name] = (model, plan, export(folder.parent / "model", plan, folder.parent / "uniform"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def served_without_plugin(stock: Models) -> dict[str, Any]:
+    return serve({name: folder for name, (_, _, folder) in stock.items()}, VLLM_PLUGINS="")
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe"])
+def test_uniform_exports_need_no_plugin(name: str, stock: Models, served_without_plugin: dict[str, Any]) -> None:
+    model, plan, _ = stock[name]
+    with mask(model, plan):
+        assert difference(served_without_plugin[name], model) < 1e-4
