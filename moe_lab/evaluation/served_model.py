@@ -17,8 +17,10 @@ from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
 
 TOKEN_SECONDS = 1.0
 """Seconds that a slow server may take for a token."""
-_EXCERPT = 120
-"""Characters of an unexpected reply that an error quotes."""
+STOPS = 4
+"""Stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut here at the others."""
+_EXCERPT, _REFUSAL = 120, 1000
+"""Characters that an error quotes of an unexpected reply, and of the reason that a server gives."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Completions:
                 model=self.model,
                 prompt=prompt,
                 max_tokens=tokens,
-                stop=list(stop) or None,
+                stop=list(stop[:STOPS]) or None,
                 temperature=0,
                 top_p=1,
                 frequency_penalty=0,
@@ -60,7 +62,8 @@ class Completions:
             raise Unavailable(f"the server of {self.model} {reason}") from None
         except openai.APIStatusError as error:
             kind = UserError if error.status_code < 500 else Unavailable
-            reply = " ".join(error.response.text.split())[:_EXCERPT]
+            reason = error.body.get("message") if isinstance(error.body, dict) else None
+            reply = " ".join(str(reason or error.response.text).split())[:_REFUSAL]
             raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {reply}") from None
         return self._read(answer.content)
 

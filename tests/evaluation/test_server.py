@@ -294,6 +294,12 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
     ]
 
 
+def test_stop_texts_that_no_request_has_room_for_end_the_text_here(fake: Any) -> None:
+    served, at = fake(lambda body: completion("one 6 two", "m"))
+    assert served.generate(["a"], GenSpec(9, stop=("1", "2", "3", "4", "5", "6"))) == ["one "]
+    assert [body["stop"] for body in at.asked] == [["1", "2", "3", "4"]]
+
+
 def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None:
     asked, done = threading.Event(), threading.Event()
 
@@ -369,8 +375,12 @@ def test_special_tokens_are_added_once(fake: Any) -> None:
 
 def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) -> None:
     served, _ = fake(lambda body: Reply({"message": "too long"}, 400))
-    with pytest.raises(UserError, match=r'the server of m answered HTTP 400: \{"message": "too long"\}'):
+    with pytest.raises(UserError, match=r"the server of m answered HTTP 400: too long$"):
         served.generate(["a"], GenSpec(4))
+    reason = f"at most 4 stop texts, {'and more words ' * 20}as vLLM puts it"
+    wordy, _ = fake(lambda body: Reply({"error": {"message": reason, "code": 400}}, 400))
+    with pytest.raises(UserError, match=f"HTTP 400: {reason}$"):
+        wordy.generate(["a"], GenSpec(4))
     with pytest.raises(UserError, match="do not fit the model's 512 tokens"):
         served.generate(["a"], GenSpec(600))
     with pytest.raises(UserError, match="has no chat template"):

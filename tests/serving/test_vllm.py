@@ -19,7 +19,12 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.server import serving
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
@@ -41,6 +46,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": HEADS,
     "deepseek_v3:grouped": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {**HEADS, "head_dim": 32},
+}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_MLA_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
 }
 Models = dict[str, tuple[Any, Plan, Path]]
 PROMPTS = tiny.tokens(3, 20).tolist()
@@ -97,7 +110,7 @@ def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
         input=json.dumps(request),
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **ENVIRONMENT, **environment},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-5000:]
@@ -210,3 +223,28 @@ def test_uniform_exports_need_no_plugin(name: str, stock: Models, served_without
     model, plan, _ = stock[name]
     with mask(model, plan):
         assert difference(served_without_plugin[name], model) < 1e-4
+
+
+def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
+    """backend=server with vLLM's own server, and more stop texts than it takes."""
+    model, plan, folder = models["olmoe"]
+    command = (
+        f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{checkpoint}} --served-model-name {{name}} "
+        "--port {port} --dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 4"
+    )
+    spec = GenSpec(12)
+    prompts = ["w20 w21 w22", "w30 w40"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<pad>")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        backend = BackendConfig(name="server", command=command, ready_seconds=280)
+        with serving(folder, backend, ModelConfig(name="m", path=str(folder)), "m") as server:
+            texts = server.generate(prompts, spec)
+            last = texts[0].split()[-1]
+            stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
+            stopped = server.generate(prompts, GenSpec(12, stop=stops))
+    with mask(model, plan):
+        local = LocalModel(model, tokenizer).generate(prompts, spec)
+    assert [text.split() for text in texts] == [text.split() for text in local]  # the two decode spaces in their ways
+    assert stopped == [text.partition(last)[0] for text in texts]
