@@ -62,8 +62,8 @@ class Completions:
             raise Unavailable(f"the server of {self.model} {reason}") from None
         except openai.APIStatusError as error:
             kind = UserError if error.status_code < 500 else Unavailable
-            reason = error.body.get("message") if isinstance(error.body, dict) else None
-            reply = " ".join(str(reason or error.response.text).split())[:_REFUSAL]
+            sentence = error.body.get("message") if isinstance(error.body, dict) else None
+            reply = " ".join(str(sentence or error.response.text).split())[:_REFUSAL]
             raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {reply}") from None
         return self._read(answer.content)
 
