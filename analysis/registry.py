@@ -193,28 +193,29 @@ def output(
     return register
 
 
-PARTS: dict[str, Callable[[Results], Iterable[Any]]] = {}
+PARTS: dict[str, list[Callable[[Results], Iterable[Any]]]] = {}
 """What the report shows besides tables and figures, as the modules imported so far register it."""
 
 
 def part(name: str) -> Callable[[Callable[[Results], Iterable[Any]]], Callable[[Results], Iterable[Any]]]:
-    """Register the function below as what makes a part of the report's page.
+    """Register the function below as one that makes a part of the report's page; several stand in module order.
 
     name: `text.headline` for the findings at its head, each a word on its subject and a sentence; `text.CHAPTER` for a
     chapter's sentences; `views.CHAPTER` for its interactive maps.
     """
 
     def register(make: Callable[[Results], Iterable[Any]]) -> Callable[[Results], Iterable[Any]]:
-        PARTS[name] = make
+        PARTS.setdefault(name, []).append(make)
         return make
 
     return register
 
 
-def parts() -> Mapping[str, Callable[[Results], Iterable[Any]]]:
-    """Every part of the report's page that some module of `analysis.outputs` makes, by name."""
+def parts(name: str, results: Results) -> list[Any]:
+    """What the modules of `analysis.outputs` make for this part of the report's page."""
     _import_modules()
-    return PARTS
+    makers = sorted(PARTS.get(name, ()), key=lambda make: make.__module__)
+    return [item for make in makers for item in make(results)]
 
 
 def outputs() -> Mapping[str, Output]:

@@ -175,8 +175,7 @@ def _section(chapter: Chapter, publisher: Publisher, items_by_name: Made) -> Sec
 
 def _part(name: str, publisher: Publisher) -> list[Any]:
     """The part of the page that is registered under this name; one that fails is a gap, like an output."""
-    make = parts().get(name, lambda results: ())
-    return publisher.attempt(name, lambda: list(make(publisher.results))) or []
+    return publisher.attempt(name, lambda: parts(name, publisher.results)) or []
 
 
 def _shown(anchor: str, study: Study, items_by_name: Made) -> Section:

@@ -79,3 +79,7 @@ def measured_on(machines: Iterable[str]) -> str:
     """A sentence for captions; empty where no step says its machine."""
     named = [machine for machine in dict.fromkeys(machines) if machine]
     return f"Measured on {names.listing(named)}. " if named else ""
+
+
+PANEL = ["Model", "Pruned", "Calibration"]
+"""Columns that tell the panels of a table apart."""

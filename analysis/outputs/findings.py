@@ -15,7 +15,6 @@ from analysis.names import capitalised
 from analysis.outputs.claims import claims, sentences
 from analysis.outputs.convergence import convergence_findings
 from analysis.outputs.coverage import coverage_summary
-from analysis.outputs.recovery import recovery_findings
 from analysis.outputs.winners import competitor, where_pruned, who_won, winner_views
 from analysis.registry import Results, part
 from analysis.stats import overlap
@@ -33,14 +32,7 @@ def headline(results: Results) -> list[tuple[str, str]]:
     lines += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
     for comparison in comparisons:
         lines += [("Best average", sentence) for sentence in best_plan(comparison)]
-        lines += [("Recovery", sentence) for sentence in recovery_findings(study, comparison)]
     return lines
-
-
-@part("text.recovery")
-def recovery_text(results: Results) -> list[str]:
-    """What recovery changed, model by model."""
-    return [sentence for one in results.comparisons for sentence in recovery_findings(results.study, one)]
 
 
 @part("text.task")

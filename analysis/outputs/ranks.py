@@ -10,16 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from analysis import names
-from analysis.outputs.captions import LOSSES, setting
-from analysis.outputs.score_rows import PANEL, stacked
+from analysis.outputs.captions import LOSSES, PANEL, setting
+from analysis.outputs.score_rows import stacked
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, RANK, SCORE, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import Numbers, not_averaged
+from analysis.stats.cell_scores import Numbers, not_averaged, rank_block, scored_block
 from analysis.stats.comparison import Comparison
-from analysis.stats.rank_blocks import rank_block, scored_block
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
 from analysis.stats.winners import CAPTION
 

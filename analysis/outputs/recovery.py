@@ -24,7 +24,7 @@ from analysis.outputs.score_rows import (
     score_table,
     storage_points,
 )
-from analysis.registry import Results, output, per_model
+from analysis.registry import Results, output, part, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -112,6 +112,18 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         "disk, on a logarithmic axis; each point is named by the share of channels or experts removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
+
+
+@part("text.headline")
+def recovery_headline(results: Results) -> list[tuple[str, str]]:
+    """What recovery changed, at the head of the report."""
+    return [("Recovery", sentence) for sentence in recovery_text(results)]
+
+
+@part("text.recovery")
+def recovery_text(results: Results) -> list[str]:
+    """What recovery changed, model by model."""
+    return [sentence for one in results.comparisons for sentence in recovery_findings(results.study, one)]
 
 
 def recovery_findings(study: Study, comparison: Comparison) -> list[str]:

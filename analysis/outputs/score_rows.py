@@ -51,8 +51,6 @@ COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1
 STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
-PANEL = ["Model", "Pruned", "Calibration"]
-"""Columns that tell the panels of a table apart."""
 AVERAGES = ("Avg", MEAN)
 """Averages that stand behind all other scores."""
 DIFFERENCE, P = "Difference", "p (Holm)"

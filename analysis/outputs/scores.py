@@ -15,15 +15,14 @@ from analysis import names
 from analysis.load.reader import records
 from analysis.load.settings import pruned
 from analysis.load.study import Study
-from analysis.outputs.captions import setting
-from analysis.outputs.score_rows import PANEL, method_lines, stacked
+from analysis.outputs.captions import PANEL, setting
+from analysis.outputs.score_rows import method_lines, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import RANK, SCORE, Table, spelled
-from analysis.stats.cell_scores import Numbers, mean_target, not_averaged, scores
+from analysis.stats.cell_scores import Numbers, by_domain, mean_target, not_averaged, scores, task_block
 from analysis.stats.comparison import Comparison, Panel, Target
-from analysis.stats.rank_blocks import by_domain, task_block
 
 
 @output("averages", chapter="kept")

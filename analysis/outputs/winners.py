@@ -19,8 +19,7 @@ from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.names import count
-from analysis.outputs.captions import LOSSES, setting
-from analysis.outputs.score_rows import PANEL
+from analysis.outputs.captions import LOSSES, PANEL, setting
 from analysis.registry import Item, Results, output, tables
 from analysis.render import style
 from analysis.render.style import LETTER, SMALL_LETTER, Figure

@@ -36,7 +36,7 @@ from analysis.published.numbers import (
 )
 from analysis.render.page import Section
 from analysis.render.table import SCORE, Table
-from analysis.stats import rank_blocks
+from analysis.stats import cell_scores
 from analysis.stats.cell_scores import Numbers
 from analysis.stats.comparison import Comparison
 
@@ -182,15 +182,15 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
-            block = rank_blocks.rank_block(comparison, panel, ranked)
+            block = cell_scores.rank_block(comparison, panel, ranked)
             columns = panel.columns(comparison)
             yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 
 
 def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
-    for domains in rank_blocks.by_domain(comparison).values():
+    for domains in cell_scores.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
-            block = rank_blocks.task_block(comparison, domains, ranked)
+            block = cell_scores.task_block(comparison, domains, ranked)
             code, math = domains["code"].cells, domains["math"].cells
             yield [
                 (

@@ -8,6 +8,7 @@ from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 
 from analysis import report
 from analysis.outputs import findings
+from analysis.registry import parts
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import decided_pairs
 
@@ -16,7 +17,7 @@ def headline(study: Any, comparison: Comparison) -> list[tuple[str, str]]:
     """What the report says first of a study without losses on right answers."""
     results = results_of(study, [comparison])
     results.decided_pairs = decided_pairs([comparison], [])
-    return findings.headline(results)
+    return parts("text.headline", results)
 
 
 def study(axes: list[dict[str, Any]], solved: list[int]) -> tuple[Any, Any]:

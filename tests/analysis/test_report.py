@@ -166,7 +166,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=_cannot_be_written))
-        broken.setitem(PARTS, "text.headline", _raises)
+        broken.setitem(PARTS, "text.headline", [_raises])
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
     for name, reason in {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}.items():
