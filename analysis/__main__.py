@@ -189,7 +189,7 @@ def _run(request: argparse.Namespace) -> int:
 def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
     """Write the report, or the requested tables and figures; returns whether each has results."""
     from analysis.registry import find, outputs
-    from analysis.report import write_report
+    from analysis.report import GAPS, write_report
 
     study = publisher.results.study
     if "report" in wanted:
@@ -203,7 +203,7 @@ def _write(wanted: Sequence[str], publisher: Publisher) -> bool:
     lacking = [name for name in wanted if name != "all" and find(name).name in without]
     for name in lacking:
         print(f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have", file=sys.stderr)
-    rest = [name for name in without if name != "gaps"]
+    rest = [name for name in without if name != GAPS]
     if "all" in wanted and rest:
         words = "no data for these (name one to see what it needs)"
         print(f"analysis: {words}: {', '.join(rest)}", file=sys.stderr)

@@ -8,7 +8,6 @@ cells can answer it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,11 @@ import scipy
 
 from analysis import names
 from analysis.load.reader import groups, records
+from analysis.load.settings import is_searched
 from analysis.outputs.captions import setting
+from analysis.outputs.score_rows import by_ratio
 from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table
+from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import group_targets, pooled_difference
 from analysis.stats.comparison import Comparison
@@ -38,28 +39,11 @@ EQUAL = 0.035
 PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
 """In what a searched cell and its uniform partner agree, besides the ratio."""
 
-COLUMNS = (
-    "claim",
-    "model",
-    "ratio",
-    "pairs",
-    "difference",
-    "low",
-    "high",
-    "p",
-    "p_holm",
-    "verdict",
-    "headline",
-    "parts",
-)
+TESTED = ["difference", "low", "high", "p"]
+COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "headline", "parts"]
 
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs of cells (better by the claim, other) at one ratio."""
-
-    ratio: float
-    cells: tuple[tuple[int, int], ...]
+Pairs = Sequence[tuple[int, int]]
+"""Cells that are compared: the one that is better by the claim, and the other."""
 
 
 def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
@@ -87,25 +71,19 @@ def verdict(low: float, high: float) -> str:
 def _searched(comparison: Comparison) -> list[dict[str, object]]:
     """Searched against uniform, the same criterion on the same calibration set."""
     cells = comparison.cells
-    searched = cells[cells["allocation"].str.startswith("evolutionary")]
+    searched = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
     both = searched.reset_index().merge(uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform"))
-    pairs = [
-        Pairs(key["ratio"], tuple(zip(found["cell"], found["cell_uniform"], strict=True)))
-        for key, found in groups(both.sort_values("ratio", kind="stable"), ["ratio"])
-    ]
-    answering = min((abs(pair.ratio - CLAIMED_AT), -pair.ratio, pair.ratio) for pair in pairs)[2] if pairs else None
-    return [
-        {**_row(comparison, SEARCHED, [pair]), "ratio": pair.ratio, "headline": pair.ratio == answering}
-        for pair in pairs
-    ]
+    pairs = {ratio: list(zip(found["cell"], found["cell_uniform"], strict=True)) for ratio, found in by_ratio(both)}
+    answering = min(pairs, key=lambda ratio: (abs(ratio - CLAIMED_AT), -ratio), default=None)
+    return [_row(comparison, SEARCHED, ratio, [each], ratio == answering) for ratio, each in pairs.items()]
 
 
 def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
     """Channels against whole experts: by criteria, then by chance, which shows what the granularity does alone."""
     kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=kept)
-    cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)].sort_values("ratio", kind="stable")
+    cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
     chance = cells["criterion"].isin(CHANCE)
     return [
         *_granularities(comparison, CHANNELS, cells[~chance]),
@@ -115,35 +93,32 @@ def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, obj
 
 def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
     """Every channel method against every method of whole experts that keeps as many routed parameters."""
-    pairs = []
-    for key, at_ratio in groups(cells, ["ratio"]):
+    pairs = {}
+    for ratio, at_ratio in by_ratio(cells):
         channels, experts = (at_ratio.loc[at_ratio["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
-        equal = tuple(
+        equal = [
             (int(str(one)), int(str(other)))
             for one, mine in channels.items()
             for other, theirs in experts.items()
             if abs(mine - theirs) < EQUAL
-        )
+        ]
         if equal:
-            pairs.append(Pairs(key["ratio"], equal))
-    rows = [{**_row(comparison, claim, [pair]), "ratio": pair.ratio, "headline": False} for pair in pairs]
-    return [*rows, {**_row(comparison, claim, pairs), "ratio": ALL, "headline": True}] if pairs else []
+            pairs[ratio] = equal
+    rows = [_row(comparison, claim, ratio, [each]) for ratio, each in pairs.items()]
+    return [*rows, _row(comparison, claim, ALL, list(pairs.values()), headline=True)] if pairs else []
 
 
-def _row(comparison: Comparison, claim: str, ratios: Sequence[Pairs]) -> dict[str, object]:
-    cells = sorted({cell for pairs in ratios for pair in pairs.cells for cell in pair})
-    targets = group_targets(comparison, cells)
-    by_part = {
-        name: pooled_difference(comparison, target, [pairs.cells for pairs in ratios])
-        for name, target in targets.items()
+def _row(
+    comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs], headline: bool = False
+) -> dict[str, object]:
+    cells = sorted({cell for pairs in ratios for pair in pairs for cell in pair})
+    differences = {
+        name: pooled_difference(comparison, target, ratios) for name, target in group_targets(comparison, cells).items()
     }
-    whole = by_part.pop("Avg", None) or pooled_difference(comparison, (), [])
-    return {
-        "claim": claim,
-        "model": comparison.model,
-        **whole,
-        "parts": {name: part["difference"] for name, part in by_part.items()},
-    }
+    whole = differences.pop("Avg", None) or pooled_difference(comparison, (), [])
+    parts = {name: part["difference"] for name, part in differences.items()}
+    about = {"claim": claim, "model": comparison.model, "ratio": ratio, "headline": headline, "parts": parts}
+    return {**about, **whole}
 
 
 def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
@@ -152,24 +127,13 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
-        by_ratio = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}
-        mean = np.mean(list(by_ratio.values()), axis=0)
-        for ratio, shares in (*by_ratio.items(), (ALL, mean)):
+        differences = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}
+        mean = np.mean(list(differences.values()), axis=0)
+        for ratio, shares in (*differences.items(), (ALL, mean)):
             low, high = layer_interval(shares)
-            rows.append(
-                {
-                    "claim": INVARIANT,
-                    **key,
-                    "ratio": ratio,
-                    "pairs": len(_PARTNERS),
-                    "headline": ratio == ALL,
-                    "difference": float(shares.mean()),
-                    "low": low,
-                    "high": high,
-                    "p": _t_test(shares),
-                    "parts": {},
-                }
-            )
+            tested = dict(zip(TESTED, (float(shares.mean()), low, high, _t_test(shares)), strict=True))
+            about = {"claim": INVARIANT, **key, "ratio": ratio, "headline": ratio == ALL, "parts": {}}
+            rows.append({**about, **tested, "compared": len(_PARTNERS)})
     return rows
 
 
@@ -254,7 +218,7 @@ def _sentence(row: Mapping[str, Any]) -> str:
 
 def _measured(row: Mapping[str, Any]) -> str:
     """What the difference is of."""
-    pairs = f"{row['pairs']} pairs" if row["pairs"] != 1 else "one pair"
+    pairs = f"{row['compared']} pairs" if row["compared"] != 1 else "one pair"
     where = "over all ratios" if row["ratio"] == ALL else f"with {names.ratio(row['ratio'])} pruned"
     if row["claim"] == INVARIANT:
         return (
@@ -272,19 +236,11 @@ def claim_table(results: Results, name: str) -> Table | None:
     if rows.empty:
         return None
     parts = pd.DataFrame(list(rows["parts"]), index=rows.index, dtype=float)
-    text = pd.DataFrame(
-        {
-            "Model": rows["model"],
-            "Claim": rows["claim"].map(STATEMENTS),
-            "Pruned": [ratio if ratio == ALL else names.ratio(ratio) for ratio in rows["ratio"]],
-            "Pairs": rows["pairs"],
-            "Difference": rows["difference"],
-            "p": rows["p"],
-            "p (Holm)": rows["p_holm"],
-            "Verdict": rows["verdict"],
-        }
-    )
-    frame = pd.concat([text, parts], axis=1)
+    text = {"Model": "model", "Claim": "statement", "Pruned": "pruned"}
+    numbers = {"Pairs": "compared", "Difference": "difference", "p": "p", "p (Holm)": "p_holm"}
+    pruned = [ratio if ratio == ALL else names.ratio(ratio) for ratio in rows["ratio"]]
+    worded = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
+    frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",

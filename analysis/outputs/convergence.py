@@ -22,7 +22,7 @@ from analysis.outputs.captions import of_pass
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, tabulated
 from analysis.stats import overlap
 from analysis.stats.comparison import Comparison
 
@@ -150,8 +150,7 @@ def settling_table(study: Study, what: str, name: str) -> Table:
         caption="The keep-set after so many tokens against that of the whole calibration set: intersection over union, "
         "mean over layers and in the layer where it is lowest; what random sets would share. Change: share of the "
         f"{what}s kept at the end that are not kept yet. {_REMOVED[what]} Based on {of_pass(study)}",
-        frame=spelled(settlings(study, what), text | {shown: source for shown, (source, _) in numbers.items()}),
-        formats={shown: form for shown, (_, form) in numbers.items()},
+        **tabulated(settlings(study, what), text, numbers),
         blocks=("Model", "Pruned", "Calibration"),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from analysis.load.plans import BYTES
 from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEASURED, MEBIBYTE, measured_on, reading
+from analysis.outputs.score_rows import by_criterion
 from analysis.registry import Results, output
-from analysis.render.table import Table
+from analysis.render.table import Table, spelled
 
 if TYPE_CHECKING:
     from moe_lab.criteria.layer import Array
@@ -172,6 +173,7 @@ PASSES = {
 }
 """Kind of step -> the column its seconds are in."""
 TIME = "{:,.3f}"
+TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"}
 
 
 @output(
@@ -185,24 +187,17 @@ def scoring_table(results: Results, name: str) -> Table:
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     rows, machines = [], []
-    for cell in _in_order(cells):
-        names_of = [each for each in steps_behind(cell["scores_folder"], study.reader) if _counts(each)]
-        steps = time_and_memory(names_of, study.reader)
-        if set(steps["folder"]) != set(names_of) or not names_of:
-            continue
+    for cell, steps in _timed(study, cells, "scores_folder"):
         machines += list(steps["machine"])
-        facts = study.models.get(cell["model"], {})
         rows.append(
             {
-                "Model": cell["model"],
-                "Calibration": names.calibration(cell["calibration"]),
-                "Criterion": names.criterion(cell["criterion"]),
-                "Reads": names.listing(sorted(each.replace("_", " ") for each in set(steps["kind"]) - {"scores"})),
+                **cell,
+                "reads": names.listing(sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})),
                 "Scoring time (s)": steps["seconds"].sum(),
                 "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
                 GPU_PEAK: steps["gpu_peak"].max() / MEBIBYTE,
-                "Loading memory (MiB)": facts.get("parameters", float("nan")) * BYTES / MEBIBYTE,
+                "Loading memory (MiB)": _parameters(study, cell["model"]) * BYTES / MEBIBYTE,
             }
         )
     numbers = {"Scoring time (s)": TIME, "Of these, the scores (s)": TIME, "Peak memory (MiB)": "{:,.0f}"}
@@ -216,7 +211,7 @@ def scoring_table(results: Results, name: str) -> Table:
         "process at most, which may have done other steps before, and beside it that on GPUs, where some were used; "
         "loading memory: the model in bfloat16. "
         f"{MEASURED}{measured_on(machines)}{reading(study)}",
-        frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Reads", *formats]),
+        frame=spelled(pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}),
         formats=formats,
         best=dict.fromkeys(list(numbers)[:1], "min"),
         blocks=("Model",),
@@ -240,13 +235,11 @@ def allocation_table(results: Results, name: str) -> Table:
     cells = study.cells[(study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()]
     same = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     rows, machines = [], []
-    for cell in _in_order(cells.drop_duplicates(same)):
-        names_of = [each for each in steps_behind(cell["plan_folder"], study.reader) if _counts(each)]
-        steps = time_and_memory(names_of, study.reader)
-        if set(steps["folder"]) != set(names_of) or not names_of:
-            continue
+    for cell, steps in _timed(study, cells.drop_duplicates(same), "plan_folder"):
         machines += list(steps["machine"])
-        rows.append({**_cell_words(cell), **_by_pass(steps), "Total (s)": steps["seconds"].sum()})
+        # steps of a kind that has no column are in the total only
+        by_pass = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
+        rows.append({**cell, **by_pass, "Total (s)": steps["seconds"].sum()})
     columns = [column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)]
     formats = dict.fromkeys([*columns, "Total (s)"], TIME)
     return Table(
@@ -255,33 +248,23 @@ def allocation_table(results: Results, name: str) -> Table:
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The forward pass has the "
         "attributions of all experts at once, ablation runs the layers above again for every expert. "
         f"{MEASURED}{measured_on(machines)}{reading(study)}",
-        frame=pd.DataFrame(rows, columns=["Model", "Calibration", "Criterion", "Allocation", *formats]),
+        frame=spelled(
+            pd.DataFrame(rows), {**TEXT, "Allocation": "allocation", **{column: column for column in formats}}
+        ),
         formats=formats,
         blocks=("Model", "Calibration"),
         optional=tuple(columns),
     )
 
 
-def _in_order(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    order = names.in_order(cells["criterion"], names.CRITERIA)
-    place = cells["criterion"].map(order.index).astype(int)
-    return records(cells.assign(place=place).sort_values(["model", "place"], kind="stable"))
+def _timed(study: Study, cells: pd.DataFrame, folder: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Each cell, by criterion, with what the steps behind its `folder` took; only those of which all are known."""
+    for cell in records(by_criterion(cells, "model")):
+        behind = [name for name in steps_behind(cell[folder], study.reader) if step_kind(name) not in TIMELESS]
+        steps = time_and_memory(behind, study.reader)
+        if behind and set(steps["folder"]) == set(behind):
+            yield cell, steps
 
 
-def _counts(name: str) -> bool:
-    return step_kind(name) not in TIMELESS
-
-
-def _cell_words(cell: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "Model": str(cell["model"]),
-        "Calibration": names.calibration(str(cell["calibration"])),
-        "Criterion": names.criterion(str(cell["criterion"])),
-        "Allocation": names.allocated(str(cell["allocation"])),
-    }
-
-
-def _by_pass(steps: pd.DataFrame) -> dict[str, float]:
-    """Column -> seconds; steps of a kind that has no column are in the total only."""
-    sums = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
-    return {str(column): float(seconds) for column, seconds in sums.items()}
+def _parameters(study: Study, model: str) -> float:
+    return float(study.models.get(model, {}).get("parameters", np.nan))

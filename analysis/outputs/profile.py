@@ -17,6 +17,28 @@ from analysis.render.style import Figure
 from analysis.render.table import Table, spelled
 from analysis.stats.comparison import Comparison
 
+PROFILED = "a run with profile=true"
+
+
+@per_model("pruned")
+def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Token variance by layer."""
+    return profile_figure(results, comparison, name, VARIANCE)
+
+
+@output("aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED)
+def token_variance(results: Results, name: str) -> list[Item]:
+    """Token variance of hidden states by layer."""
+    return [*variance_figure(results, name), profile_table(results, name)]
+
+
+@output("router_entropy", chapter="inside", needs=PROFILED)
+@per_model("pruned")
+def router_entropy_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Entropy of the router by layer."""
+    return profile_figure(results, comparison, name, ENTROPY)
+
+
 VARIANCE, ENTROPY = "variance", "router_entropy"
 _TITLES = {VARIANCE: "How much hidden states differ between tokens", ENTROPY: "How undecided routers are"}
 _AXES = {VARIANCE: "token variance", ENTROPY: "router entropy (nats)"}
@@ -96,28 +118,6 @@ def profile_table(results: Results, name: str) -> Table:
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(numbers),
     )
-
-
-PROFILED = "a run with profile=true"
-
-
-@per_model("pruned")
-def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Token variance by layer."""
-    return profile_figure(results, comparison, name, VARIANCE)
-
-
-@output("aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED)
-def token_variance(results: Results, name: str) -> list[Item]:
-    """Token variance of hidden states by layer."""
-    return [*variance_figure(results, name), profile_table(results, name)]
-
-
-@output("router_entropy", chapter="inside", needs=PROFILED)
-@per_model("pruned")
-def router_entropy_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Entropy of the router by layer."""
-    return profile_figure(results, comparison, name, ENTROPY)
 
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

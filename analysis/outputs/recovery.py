@@ -148,7 +148,7 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
         return None
     sizes = [cost(study, chosen, "storage_bytes").to_numpy() for chosen in (changed, plain)]
     share = float(np.mean(sizes[0] / sizes[1]))
-    where = "at one ratio" if difference["pairs"] == 1 else f"mean over {difference['pairs']} ratios"
+    where = "at one ratio" if difference["compared"] == 1 else f"mean over {difference['compared']} ratios"
     noise = "within" if difference["low"] <= 0 <= difference["high"] else "beyond"
     size = "" if np.isnan(share) else f", and takes {names.share(share)} of the bytes" if share < 0.995 else ""
     mean, low, high = (names.signed(difference[column]) for column in ("difference", "low", "high"))

@@ -20,7 +20,7 @@ from analysis.outputs.score_rows import by_criterion, stacked
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, spelled, tabulated
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH, Numbers, column_targets, differences, scores
 from analysis.stats.comparison import Comparison
@@ -294,8 +294,7 @@ def search_table(results: Results, name: str) -> Table:
         "whose fitness was measured; full forwards: what they and the screening of proposals cost, counted in passes "
         "over the search set; layers run: share of the layers a schedule needed on average, the others were reused. "
         f"Based on {reading(study)}",
-        frame=spelled(rows, text | {shown: source for shown, (source, _) in numbers.items()}),
-        formats={shown: form for shown, (_, form) in numbers.items()},
+        **tabulated(rows, text, numbers),
     )
 
 

@@ -17,7 +17,7 @@ from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, reading, set
 from analysis.outputs.score_rows import stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, spelled, tabulated
 from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, scores
 from analysis.stats.comparison import Comparison
 
@@ -71,8 +71,7 @@ def cost_table(results: Results, name: str) -> Table:
         caption="Search: seconds of the process that finished it; peak memory: main memory of that process at most, "
         "beside it that on GPUs, where some were used; loading memory: the model in bfloat16. Based on "
         f"{reading(study)}",
-        frame=spelled(rows, {**TEXT, "Fitness": "fitness"} | {shown: column for shown, (column, _) in numbers.items()}),
-        formats={shown: form for shown, (_, form) in numbers.items()},
+        **tabulated(rows, {**TEXT, "Fitness": "fitness"}, numbers),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )

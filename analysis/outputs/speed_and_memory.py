@@ -18,7 +18,7 @@ from analysis.outputs.captions import MEBIBYTE, TIMED, reading
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table, spelled
+from analysis.render.table import Table, spelled, tabulated
 from analysis.stats.comparison import Comparison
 
 PREFILL, DECODE, FIRST, EACH = "Prefill (tokens/s)", "Decode (tokens/s)", "First token (ms)", "Per token (ms)"
@@ -205,13 +205,11 @@ def memory_table(results: Results, name: str) -> Table:
     }
     if len(memory):
         memory = memory.assign(before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE)
-    shown = {"Model": "model", "Pruned": "ratio"} | {column: source for column, (source, _) in numbers.items()}
     return Table(
         name=name,
         title="Loading memory",
         caption="Parameters of the whole model in bfloat16, exact from its configuration and the plans.",
-        frame=spelled(memory, shown),
-        formats={column: form for column, (_, form) in numbers.items()},
+        **tabulated(memory, {"Model": "model", "Pruned": "ratio"}, numbers),
     )
 
 

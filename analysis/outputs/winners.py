@@ -52,6 +52,35 @@ def pair_table(results: Results, name: str) -> Table:
     )
 
 
+def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
+    if win_rows.empty:
+        return []
+    return [winner_figure(win_rows, name, title), winner_table(results.study, win_rows, name)]
+
+
+@output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")
+def all_winners(results: Results, name: str) -> list[Item]:
+    """The winner map of all criteria."""
+    return _map_and_table(results, results.winners, name, "Best criterion by task and calibration set")
+
+
+@output("winners.loss", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration", needs=LOSSES)
+def winners_by_loss(results: Results, name: str) -> list[Item]:
+    """The winner map by the loss on right answers, where lower is better."""
+    by_loss = results.by_answer_loss
+    title = "Criterion with the lowest loss on correct answers, by task and calibration set"
+    items = _map_and_table(by_loss, by_loss.winners, name, title)
+    return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
+
+
+@output("unified.fig2")
+def baseline_winners(results: Results, name: str) -> list[Item]:
+    """The winner map of the five baselines of Unified Expert Pruning."""
+    return _map_and_table(
+        results, results.baseline_winners, name, "Best of the five baselines by task and calibration set"
+    )
+
+
 def winner_table(study: Study, win_rows: pd.DataFrame, name: str) -> Table:
     """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
     rows = win_rows.assign(
@@ -257,32 +286,3 @@ def _who_won(key: Mapping[str, Any], win_rows: pd.DataFrame, what: str) -> str:
         rest.append(f"{leader} reads no text: its one plan stands in every calibration set")
     tail = f" ({'; '.join(rest)})" if rest else ""
     return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."
-
-
-def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
-    if win_rows.empty:
-        return []
-    return [winner_figure(win_rows, name, title), winner_table(results.study, win_rows, name)]
-
-
-@output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")
-def all_winners(results: Results, name: str) -> list[Item]:
-    """The winner map of all criteria."""
-    return _map_and_table(results, results.winners, name, "Best criterion by task and calibration set")
-
-
-@output("winners.loss", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration", needs=LOSSES)
-def winners_by_loss(results: Results, name: str) -> list[Item]:
-    """The winner map by the loss on right answers, where lower is better."""
-    by_loss = results.by_answer_loss
-    title = "Criterion with the lowest loss on correct answers, by task and calibration set"
-    items = _map_and_table(by_loss, by_loss.winners, name, title)
-    return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
-
-
-@output("unified.fig2")
-def baseline_winners(results: Results, name: str) -> list[Item]:
-    """The winner map of the five baselines of Unified Expert Pruning."""
-    return _map_and_table(
-        results, results.baseline_winners, name, "Best of the five baselines by task and calibration set"
-    )

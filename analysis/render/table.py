@@ -72,6 +72,12 @@ def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     return pd.DataFrame(shown, columns=list(columns))
 
 
+def tabulated(rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Frame and formats of a table: displayed column -> column of `rows`; of numbers, that and their format."""
+    columns = {**text, **{shown: source for shown, (source, _) in numbers.items()}}
+    return {"frame": spelled(rows, columns), "formats": {shown: form for shown, (_, form) in numbers.items()}}
+
+
 def minus(number: str) -> str:
     """A number with a minus sign in place of the hyphen."""
     return number.replace("-", "−")

@@ -130,10 +130,10 @@ def pooled_difference(
     """The mean over pairs (cell, other) of their difference in score, groups weighing alike, paired over the items all
     cells share.
 
-    Returns pairs (how many), difference, low, high (95 %, the same drawn items for all cells), p. A pair of which a
-    result is missing is left out and not counted; NaN where none is left, or outcomes lack.
+    Returns compared (how many pairs), difference, low, high (95 %, the same drawn items for all cells), p. A pair of
+    which a result is missing is left out and not counted; NaN where none is left, or outcomes lack.
     """
-    empty = {"pairs": 0, **dict.fromkeys(("difference", "low", "high", "p"), np.nan)}
+    empty = {"compared": 0, **dict.fromkeys(("difference", "low", "high", "p"), np.nan)}
     score = comparison.score(target)
     complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
     complete = [pairs for pairs in complete if pairs]
@@ -145,7 +145,7 @@ def pooled_difference(
             weights[comparison.rows([cell, other])] += np.array([1, -1]) / len(pairs) / len(complete)
     used = np.flatnonzero(weights)
     means = [np.mean([comparison.difference(target, *pair) for pair in pairs]) for pairs in complete]
-    pooled = {**empty, "pairs": sum(map(len, complete)), "difference": float(np.mean(means))}
+    pooled = {**empty, "compared": sum(map(len, complete)), "difference": float(np.mean(means))}
     draws = comparison.paired_draws(target)
     if draws is None or np.isnan(draws[:, used]).any():
         return pooled

@@ -36,7 +36,7 @@ def test_searched_allocations_are_paired_with_uniform_ones_of_the_same_criterion
     """At 50 %: +10 and +12 of 40 items, mean 0.275; at 25 %: -1 of 40."""
     found = searched(first(20)).set_index("ratio")
     assert found["difference"].to_dict() == pytest.approx({0.25: -1 / 40, 0.5: 11 / 40})
-    assert found["pairs"].to_dict() == {0.25: 1, 0.5: 2}
+    assert found["compared"].to_dict() == {0.25: 1, 0.5: 2}
     assert found["headline"].to_dict() == {0.25: False, 0.5: True}, "the claim is asked at 50 %"
     assert found.loc[0.5, "verdict"] == "holds" and found.loc[0.25, "verdict"] == "undecided"
 
@@ -51,7 +51,7 @@ def test_the_interval_is_that_of_a_bootstrap_over_items() -> None:
 
 def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
     row = searched(None).set_index("ratio").loc[0.5]
-    assert row["pairs"] == 1 and row["difference"] == pytest.approx(10 / 40)
+    assert row["compared"] == 1 and row["difference"] == pytest.approx(10 / 40)
 
 
 def test_nothing_is_claimed_where_nothing_can_be_asked() -> None:
@@ -83,13 +83,13 @@ def test_channels_meet_only_experts_that_keep_as_much() -> None:
     """HEAPr +20 and CAMERA +10 over REAP; MAN keeps a tenth more and is left out, and so is what was quantised."""
     rows = channels().set_index(["claim", "ratio"])
     row = rows.loc[(claims.CHANNELS, 0.5)]
-    assert row["pairs"] == 2 and row["difference"] == pytest.approx(15 / 40) and row["verdict"] == "holds"
+    assert row["compared"] == 2 and row["difference"] == pytest.approx(15 / 40) and row["verdict"] == "holds"
     assert rows.loc[(claims.CHANNELS, claims.ALL), "difference"] == pytest.approx(15 / 40)
 
 
 def test_chance_meets_chance_and_a_claim_that_fails_says_so() -> None:
     row = channels().set_index(["claim", "ratio"]).loc[(claims.BY_CHANCE, claims.ALL)]
-    assert row["pairs"] == 1 and row["difference"] == pytest.approx(-4 / 40)
+    assert row["compared"] == 1 and row["difference"] == pytest.approx(-4 / 40)
     assert claims.verdict(row["low"], row["high"]) == row["verdict"] == "does not hold"
     said = claims.sentences(channels())
     assert len(said) == 2 and "holds here." in said[0] and "does not hold here: it is the other way round" in said[1]
@@ -157,7 +157,7 @@ def test_groups_of_pairs_weigh_alike() -> None:
     solved = [first(40), first(30), first(20), first(10), first(10)]
     comparison = comparison_of(axes, {"gsm8k": solved})
     found = pooled_difference(comparison, ("GSM8K",), [[(1, 3)], [(2, 3), (4, 3)]])
-    assert found["difference"] == pytest.approx(12.5 / 40) and found["pairs"] == 3
+    assert found["difference"] == pytest.approx(12.5 / 40) and found["compared"] == 3
     assert np.isnan(pooled_difference(comparison, ("GSM8K",), [])["difference"])
 
 
