@@ -33,7 +33,7 @@ from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harnesses import lm_eval_tasks
+from moe_lab.evaluation.harnesses import lm_eval
 from moe_lab.evaluation.harnesses.lm_eval_folders import folder
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.mirror.make import benchmarks, make
@@ -111,7 +111,7 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
     from moe_lab.evaluation.harnesses.lm_eval import first_items
 
-    return first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
+    return first_items(lm_eval.tasks(benchmark), benchmark.limit)
 
 
 def _same_text(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
@@ -165,7 +165,7 @@ def _adapter(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
 def _plain(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
     """lm-eval's evaluate() on the same tasks and items."""
     for benchmark in few:
-        _evaluate(subject, lm_eval_tasks.tasks(benchmark), benchmark)
+        _evaluate(subject, lm_eval.tasks(benchmark), benchmark)
 
 
 def _evaluate(subject: LocalModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
@@ -183,7 +183,7 @@ def _evaluate(subject: LocalModel, tasks: dict[str, Any], benchmark: BenchmarkCo
 
 
 def _fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
-    lm_eval_tasks._built.clear()
+    lm_eval._built.clear()
     _adapter(subject, few)
 
 

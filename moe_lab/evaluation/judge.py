@@ -25,7 +25,7 @@ from moe_lab.json_files import read_json, write_json
 from moe_lab.secret_settings import revealed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the second request; seconds before any, whatever the endpoint asks for."""
+"""Seconds before the second request; seconds before any request at most."""
 _BUSY = (408, 409, 425, 429)
 """HTTP status codes below 500 after which a request is sent again."""
 _EXCERPT = 80
@@ -72,13 +72,12 @@ class Judge:
         """
         self._stop.clear()
         self._refusal = None
-        by_number: dict[int, Verdict] = {}
         unscored: list[Verdict] = []
         with ThreadPoolExecutor(self.settings.parallel) as pool:
-            futures = {pool.submit(self._verdict, prompt): number for number, prompt in enumerate(prompts)}
+            futures = [pool.submit(self._verdict, prompt) for prompt in prompts]
             try:
                 for future in as_completed(futures):
-                    verdict = by_number[futures[future]] = future.result()
+                    verdict = future.result()
                     if self._refusal is not None:
                         raise self._refusal
                     if verdict.score is None:
@@ -91,7 +90,7 @@ class Judge:
             finally:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-        return [by_number[number] for number in range(len(prompts))]
+        return [future.result() for future in futures]
 
     def _verdict(self, prompt: str) -> Verdict:
         file = self._file(prompt)

@@ -26,7 +26,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, suite
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.harnesses import lm_eval_tasks, perplexity
+from moe_lab.evaluation.harnesses import lm_eval, perplexity
 from moe_lab.evaluation.harnesses.lm_eval import evaluate
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.mirror.make import benchmarks, make
@@ -169,7 +169,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LocalModel, tm
     random.seed(1)
     first = evaluate(reader, benchmark, Policy())
     again = evaluate(reader, benchmark, Policy())
-    lm_eval_tasks._built.clear()
+    lm_eval._built.clear()
     random.seed(2)
     fresh = evaluate(reader, benchmark, Policy())
     assert first.samples == again.samples == fresh.samples
@@ -247,7 +247,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     (work / "Rowan" / "hellaswag" / "validation.jsonl").write_text('{"label": "0"}\n')
     monkeypatch.chdir(work)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lm_eval_tasks._built.clear()
+    lm_eval._built.clear()
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state(), datasets.load_dataset
     bars = datasets.are_progress_bars_disabled()
     capfd.readouterr()
@@ -324,7 +324,7 @@ def test_one_folder_is_indexed_and_the_longest_go_first(
             super().__init__(**settings)
             indexed.append(len(self.task_index))
 
-    monkeypatch.setattr(lm_eval_tasks, "TaskManager", Manager)
+    monkeypatch.setattr(lm_eval, "TaskManager", Manager)
     passages = [{**BOOLQ[0], "passage": "salt " * (7 * n % 11)} for n in range(10)]
     benchmark = replace(mirrored(tmp_path, "boolq", passages), batch_size=3)
     shapes: list[tuple[int, ...]] = []

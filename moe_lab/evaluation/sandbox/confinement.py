@@ -1,7 +1,7 @@
-"""Linux namespaces for one process: no network, nothing writable, nothing to read but Python itself.
+"""Confine a process by Linux namespaces: no network, nothing writable, nothing to read but Python itself.
 
-Standard library only, because the process that calls this has nothing else in memory. Every step that fails ends the
-confinement with an OSError: there is no weaker variant to fall back to.
+Standard library only, because the calling process has nothing else in memory. A step that fails raises OSError; there
+is no weaker fallback.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _visible_paths() -> list[str]:
-    """What programs can read: the system's libraries, the interpreter and its packages; parents before children."""
-    wanted = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
-    wanted |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
-    chosen: list[str] = []
-    for path in sorted(path for path in wanted if path and os.path.exists(path)):
-        if not any(path == parent or path.startswith(parent + "/") for parent in chosen):
-            chosen.append(path)
-    return chosen
+    """Paths that programs can read: the system's libraries, the interpreter and its packages; none within another."""
+    paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
+    paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
+    visible: list[str] = []
+    for path in sorted(path for path in paths if path and os.path.exists(path)):
+        if not any(path == parent or path.startswith(parent + "/") for parent in visible):
+            visible.append(path)
+    return visible
 
 
 def _bind(source: str) -> None:
@@ -96,7 +96,7 @@ def _mounts() -> dict[str, str]:
 
 
 def _replace_root(hidden: Iterable[str]) -> None:
-    """Make a new file system the only one: read-only, with what Python needs, without `hidden`."""
+    """Replace the root by a read-only file system with the visible paths, in which the folders `hidden` are empty."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
@@ -122,10 +122,10 @@ def _drop_capabilities() -> None:
 
 
 def _refuse_calls() -> None:
-    """From now on this process and all it starts get EPERM from the calls of `_REFUSED_CALLS`, and EAFNOSUPPORT for
-    every socket but a pair of local ones.
+    """Make the calls of `_REFUSED_CALLS` fail with EPERM in this process and all it starts, and every socket but a pair
+    of local ones with EAFNOSUPPORT.
 
-    A filter instead of limits of the IPC namespace, because those are not for an unprivileged user to set.
+    A filter instead of limits of the IPC namespace, because an unprivileged user cannot set those.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
@@ -136,9 +136,9 @@ def _refuse_calls() -> None:
     kill, refuse, allow = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
     no_family = 0x00050000 | errno.EAFNOSUPPORT
     call, abi_of_call, first_argument = 0, 4, 16  # offsets in struct seccomp_data; its numbers are little-endian here
-    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (give, 0, 0, kill)]  # another ABI, other numbers
+    steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (give, 0, 0, kill)]  # of another ABI, whose numbers differ
     steps += [(load, 0, 0, call)]
-    steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]  # x86_64's calls have a second set of numbers up there
+    steps += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]  # x86_64 has a second set of numbers from there on
     for number in refused:
         steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
     steps += [(equal, 0, 1, sockets), (give, 0, 0, no_family)]
@@ -155,7 +155,7 @@ def _refuse_calls() -> None:
 
 
 def _become_own_user() -> None:
-    """A user namespace in which this user is the only one, and may mount."""
+    """Enter a user namespace in which this user is the only one, and may mount."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _NEW_USER)
     Path("/proc/self/setgroups").write_text("deny")
@@ -164,16 +164,16 @@ def _become_own_user() -> None:
 
 
 def enter(hidden: Iterable[str] = ()) -> None:
-    """Confine this process for good.
+    """Confine this process irrevocably.
 
-    Afterwards: no network and no socket but local pairs, own processes, IPC and host name, a read-only root without
-    /proc, /home or /tmp, no capability and no way to gain one, no memory that outlives its process. The caller goes on
-    as process 1 of its tree, in a fork whose parent waits.
-    Root becomes the user `nobody` first, because limits on processes do not bind root.
+    Afterwards it has no network and no socket but local pairs; separate processes, IPC and host name; a read-only root
+    without /proc, /home or /tmp; no capability and no way to gain one; no memory that outlives its process. The caller
+    continues as process 1 of its process tree, in a fork whose parent waits. Root becomes the user `nobody`, because
+    limits on processes do not apply to root.
 
-    Raises OSError naming the call the kernel refused.
+    Raises OSError naming the call that the kernel refused.
     """
-    os.umask(0o022)  # folders made on the way to a visible path must let the user `nobody` through
+    os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
     is_root = os.geteuid() == 0
     if not is_root:
         _become_own_user()
@@ -191,7 +191,7 @@ def enter(hidden: Iterable[str] = ()) -> None:
 
 
 def die_with_parent() -> None:
-    """Kill this process when the one that started it ends, however that ends (Linux; elsewhere nothing happens)."""
+    """Let the kernel kill this process when its parent ends for any reason (Linux; elsewhere nothing happens)."""
     if sys.platform.startswith("linux"):
         _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
@@ -206,17 +206,16 @@ def _continue_as_first_process() -> None:
 
 
 def new_process_tree() -> None:
-    """The next child is process 1 of a tree of its own: it sees nobody else, and all of the tree dies with it."""
+    """Make the next child process 1 of a new process tree: it sees no other process, and the tree dies with it."""
     _call("unshare", _NEW_USER | _NEW_PIDS)
     _drop_capabilities()
 
 
 def in_child(work: Callable[[], str], seconds: int, memory: int) -> str | None:
-    """What `work` returns in a fork of this process; None if it ends without, as it does at a limit.
+    """The result of `work` in a fork of this process; None if the fork ends without one, as at a limit.
 
-    For work on something that a model wrote, which can be made to take hours or gigabytes. `seconds` are CPU seconds,
-    `memory` is in bytes beside what this process has mapped (Linux). Other threads may run: `work` must not wait for
-    anything that they hold.
+    For work on what a model wrote, which can be made to take hours or gigabytes. `seconds` are CPU seconds; `memory` is
+    in bytes, besides what this process has mapped (Linux). `work` must not wait for anything that other threads hold.
     """
     receiving, sending = os.pipe()
     child = os.fork()
@@ -241,7 +240,7 @@ def in_child(work: Callable[[], str], seconds: int, memory: int) -> str | None:
 
 
 def _limit(limits: dict[int, int]) -> None:
-    """Hard limits of this process; one that is lower already stays."""
+    """Set hard limits of this process, but do not raise any."""
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -249,8 +248,8 @@ def _limit(limits: dict[int, int]) -> None:
 
 
 def limit_process(memory: int, processes: int) -> None:
-    """Hard limits of this process and its children: `memory` bytes of address space (Linux; macOS refuses to set it),
-    so many processes of this user, no file output, no core dump."""
+    """Set hard limits of this process and its children: `memory` bytes of address space (not on macOS, which refuses
+    it), `processes` processes of this user, no file output, no core dump."""
     limits = {
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_FSIZE: 0,
