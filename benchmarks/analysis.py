@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from analysis import report
 from analysis.load.study import load
+from benchmarks.measure import timed
 
 REBUILD, LOAD = 60, 5
 """Seconds that the two may take."""
 FEW = ("frequency", "reap", "man", "ean")
-
-
-def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What `work` gives, and the seconds it took: by the clock, of the processor."""
-    clock, processor = time.perf_counter(), time.process_time()
-    made = work()
-    return made, time.perf_counter() - clock, time.process_time() - processor
 
 
 def _seconds(clock: float, processor: float, allowed: int) -> str:

@@ -14,17 +14,16 @@ Exit code 1 when a bar fails.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import parser
+from benchmarks.measure import parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
@@ -72,17 +71,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _check(benchmark: BenchmarkConfig) -> bool:
-    clock = _clock()
-    questions = evalscope.ask(benchmark)
-    print(f"{benchmark.name}: {len(questions)} questions, {clock()}", flush=True)
+    questions, wall, used = timed(lambda: evalscope.ask(benchmark))
+    print(f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {used:.0f} s of processor time", flush=True)
     own = own_answers(benchmark, questions)
     failed = False
     for kind, change, right in (("own answers", _own, 1.0), ("plus one", _plus_one, 0.0), ("others'", _others, 0.0)):
         given = [change(own, number) for number in range(len(own))]
         answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
-        graded = evalscope.grade(answers, benchmark, Policy())
+        graded, wall, used = timed(partial(evalscope.grade, answers, benchmark, Policy()))
         score = round(sum(sample["outcome"] for sample in graded.samples))
-        print(f"{benchmark.name}: {kind}: {score}/{len(questions)} right, {clock()}", flush=True)
+        seconds = f"{wall:.0f} s, {used:.0f} s of processor time"
+        print(f"{benchmark.name}: {kind}: {score}/{len(questions)} right, {seconds}", flush=True)
         for sample, wanted, text in zip(graded.samples, own, given, strict=True):
             if sample["outcome"] != right:
                 failed |= change is not _others
@@ -122,26 +121,6 @@ def _others(answers: Sequence[str], number: int) -> str:
     """The next answer that is not written alike."""
     following = [*answers[number + 1 :], *answers[:number]]
     return next(text for text in following if text != answers[number])
-
-
-def _clock() -> Callable[[], str]:
-    """Seconds on the wall and of processor time, of this process's children too, since it was last asked."""
-    last = [time.monotonic(), _processor_seconds()]
-
-    def say() -> str:
-        now = [time.monotonic(), _processor_seconds()]
-        wall, used = (after - before for after, before in zip(now, last, strict=True))
-        last[:] = now
-        return f"{wall:.0f} s, {used:.0f} s of processor time"
-
-    return say
-
-
-def _processor_seconds() -> float:
-    return sum(
-        used.ru_utime + used.ru_stime
-        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    )
 
 
 if __name__ == "__main__":

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import parser
+from benchmarks.measure import parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
@@ -80,10 +78,9 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
     problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
     answers = [_answer(question, problems[question.item], program) for question in ask(benchmark)]
     policy = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
-    wall, processor = time.monotonic(), _processor()
-    results = grade(answers, benchmark, policy).results
-    base, plus = (round(result["score"] * result["n"]) for result in results)
-    return Count(base, plus, time.monotonic() - wall, _processor() - processor)
+    graded, wall, used = timed(lambda: grade(answers, benchmark, policy))
+    base, plus = (round(result["score"] * result["n"]) for result in graded.results)
+    return Count(base, plus, wall, used)
 
 
 def _answer(question: Question, problem: Problem, program: Callable[[Problem], str]) -> Answer:
@@ -91,12 +88,6 @@ def _answer(question: Question, problem: Problem, program: Callable[[Problem], s
         return Answer(question.item, question.prompt, program(problem).removeprefix(problem["prompt"]))
     said = f"Here is a solution:\n\n```python\n{program(problem)}\n```\n\nIt does what was asked."
     return Answer(question.item, json.dumps(question.prompt), said)
-
-
-def _processor() -> float:
-    """Processor seconds of all that this process has started and waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.measure import GIB, bytes_of, describe, drop_cache, in_own_process, parser, peak, reading_seconds
+from benchmarks.measure import GIB, bytes_of, describe, drop_cache, in_own_process, parser, peak, reading_seconds, timed
 from benchmarks.models import CONFIGURATIONS, published_model
 from benchmarks.statistics import batch
 from moe_lab.models.discover import moe_layers
@@ -162,11 +162,9 @@ def _stream(
 
 
 def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]]:
-    """What `run` makes, and what that takes."""
-    start, worked = time.monotonic(), time.process_time()
-    made = run()
-    took, working = time.monotonic() - start, time.process_time() - worked
-    return made, {"seconds": took, "CPU seconds": working, "peak GiB": peak(device) / GIB}
+    """The result of `run`, and the time and memory that it takes."""
+    made, wall, used = timed(run)
+    return made, {"seconds": wall, "CPU seconds": used, "peak GiB": peak(device) / GIB}
 
 
 PARTS = {"write": _write, "read": _read, "resident": _resident, "streamed": _streamed, "short": _short}
