@@ -48,7 +48,13 @@ def allocate(
         raise UserError(f"scores are of another model: experts per layer {scored}, expected {n_experts}")
     values = {layer: finite("scores", layer, scores[layer], (count,)) for layer, count in n_experts.items()}
     with _of_routed(settings, model) as ratio:
-        problem = Experts(ratio, limits(layers, settings["multiple_of"]), values, evidence or {}, settings.get("path"))
+        problem = Experts(
+            ratio=ratio,
+            scores=values,
+            evidence=evidence or {},
+            path=settings.get("path"),
+            limits=limits(layers, settings["multiple_of"]),
+        )
         return function(problem, **own(function, settings["parameters"]))
 
 
@@ -74,7 +80,7 @@ def budgets(
     alignment = align.parse(settings["parameters"].get("align"))
 
     def budgets_at(ratio: float) -> Budgets:
-        problem = Channels(ratio, values, evidence or {}, settings.get("path"))
+        problem = Channels(ratio=ratio, scores=values, evidence=evidence or {}, path=settings.get("path"))
         kept = function(problem, **own(function, settings["parameters"]))
         if alignment is not None:
             kept = align.align(kept, values, alignment)
@@ -89,29 +95,24 @@ def budgets(
         return _or_nearest(budgets_at, ratio)
 
 
-def fits(
-    settings: Mapping[str, Any],
-    layers: Layers,
-    granularity: Granularity,
-    model: Mapping[str, Any] | None = None,
-) -> None:
+def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
     """UserError when ratio, multiple_of or block is not feasible in these layers, as far as is known without scores.
 
-    `layers` as in `allocate`; for channels each also has a width, or nothing is said about blocks. ratio_basis=model
-    is left for later when `model` is None.
+    `layers` as in `allocate`; for channels each also has a width, or nothing is said about blocks. Nothing is
+    checked with ratio_basis=model, which needs the parameters of the model.
     """
-    if settings.get("ratio_basis", "routed") != "routed" and model is None:
+    ratio = settings["ratio"]
+    if settings.get("ratio_basis", "routed") != "routed":
         return
-    with _of_routed(settings, model) as ratio:
-        if granularity == "channel":
-            check_ratio(ratio, 0.99)
-            alignment = align.parse(settings["parameters"].get("align"))
-            if alignment is not None:
-                align.check_fits(alignment, {n: facts for n, facts in layers.items() if "width" in facts}, ratio)
-        elif settings["name"] in ("uniform", "reconstruction", "sequential"):
-            uniform.same_share(limits(layers, settings["multiple_of"]), ratio)
-        elif settings["name"] != "list":
-            budget(limits(layers, settings["multiple_of"]), ratio)
+    if granularity == "channel":
+        check_ratio(ratio, 0.99)
+        alignment = align.parse(settings["parameters"].get("align"))
+        if alignment is not None:
+            align.check_fits(alignment, {n: facts for n, facts in layers.items() if "width" in facts}, ratio)
+    elif settings["name"] in ("uniform", "reconstruction", "sequential"):
+        uniform.same_share(limits(layers, settings["multiple_of"]), ratio)
+    elif settings["name"] != "list":
+        budget(limits(layers, settings["multiple_of"]), ratio)
 
 
 def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:

@@ -25,18 +25,24 @@ class Infeasible(UserError):
     """Not feasible at this ratio, and perhaps at a smaller one."""
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Whole experts are to go: how many of each layer?"""
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What every allocation is given."""
 
     ratio: float
-    """Share of the routed experts to remove."""
-    limits: dict[int, Limits]
+    """Share of the routed experts, or of their channels, to remove."""
     scores: dict[int, Array]
-    """Layer -> (E,), higher means keep."""
+    """Layer -> a score per expert (E,), or per channel (E, I); higher means keep."""
     evidence: Evidence
     path: str | None = None
     """The file of allocation=list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Problem):
+    """Whole experts are to go: how many of each layer?"""
+
+    limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
         """Layer -> experts to remove, when layers keep in proportion to share * size."""
@@ -52,17 +58,8 @@ class Experts:
         return dict(zip(self.limits, (count - kept).tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class Channels:
+class Channels(Problem):
     """Channels are to go: how many does each expert keep?"""
-
-    ratio: float
-    """Share of the routed experts' channels to remove."""
-    scores: dict[int, Array]
-    """Layer -> (E, I), higher means keep."""
-    evidence: Evidence
-    path: str | None = None
-    """The file of allocation=list."""
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
