@@ -19,7 +19,7 @@ from analysis.load.reader import groups, records
 from analysis.load.settings import is_searched
 from analysis.outputs.captions import setting
 from analysis.outputs.score_rows import by_ratio
-from analysis.registry import Results, output
+from analysis.registry import Results, output, part
 from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import group_targets, pooled_difference
@@ -191,6 +191,13 @@ STATEMENTS = {
 }
 PAPERS = {SEARCHED: "claimed by EvoESAP", CHANNELS: "claimed by HEAPr", INVARIANT: "claimed by Unified Expert Pruning"}
 PAPERS[BY_CHANCE] = "a control"
+
+
+@part("text.headline")
+def claim_headline(results: Results) -> list[tuple[str, str]]:
+    """Which claims of the papers hold in this study."""
+    rows = claims(results.comparisons, results.study.costs, results.study.family)
+    return [("Claim", sentence) for sentence in sentences(rows)]
 
 
 def sentences(rows: pd.DataFrame) -> list[str]:

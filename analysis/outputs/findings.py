@@ -12,7 +12,6 @@ from analysis.load.reader import groups, records
 from analysis.load.settings import removed
 from analysis.load.study import Study
 from analysis.names import capitalised
-from analysis.outputs.claims import claims, sentences
 from analysis.outputs.convergence import convergence_findings
 from analysis.outputs.coverage import coverage_summary
 from analysis.outputs.winners import competitor, where_pruned, who_won, winner_views
@@ -24,13 +23,12 @@ from analysis.stats.winners import LEVEL, MEAN
 
 @part("text.headline")
 def headline(results: Results) -> list[tuple[str, str]]:
-    """What stands at the top of the report, each with a word on what it is about, in the order a reader asks."""
-    study, comparisons, found = results.study, results.comparisons, results.winners
-    lines = [("Claim", sentence) for sentence in sentences(claims(comparisons, study.costs, study.family))]
+    """What won, which pairs of criteria differ, and the best plan of each model; claims and recovery add theirs."""
+    study, found = results.study, results.winners
     pruned = found[found["ratio"] > 0] if len(found) else found
-    lines += [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
+    lines = [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
     lines += [("Verdicts", sentence) for sentence in pair_finding(results.decided_pairs)]
-    for comparison in comparisons:
+    for comparison in results.comparisons:
         lines += [("Best average", sentence) for sentence in best_plan(comparison)]
     return lines
 
