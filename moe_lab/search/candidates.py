@@ -176,10 +176,10 @@ def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
 
 def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:
     """The rows with the positions to judge; UserError when there is none."""
-    luck = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     batches = []
     for ids, valid, answers in rows:
-        at = contexts(ids, answers, shift=settings.shift, luck=luck)
+        at = contexts(ids, answers, shift=settings.shift, generator=generator)
         if len(at.rows):
             end = int(at.where.any(0).nonzero().max()) + 1
             at = Contexts(at.where[:, :end], at.rows, at.targets, at.draws)

@@ -26,7 +26,7 @@ class Contexts:
     targets: torch.Tensor
     """(N,) token that follows it; 0 after the last one of a row."""
     draws: torch.Tensor
-    """(N,) fp64 in [0, 1): the luck of each position, the same for all candidates."""
+    """(N,) fp64 in [0, 1): the random number of each position, the same for all candidates."""
 
 
 PositionFitness = Callable[[torch.Tensor, torch.Tensor, Contexts], torch.Tensor]
@@ -39,7 +39,7 @@ def esap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
-    """Speculative acceptance of one token: y ~ q by the position's luck, then min(1, p_y / q_y). Its mean is esap."""
+    """Speculative acceptance of one token: y ~ q by the position's draw, then min(1, p_y / q_y). Its mean is esap."""
     y = drawn(log_q.exp(), at.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
@@ -73,14 +73,14 @@ WITHOUT_FULL = ("nll",)
 """Those that need no distribution of the full model."""
 
 
-def drawn(probabilities: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
-    """(N,) tokens from (N, V) probabilities, which need not add up to 1: the token that share `luck` (N,) falls on."""
+def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """(N,) tokens from (N, V) probabilities, which need not add up to 1: the token that share `draws` (N,) falls on."""
     total = probabilities.double().cumsum(-1)
-    tokens = torch.searchsorted(total, (luck * total[:, -1])[:, None], right=True)[:, 0]
+    tokens = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True)[:, 0]
     return tokens.clamp(max=total.shape[1] - 1)
 
 
-def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, luck: torch.Generator) -> Contexts:
+def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator) -> Contexts:
     """The positions to judge of a batch of ids (B, S) with answer tokens marked (B, S).
 
     `shift`: the positions just before answer tokens, whose next token is one (a row's first token has none before).
@@ -93,7 +93,7 @@ def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, luck: tor
         where = answers.clone()
     following = torch.zeros_like(ids)
     following[:, :-1] = ids[:, 1:]
-    draws = torch.rand(int(where.sum()), generator=luck, dtype=torch.float64)
+    draws = torch.rand(int(where.sum()), generator=generator, dtype=torch.float64)
     return Contexts(where, where.nonzero()[:, 0], following[where], draws)
 
 

@@ -46,7 +46,7 @@ class DraftingCandidates:
         self.decoder = Decoder(model)
         self.batches = [prompts(*batch) for batch in rows]
         self.rows = sum(map(len, self.batches))
-        self.luck = torch.rand(
+        self.draws = torch.rand(
             self.rows, settings.max_new_tokens, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
         )
         self.cost = Cost()
@@ -73,8 +73,8 @@ class DraftingCandidates:
 
         counts: list[tuple[int, int]] = []
         for texts in self.batches:
-            luck = self.luck[len(counts) : len(counts) + len(texts)]
-            counts += accepted_and_proposed(texts, luck, candidate, full, ends=self.ends)
+            draws = self.draws[len(counts) : len(counts) + len(texts)]
+            counts += accepted_and_proposed(texts, draws, candidate, full, ends=self.ends)
         accepted, proposed = zip(*counts, strict=True)
         return average(accepted, proposed, self.settings.averaging)
 
@@ -97,7 +97,7 @@ class Row:
     """One text as it grows."""
 
     ids: list[int]
-    luck: torch.Tensor
+    draws: torch.Tensor
     """(steps, 3) fp64 in [0, 1): of the draft, its acceptance, and the token after it; the same for all candidates."""
     ends: frozenset[int]
     room: int
@@ -130,18 +130,20 @@ def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> li
 
 def accepted_and_proposed(
     texts: Sequence[Sequence[int]],
-    luck: torch.Tensor,
+    draws: torch.Tensor,
     candidate: Probabilities,
     full: Probabilities,
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
     """(accepted, proposed) tokens for each text, which grows up to one of the tokens `ends` or by the number of steps
-    in `luck` (texts, steps, 3), which decides all draws. An empty text proposes nothing.
+    in `draws` (texts, steps, 3), which decides all draws. An empty text proposes nothing.
 
     Two forward passes a step over the texts that are not finished, without a cache.
     """
-    rows = [Row(list(text), luck[number], ends, luck.shape[1], finished=not text) for number, text in enumerate(texts)]
+    rows = [
+        Row(list(text), draws[number], ends, draws.shape[1], finished=not text) for number, text in enumerate(texts)
+    ]
     while active := [row for row in rows if not row.finished]:
         _step(active, candidate, full)
     return [(row.accepted, row.proposed) for row in rows]
@@ -149,15 +151,15 @@ def accepted_and_proposed(
 
 def _step(rows: Sequence[Row], candidate: Probabilities, full: Probabilities) -> None:
     """Draft one token for each row, verify it, and let the full model add one."""
-    luck = torch.stack([row.luck[row.proposed] for row in rows])
+    draws = torch.stack([row.draws[row.proposed] for row in rows])
     q = candidate(*_padded([row.ids for row in rows], 1))
-    draft = drawn(q, luck[:, 0])
+    draft = drawn(q, draws[:, 0])
     verified = full(*_padded([[*row.ids, int(token)] for row, token in zip(rows, draft, strict=True)], 2))
     p, after = verified[0::2], verified[1::2]
     chosen = draft[:, None]
-    accepted = luck[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
+    accepted = draws[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
     rest = (p - q).clamp(min=0)
-    following = drawn(torch.where(accepted[:, None], after, rest), luck[:, 2])
+    following = drawn(torch.where(accepted[:, None], after, rest), draws[:, 2])
     for row, token, good, other in zip(rows, draft.tolist(), accepted.tolist(), following.tolist(), strict=True):
         row.proposed += 1
         row.accepted += good

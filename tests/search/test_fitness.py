@@ -61,7 +61,7 @@ def test_row_sums_against_fp64(name: str) -> None:
     ids = torch.randint(0, 11, (3, 9), generator=generator)
     answers = torch.rand(3, 9, generator=generator) < 0.5
     answers[1] = False
-    at = contexts(ids, answers, shift=True, luck=generator)
+    at = contexts(ids, answers, shift=True, generator=generator)
     full, pruned = (3 * torch.randn(len(at.rows), 11, generator=generator) for _ in range(2))
     expected = [0.0] * 3
     places = [(row, place) for row in range(3) for place in range(8) if answers[row, place + 1]]
@@ -76,9 +76,9 @@ def test_contexts_are_just_before_answers_or_on_them() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
-    shifted = contexts(ids, answers, shift=True, luck=luck)
+    shifted = contexts(ids, answers, shift=True, generator=luck)
     assert shifted.where.tolist() == [[False, True, True, False]] and shifted.targets.tolist() == [7, 8]
-    released = contexts(ids, answers, shift=False, luck=luck)
+    released = contexts(ids, answers, shift=False, generator=luck)
     assert released.where.tolist() == answers.tolist() and released.targets.tolist() == [6, 8, 0]
 
 
