@@ -67,9 +67,13 @@ def coverage_table(study: Study, name: str) -> Table:
     """How many tokens the calibration sets sent to the experts."""
     text = {"Model": "model", "Calibration": "calibration"}
     numbers = {
-        "Experts": "experts", "Unseen": "unseen", "Rare": "rare", "Least tokens": "least", "Median tokens": "median",
+        "Experts": "experts",
+        "Unseen": "unseen",
+        "Rare": "rare",
+        "Least tokens": "least",
+        "Median tokens": "median",
         "Most tokens": "most",
-    }  # fmt: skip
+    }
     return Table(
         name=name,
         title="Tokens per expert",

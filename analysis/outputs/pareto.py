@@ -94,9 +94,12 @@ def pareto_table(results: Results, name: str) -> Table:
         "all" if row.all() else ", ".join(word for word, on in zip(words, row, strict=True) if on) for row in marks
     ]
     text = {
-        "Model": "model", "Criterion": "method", "Calibration": "calibration", "Pruned": "pruned",
+        "Model": "model",
+        "Criterion": "method",
+        "Calibration": "calibration",
+        "Pruned": "pruned",
         "Removes": "granularity",
-    }  # fmt: skip
+    }
     numbers = {
         "Avg": ("avg", SCORE),
         "Parameters kept": ("parameters_kept", "{:.1%}"),
@@ -180,10 +183,16 @@ def _marks(pruned: pd.DataFrame) -> dict[str, Line2D]:
         # hollow for whole experts, half-full for four bits
         quantised = row["bits"] == 4
         marks[label] = style.key(
-            label, linestyle="none", marker=shape, markersize=4.6, color=shade, markeredgewidth=1.0,
-            fillstyle="left" if quantised else "full", markerfacecoloralt=style.SURFACE,
+            label,
+            linestyle="none",
+            marker=shape,
+            markersize=4.6,
+            color=shade,
+            markeredgewidth=1.0,
+            fillstyle="left" if quantised else "full",
+            markerfacecoloralt=style.SURFACE,
             markerfacecolor=style.SURFACE if granularity == "expert" and not quantised else shade,
-        )  # fmt: skip
+        )
     order = {names.method(method): place for place, method in enumerate(methods)}
     return dict(sorted(marks.items(), key=lambda item: order.get(item[0], len(order))))
 

@@ -95,8 +95,12 @@ def profile_table(results: Results, name: str) -> Table:
             frames.append(own.join(about, on="cell").assign(of_unpruned=own["variance"] / own["layer"].map(whole)))
     rows = pd.concat(frames[1:] or frames, ignore_index=True)
     text = {
-        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method", "Layer": "layer",
-    }  # fmt: skip
+        "Model": "model",
+        "Pruned": "pruned",
+        "Calibration": "calibration",
+        "Criterion": "method",
+        "Layer": "layer",
+    }
     numbers = {
         "Token variance": ("variance", "{:.3f}"),
         "Of the unpruned": ("of_unpruned", "{:.0%}"),

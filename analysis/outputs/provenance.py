@@ -19,10 +19,15 @@ def artefact_table(results: Results, name: str) -> Table:
         pruned=pruned(cells), evaluations=[" ".join(evaluations.get(cell, [])) for cell in cells.index]
     )
     text = {
-        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "method",
-        "Plan": "plan_folder", "Scores": "scores_folder", "Statistics": "statistics_folder",
+        "Model": "model",
+        "Pruned": "pruned",
+        "Calibration": "calibration",
+        "Criterion": "method",
+        "Plan": "plan_folder",
+        "Scores": "scores_folder",
+        "Statistics": "statistics_folder",
         "Evaluations": "evaluations",
-    }  # fmt: skip
+    }
     return Table(
         name=name,
         title="Files behind each row",

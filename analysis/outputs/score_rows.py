@@ -212,10 +212,14 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
         first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
         shade = style.colour(method)
         lines[method] = style.key(
-            names.method(method), color=shade, linewidth=1.3, linestyle=_PATTERNS[place % len(_PATTERNS)],
-            marker=style.MARKERS[(first + place) % len(style.MARKERS)], markersize=3.5,
+            names.method(method),
+            color=shade,
+            linewidth=1.3,
+            linestyle=_PATTERNS[place % len(_PATTERNS)],
+            marker=style.MARKERS[(first + place) % len(style.MARKERS)],
+            markersize=3.5,
             markerfacecolor=style.SURFACE if place else shade,
-        )  # fmt: skip
+        )
     return lines
 
 

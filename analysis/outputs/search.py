@@ -275,9 +275,13 @@ def search_table(results: Results, name: str) -> Table:
         called=rows["fitness"].astype(object).map(lambda fitness: str(fitness).upper()),
     )
     text = {
-        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Criterion": "criterion",
-        "Fitness": "called", "Removed per layer": "schedule",
-    }  # fmt: skip
+        "Model": "model",
+        "Pruned": "pruned",
+        "Calibration": "calibration",
+        "Criterion": "criterion",
+        "Fitness": "called",
+        "Removed per layer": "schedule",
+    }
     numbers = {
         "Uniform": ("uniform_fitness", "{:.4f}"),
         "Best": ("best_fitness", "{:.4f}"),

@@ -65,9 +65,13 @@ def speed_table(results: Results, name: str) -> Table:
         frames.append(requests(study).merge(about, left_on="cell", right_index=True))
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text = {
-        "Model": "model", "Pruned": "ratio", "Criterion": "label", "Device": "device", "Prompts": "batch_size",
+        "Model": "model",
+        "Pruned": "ratio",
+        "Criterion": "label",
+        "Device": "device",
+        "Prompts": "batch_size",
         "Tokens each": "prompt_length",
-    }  # fmt: skip
+    }
     sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
     frame = spelled(rows, text | {column: column for column in (*SPEEDS, *sizes)})
     ends = [rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]) for end in (" low", " high")]

@@ -89,9 +89,14 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str) -> Table:
         verdict=[verdict(row) for row in records(win_rows)],
     )
     text = {
-        "Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Column": "column", "Winner": "winner",
-        "Runner-up": "runner_up", "Verdict": "verdict",
-    }  # fmt: skip
+        "Model": "model",
+        "Pruned": "pruned",
+        "Calibration": "calibration",
+        "Column": "column",
+        "Winner": "winner",
+        "Runner-up": "runner_up",
+        "Verdict": "verdict",
+    }
     numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
     return Table(
         name=name,
