@@ -55,7 +55,7 @@ def unseen(coverage: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-@output("coverage", chapter="coverage")
+@output("tokens_per_expert", chapter="coverage")
 def tokens_per_expert(results: Results, name: str) -> list[Item]:
     """How many tokens the calibration sets sent to the experts."""
     if results.study.coverage.empty:

@@ -25,7 +25,7 @@ from analysis.stats.cell_scores import Numbers, by_domain, mean_target, not_aver
 from analysis.stats.comparison import Comparison, Panel, Target
 
 
-@output("averages", chapter="kept")
+@output("average_scores", chapter="kept")
 @per_model()
 def averages_figure(results: Results, comparison: Comparison, name: str) -> Figure:
     """How much of the unpruned model's averages is kept, with intervals.

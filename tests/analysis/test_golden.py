@@ -29,7 +29,7 @@ FRONT, WHITE = "#b35806", "#ffffff"
 WORDS = {
     "winners": ("beyond noise", "within noise", "tie", "GSM8K", "pocket_olmoe, 50 % pruned"),
     "unified.fig2": ("Frequency =", "beyond noise", "MC Avg"),
-    "averages": ("Avg (mean of the displayed columns)", "HEAPr-G", "gap", "Code, 25 % pruned"),
+    "average_scores": ("Avg (mean of the displayed columns)", "HEAPr-G", "gap", "Code, 25 % pruned"),
     "pareto": ("Parameters", "FLOPs per token", "Storage", "whole experts, 4 bits", "front", "Unpruned"),
     "aimer.fig3": ("HumanEval+", "MATH-500", "Unpruned", "Math, 25 % pruned"),
     "unified.fig3": ("share of the same experts", "General", "50 % pruned"),
@@ -38,7 +38,7 @@ WORDS = {
     "evoesap.fig1": ("experts kept", "uniform", "evolutionary", "decoder layer"),
     "evoesap.fig3": ("experts kept", "REAP", "MAN", "uniform"),
     "evoesap.search": ("fitness", "generation", "best so far", "MAN, 50 %"),
-    "coverage": ("no token", "even load", "pocket_olmoe, Math"),
+    "tokens_per_expert": ("no token", "even load", "pocket_olmoe, Math"),
     "heapr.fig2": ("routed parameters removed (%)", "FLOPs saved per token (%)", "HEAPr-L", "Unpruned"),
     "coverage.fig": ("channels kept (%)", "coverage, smoothing log", "uniform"),
     "coverage.fig.experts": ("channels kept", "no channel", "layer 3"),

@@ -94,7 +94,7 @@ def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
     [comparison] = Results(perplexed).measured
     [sentence] = best_plan(comparison)
     assert "0.750, by MAN" in sentence
-    [figure] = averages_figure(Results(perplexed), "averages")
+    [figure] = averages_figure(Results(perplexed), "average_scores")
     assert "Avg is without wikitext2" in figure.caption
 
 
@@ -125,8 +125,8 @@ def test_a_suite_of_perplexities_alone_has_no_average() -> None:
     assert rows["Avg"].isna().all() and rows["First"].isna().all()
     assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
     [comparison] = Results(alone).measured
-    [figure] = averages_figure(Results(alone), "averages")
-    assert figure.name == "averages" and best_plan(comparison) == []
+    [figure] = averages_figure(Results(alone), "average_scores")
+    assert figure.name == "average_scores" and best_plan(comparison) == []
 
 
 asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)

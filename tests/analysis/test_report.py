@@ -71,14 +71,14 @@ def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
         "unified.fig4",
         "unified.fig5",
         "winners",
-        "averages",
+        "average_scores",
         "aimer.fig3",
         "coverage",
     ):
         drawn = ElementTree.parse(page.parent / "figures" / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
     linked = set(re.findall(r'href="figures/([^"]+)"', page.read_text(encoding="utf-8")))
-    assert "averages.svg" in linked and linked <= {path.name for path in (page.parent / "figures").iterdir()}
+    assert "average_scores.svg" in linked and linked <= {path.name for path in (page.parent / "figures").iterdir()}
     for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
         for suffix in ("csv", "md", "tex", "html"):
             assert (page.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
@@ -174,7 +174,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
         assert "Traceback (most recent call last)" in (out / "failed" / f"{name}.log").read_text()
         assert name in (out / "tables" / "gaps.csv").read_text()
         assert not (out / "tables" / f"{name}.csv").exists()
-    assert (out / "figures" / "averages.svg").exists() and (out / "tables" / "winners.csv").exists()
+    assert (out / "figures" / "average_scores.svg").exists() and (out / "tables" / "winners.csv").exists()
     if word == "report":
         assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "text.headline.log").exists()
     assert main([word, f"store={store}", f"out={out}"]) == 0
