@@ -1,7 +1,8 @@
-"""Kinds of steps, a module for each family: what identifies a step, what it does, what it takes.
+"""Kinds of steps, one module for each family: what identifies a step, what it does, and which resources it needs.
 
-Any module of this package may define a `Kind`; it is then known by its name, and needs no other entry. What runs a
-study asks the object. Modules import torch inside the functions that work, since a study is checked without it.
+A module of this package registers a kind of step by defining a `Kind`; no other entry is needed. The graph, launchers
+and estimates read its properties from that object. Modules import torch inside the functions that do the work, since
+a study is checked without it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def perform(job: Job) -> None:
-    """Do `job`: fill its scratch folder, provenance included. Whatever is raised is the job's failure."""
+    """Do `job`: write its result and provenance to its scratch folder. Any exception counts as the job's failure."""
     start = time.time()
     if places := job.runtime.get("plugins"):
         from moe_lab import plugins

@@ -1,4 +1,4 @@
-"""What the functions that make steps share: parts made once, the order of texts, and the evidence a cell needs."""
+"""`Builder`: makes and caches the parts and steps of one study; and the inputs that a cell's allocation needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = (str, int, float)
 
 
 def evidence_of(cell: Cell) -> tuple[str, ...]:
-    """What the cell's allocation reads besides the scores: kinds of steps, and "by" for scores of another criterion."""
+    """Inputs of the cell's allocation besides the scores: kinds of steps, and "by" for scores of another criterion."""
     settings = cell.allocation
     return allocation.needs({"name": settings.name, "by": settings.by, "parameters": settings.parameters})
 
@@ -38,7 +38,7 @@ def reads_text(cell: Cell) -> bool:
 
 
 def scoring(cell: Cell) -> tuple[Part, dict[str, Any]]:
-    """What identifies how the cell's criterion scores, and the plugins that it runs with."""
+    """Settings that identify the scores of the cell's criterion, and runtime settings: its plugin, if it is in one."""
     criterion = criteria.get(cell.criterion.name)
     settings: dict[str, Any] = {"criterion": criterion.name, "parameters": dict(cell.criterion.parameters)}
     if criterion.uses_gate:
@@ -51,15 +51,15 @@ def scoring(cell: Cell) -> tuple[Part, dict[str, Any]]:
 
 
 class Builder:
-    """Makes the steps of one study. What was made for an object once is given again, so that cells share it."""
+    """Makes the steps of one study. Parts and steps are cached, so that cells share them."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._cache: dict[Hashable, Any] = {}
-        self._alive: list[object] = []  # an id is valid while its object lives
+        self._alive: list[object] = []  # keeps objects whose ids are keys: no id is reused
 
     def once(self, key: Sequence[object], make: Callable[[], T]) -> T:
-        """The value of `make`, called once for the objects and words in `key`."""
+        """The value of `make`, called once per `key`. Words and numbers in it count by value, objects by identity."""
         name = tuple([part if part.__class__ in PLAIN else id(part) for part in key])
         if name not in self._cache:
             self._alive.extend(key)
@@ -68,7 +68,7 @@ class Builder:
         return value
 
     def runtime(self, **settings: Any) -> dict[str, Any]:
-        """What a step runs with but is not identified by: each of the settings as plain JSON."""
+        """Runtime settings of a step, which are not part of its identity: each dataclass as a dictionary."""
         return {name: self.once(("plain", part), partial(asdict, part)) for name, part in settings.items()}
 
     def model_part(self, model: ModelConfig) -> Part:
@@ -87,13 +87,13 @@ class Builder:
         return self.once(("text part", text), lambda: Part(calibrations.identity(text)))
 
     def seeded(self, text: CalibrationConfig, seed: int) -> CalibrationConfig:
-        """The text in the order of the cell's seed, unless it has its own."""
+        """The text with the cell's seed, which determines its order, unless the text has a seed of its own."""
         if text.seed is not None:
             return text
         return self.once(("seeded", text, seed), lambda: replace(text, seed=seed))
 
     def model(self, model: ModelConfig) -> Step:
-        """Facts about the model's layers, experts and parameters, from its configuration."""
+        """The step that reads facts about the model's layers, experts and parameters from its configuration."""
 
         def make() -> Step:
             return Step("model", model.name, {"model": self.model_part(model)}, runtime=self.runtime(model=model))
@@ -101,7 +101,7 @@ class Builder:
         return self.once(("model", model), make)
 
     def evidence(self, need: str, cell: Cell) -> Step:
-        """The step that leaves what a criterion or an allocation `need`s: a kind of step, or "by"."""
+        """The input step that `need` names: a kind of step, or "by" for scores of the criterion in allocation.by."""
         if need != "by":
             return needed_kind(need).step(self, cell)
         name = str(cell.allocation.by)

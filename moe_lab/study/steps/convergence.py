@@ -1,4 +1,4 @@
-"""Steps about convergence: scores from parts of the calibration set, and how far they agree with those of all of it."""
+"""Convergence steps: scores from growing parts of the calibration set, to be compared with scores from all of it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from moe_lab.study.steps.scores import score
 
 Sums = dict[int, dict[str, Any]]
 PASSES = {"statistics": Resident.statistics, "gradients": Resident.gradients}
-"""Passes that leave snapshots -> what makes one for them alone."""
+"""Kind of pass that saves snapshots -> the method that runs the pass again when there are none."""
 SHARES = tuple(at / 40 for at in range(1, 40))
 """Shares of a layer's channels that are kept: every 2.5 %."""
 
 
 def _convergence_step(builder: Builder, cell: Cell) -> Step:
-    """Scores from more and more of the calibration set."""
+    """The step that scores experts from growing parts of the calibration set."""
     model, calibration = cell.model, cell.calibration
 
     def make() -> Step:
@@ -42,9 +42,9 @@ def _convergence_step(builder: Builder, cell: Cell) -> Step:
 
 
 def convergence(job: Job) -> None:
-    """Scores by every criterion of experts that reads these sums alone, from more and more of the calibration set.
+    """Score experts by every criterion that reads forward statistics only, from growing parts of the calibration set.
 
-    From the snapshots that the pass left; from a pass of its own where it was made without.
+    Reads the snapshots that the statistics pass saved. Where it saved none, runs the pass again to make them.
     """
     gate, parts = job.settings["convergence"]["gate"], _parts(job, "statistics", "tokens")
     experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
@@ -68,7 +68,7 @@ def follows_channels(cell: Cell) -> bool:
 
 
 def _channel_step(builder: Builder, cell: Cell) -> Step:
-    """How the channels that the cell's criterion keeps change with more and more of the calibration set."""
+    """The step that measures how the channels kept by the cell's criterion change as the calibration set grows."""
 
     def make() -> Step:
         chosen = criteria.get(cell.criterion.name)
@@ -85,9 +85,9 @@ def _channel_step(builder: Builder, cell: Cell) -> Step:
 
 
 def channel_convergence(job: Job) -> None:
-    """Which share of the channels that one criterion keeps in the end it keeps after each part of the calibration set.
+    """Measure, at each snapshot, the share of the channels kept with the whole calibration set that are kept already.
 
-    Channels of highest score in the layer are kept. Snapshots are those of `convergence`.
+    The channels of highest score in the layer are kept. Snapshots are those of `convergence`.
     """
     rows = []
     by_layer: dict[int, list[tuple[int, NDArray[np.float64]]]] = {}
@@ -114,8 +114,10 @@ CHANNEL_CONVERGENCE = Kind(
 
 
 def ranks(scores: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Place of every channel of a layer (E, I) by its score, 0 for the best, flat; ties fall by index, lower first, as
-    plans break them."""
+    """Rank of every channel of a layer by its score: (E, I) -> flat (E * I,), 0 for the highest score.
+
+    Of equal scores the one with the lower index ranks worse, because plans remove it first.
+    """
     order = np.argsort(scores, axis=None, kind="stable")[::-1]
     places = np.empty(order.size, np.int64)
     places[order] = np.arange(order.size)
@@ -123,10 +125,10 @@ def ranks(scores: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
-    """For each of SHARES: how much of the best n = ceil(share x channels) by one ranking is among the best n by the
-    other.
+    """For each of SHARES: the part of the best n = ceil(share x channels) by one ranking that is among the best n by
+    the other.
 
-    A channel is among both from the later of its two places on, so one sorted list answers for all shares.
+    A channel is among both when n exceeds the worse of its two ranks, so one sorted array serves all shares.
     """
     later = np.sort(np.maximum(one, other))
     counts = [int(np.ceil(share * later.size)) for share in SHARES]
@@ -134,7 +136,7 @@ def shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> list[float]:
 
 
 def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float64]]]]:
-    """Valid tokens, and the criterion's scores after them, of each snapshot and of the whole."""
+    """For each snapshot and for the whole pass: number of valid tokens, and the criterion's scores."""
     from moe_lab.statistics.sums import by_layer, read
 
     settings, layers = job.settings["convergence"], facts(job)["layers"]
@@ -145,16 +147,16 @@ def _channel_scores(job: Job) -> Iterator[tuple[int, dict[int, NDArray[np.float6
 
 
 def _parts(job: Job, role: str, needed: str) -> list[tuple[int, Sums]]:
-    """Valid tokens and sums after each part of the pass `role`, the whole last.
+    """For each snapshot of the pass `role`, and last for the whole pass: number of valid tokens, and sums.
 
-    Snapshots without the sum `needed`, as an older moe_lab kept none of channels, count as none.
+    Snapshots without the sum `needed` are made again: older versions of moe_lab saved no sums of channels in them.
     """
     from moe_lab.statistics.sums import load_snapshots, read
 
     count = job.settings["convergence"]["snapshots"]
     snapshots = load_snapshots(Path(job.inputs[role]), count)
     if snapshots is None or any(needed not in named for _, sums in snapshots for named in sums.values()):
-        PASSES[role](Resident(job), count)  # for the snapshots alone
+        PASSES[role](Resident(job), count)  # only for the snapshots it saves
         snapshots = load_snapshots(Path(job.scratch), count) or []
     whole = json.loads(job.input(role, "calibration.json").read_text())["valid_tokens"]
     return [*snapshots, (sum(whole.values()), read(job.input(role, STATISTICS)))]

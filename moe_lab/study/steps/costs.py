@@ -1,4 +1,4 @@
-"""Steps that say what a pruned model costs: parameters, FLOPs, time; and how its layers behave."""
+"""Steps that measure a pruned model: parameters, FLOPs, time and memory, and the behaviour of its layers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel, finetuned, st
 
 
 def _cost_step(pruned: PrunedModel) -> Step:
-    """Parameters, storage, and FLOPs in a row as long as those of the text. The text itself is read only where a
-    layer may keep experts of different widths, so that FLOPs depend on where tokens go."""
+    """The step that counts parameters, storage, and FLOPs in a row as long as those of the text.
+
+    The text itself is read only where experts of one layer may differ in width, since FLOPs then depend on routing.
+    """
     builder, cell = pruned.builder, pruned.cell
     text = _by_engine(pruned)
     before = COST.step(PrunedModel(builder, replace(cell, recovery=NO_RECOVERY), None)) if pruned.plan else None
@@ -44,7 +46,7 @@ def _has_uneven_layers(pruned: PrunedModel) -> bool:
 
 
 def _by_engine(pruned: PrunedModel) -> CalibrationConfig:
-    """The text that FLOPs are counted on, to be read by the engine of the study's calibration."""
+    """The text that FLOPs are counted on, with the engine and activation budget of the study's calibration."""
     text, settings = pruned.cell.texts["flops"], pruned.builder.config.calibration
     return pruned.builder.once(
         ("by engine", text),
@@ -60,7 +62,7 @@ def _reading(
     inputs: Mapping[str, Step],
     text: CalibrationConfig,
 ) -> Step:
-    """A pass over a text, in the order of the cell's seed."""
+    """A step that passes over a text, in the order of the cell's seed."""
     builder, cell = pruned.builder, pruned.cell
     text = builder.seeded(text, cell.seed)
     runtime = builder.runtime(model=cell.model, text=text)
@@ -68,7 +70,7 @@ def _reading(
 
 
 def cost(job: Job) -> None:
-    """Parameters, storage, and the FLOPs of a token. The model is run only where these depend on where tokens go."""
+    """Count parameters, storage, and the FLOPs of a token. The model is run only where FLOPs depend on routing."""
     from moe_lab.models.discover import routed_layers
     from moe_lab.pruning.cost import cost as count
     from moe_lab.pruning.flops import even_routing, row_flops
@@ -84,7 +86,7 @@ def cost(job: Job) -> None:
 
 
 def _routing(job: Job, plan: Any) -> Any:
-    """Where the tokens of the job's text go."""
+    """The measured routing of the job's text under the plan. Raises UserError when the job has no text."""
     if "text" not in job.runtime:
         raise UserError(
             f"cost of model={job.model.name}: its experts differ in width, which is known only of a "
@@ -94,7 +96,7 @@ def _routing(job: Job, plan: Any) -> Any:
 
 
 def _with_evaluations(step: Step) -> str | None:
-    """What needs a pruned model is done where it is loaded anyway."""
+    """Costs of pruned models go into the Slurm jobs of evaluations, which load the model anyway."""
     return "evaluate" if "plan" in step.inputs else None
 
 
@@ -104,19 +106,19 @@ COST = Kind(
     step=_cost_step,
     reads=Reads.MODEL,
     checkpoint_reads=1,
-    second_model=never,  # what it would take is counted, not held
+    second_model=never,  # storage is counted on the meta device, without a copy
     packed_as=_with_evaluations,
 )
 
 
 def _profile_step(pruned: PrunedModel) -> Step:
-    """Hidden states and routing, layer by layer; what recovery changes is not in it."""
+    """The step that measures hidden states and routing layer by layer, of the pruned model before recovery."""
     text = pruned.cell.texts["flops"]
     return _reading("profile", pruned, pruned.unrecovered_label, {}, pruned.inputs(), text)
 
 
 def profile(job: Job) -> None:
-    """How much hidden states differ between tokens after every layer, and how its router decides."""
+    """Measure how much hidden states differ between tokens after every layer, and how its router decides."""
     from moe_lab.pruning.profile import profile as measure
 
     network, tokenizer = model_and_tokenizer(job)
@@ -128,7 +130,7 @@ PROFILE = Kind(name="profile", work=profile, step=_profile_step, reads=Reads.MOD
 
 
 def _timing_step(pruned: PrunedModel) -> Step:
-    """Seconds and memory of the model as it would be deployed, on one device, which is in its identity."""
+    """The step that measures time and memory of the model as deployed. The device's name is part of its identity."""
     builder, model, config = pruned.builder, pruned.cell.model, pruned.builder.config
 
     def make() -> Part:
@@ -141,8 +143,10 @@ def _timing_step(pruned: PrunedModel) -> Step:
 
 
 def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
-    """A sentence for each reason why the model cannot be timed: timing runs alone, and on a device whose name is known
-    when its step is named."""
+    """A sentence for each reason why the model cannot be timed.
+
+    Timing must run alone. The name of its device must be known in advance, because it is part of the step's identity.
+    """
     if not config.timing:
         return
     timed = config.timed
@@ -158,9 +162,9 @@ def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
 
 
 def device_here(device: str) -> str:
-    """The name of what `model.device` stands for on this machine. UserError when it is not there.
+    """Name of the device that `model.device` selects on this machine. Raises UserError when there is none.
 
-    Another process looks: torch takes seconds to import.
+    Runs in another process, because torch takes seconds to import.
     """
     answer = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
     if answer.returncode:
@@ -170,8 +174,11 @@ def device_here(device: str) -> str:
 
 
 def timing(job: Job) -> None:
-    """Seconds of prompts and answers, and memory, of the model without what its plan removes, in the bits it is stored
-    in. Unavailable on another device than the step is about."""
+    """Measure seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in
+    the bits it is stored in.
+
+    Raises Unavailable on another device than the one that identifies the step.
+    """
     import torch
 
     from moe_lab.evaluation.timing import measure
@@ -192,7 +199,7 @@ def timing(job: Job) -> None:
 
 
 def _deployed(job: Job, network: Any) -> Any:
-    """The model that a server would hold."""
+    """The model as a server would hold it: pruned parts removed, fine-tuned, quantised."""
     from moe_lab.recovery.apply import recovered
 
     plan, storage = plan_of(job), storage_of(job)

@@ -1,4 +1,7 @@
-"""Passes over a text with the whole model in memory, or with one decoder layer of it: both answer the same calls."""
+"""Passes over a text with the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`).
+
+Both classes have the same methods.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from moe_lab.study.steps.kind import KINDS
 
 
 def check_engine(cell: Cell) -> None:
-    """UserError when one decoder layer in memory at a time is not enough: what runs the rest of the model anew for
-    every candidate needs all of it."""
+    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model in memory.
+
+    Such an allocation runs the rest of the model again for every candidate.
+    """
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
@@ -31,12 +36,12 @@ def check_engine(cell: Cell) -> None:
 
 
 def engine(job: Job) -> Resident | Streamed:
-    """The engine that calibration.engine names, with the job's model and text."""
+    """Open the job's model and text with the engine that calibration.engine names."""
     return Streamed(job) if job.text.engine == "streamed" else Resident(job)
 
 
 class Resident:
-    """Passes that have the whole model in memory."""
+    """Passes with the whole model in memory."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.out = job, Path(job.partial)
@@ -44,20 +49,20 @@ class Resident:
         self.text = rows(job, tokenizer)
 
     def read(self, tap: type) -> Any:
-        """What `tap` sums in a forward pass."""
+        """Sums that `tap` gathers in a forward pass."""
         from moe_lab.statistics.observe import gather
 
         return gather(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings)
 
     def statistics(self, snapshots: int) -> Any:
-        """All sums of a forward pass, and of so many parts of it in files of their own."""
+        """All sums of a forward pass. Also saves the sums after each of `snapshots` equal parts of the text."""
         from moe_lab.statistics.forward import ForwardTap
         from moe_lab.statistics.observe import gather
 
         return self._with_snapshots(gather, ForwardTap, snapshots)
 
     def gradients(self, snapshots: int) -> Any:
-        """The same of a forward and a backward pass."""
+        """All sums of a forward and a backward pass, with snapshots as in `statistics`."""
         from moe_lab.statistics.gradients import GradientTap, gather_gradients
 
         checkpointing = self.job.text.checkpointing
@@ -79,14 +84,14 @@ class Resident:
         return gather_gradients(self.model, WeightGradientTap, self.text, fingerprint=self.job.settings)
 
     def routing(self, plan: Any) -> Any:
-        """Where the tokens go under a plan."""
+        """The measured routing of the text under a plan."""
         from moe_lab.pruning.flops import measured_routing
 
         return measured_routing(self.model, plan, self.text)
 
 
 class Streamed:
-    """Passes that have one decoder layer in memory at a time. They leave no snapshots."""
+    """Passes with one decoder layer in memory at a time. They save no snapshots."""
 
     def __init__(self, job: Job) -> None:
         from moe_lab.models.streamed import open_streamed

@@ -1,4 +1,4 @@
-"""Steps that ask a pruned model the items of a benchmark, and grade what it wrote."""
+"""Steps that evaluate a pruned model on a benchmark, or generate its answers and grade them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from moe_lab.study.steps.memory import answer_bytes, benchmark_memory
 from moe_lab.study.steps.recovery import EXPORT, PrunedModel, pruned_model
 
 GRADING_MEMORY = 4 * 2**30
-"""Bytes that grading may take: a program it runs is let have no more."""
+"""Bytes that grading may take; programs that it runs are limited to the same."""
 
 
 def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The step that has a benchmark's results: its grades where texts are graded without the model."""
+    """The step with a benchmark's results: GRADE where texts are graded without the model, else EVALUATE."""
     from moe_lab.evaluation import suite
 
     kind = GRADE if suite.has_two_phases(benchmark) else EVALUATE
@@ -31,7 +31,7 @@ def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 
 
 def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """One benchmark on the model, with its results."""
+    """The step that runs one benchmark on the model and grades it."""
     builder, model = pruned.builder, pruned.cell.model
     graded, grading = _grading(pruned, benchmark)
     key = ("evaluate", model, benchmark)
@@ -44,8 +44,10 @@ def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 
 
 def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Mapping[str, Any]]:
-    """What identifies a benchmark's results, and what else grading needs. Without namespaces some programs are not run,
-    which gives other results: the sandbox is part of the identity then."""
+    """What identifies a benchmark's results, and the runtime settings of grading.
+
+    Without namespaces some programs are not run, which changes results, so the sandbox is then part of the identity.
+    """
     from moe_lab.evaluation import suite
     from moe_lab.evaluation.sandbox.policy import LIMITED
 
@@ -61,13 +63,13 @@ def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Map
 
 
 def _asked(pruned: PrunedModel, benchmark: BenchmarkConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A benchmark's settings with what the model's chat template is given."""
+    """A benchmark's settings, with the arguments of the model's chat template where the benchmark uses it."""
     arguments = {"template_arguments": dict(pruned.cell.model.template_arguments)} if benchmark.chat else {}
     return {**settings, **arguments}
 
 
 def evaluate(job: Job) -> None:
-    """One benchmark on the model, pruned and recovered as the job says."""
+    """Run one benchmark on the job's model, pruned and recovered, and grade it."""
     from moe_lab.evaluation import run
     from moe_lab.evaluation.local_model import LocalModel
 
@@ -89,7 +91,7 @@ EVALUATE = Kind(
 
 
 def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The texts that answer one benchmark, by the model that is loaded or by a server of its checkpoint."""
+    """The step that generates answers to one benchmark, by the loaded model or by a server of its checkpoint."""
     from moe_lab.evaluation import suite
 
     builder, model = pruned.builder, pruned.cell.model
@@ -99,7 +101,7 @@ def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
         parts = {"benchmark": Part(_asked(pruned, benchmark, suite.question_identity(benchmark)))}
         if backend.name == "server":
             parts["backend"] = Part({"name": backend.name, "command": identified(backend.command)})
-        elif backend.continuous:  # which may decide a near tie otherwise
+        elif backend.continuous:  # continuous batching may decide near ties differently
             parts["backend"] = Part({"continuous": True})
         return parts, builder.runtime(model=model, benchmark=benchmark, backend=backend)
 
@@ -110,7 +112,7 @@ def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 
 
 def generate(job: Job) -> None:
-    """The texts that answer one benchmark."""
+    """Generate the answers to one benchmark."""
     from moe_lab.evaluation import run
 
     with _generator(job) as generator:
@@ -119,13 +121,13 @@ def generate(job: Job) -> None:
 
 
 def _show(job: Job, prompt: str) -> None:
-    """One prompt, as the model read it, for the log."""
+    """Write one prompt, as the model read it, to the log."""
     print(f"{job.name} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _generator(job: Job) -> Iterator[Any]:
-    """What generates: the job's model, loaded, or behind a server that is started for it."""
+    """The generator of texts: the job's model, loaded here, or a server that is started for it."""
     if job.backend.name == "server":
         from moe_lab.evaluation.server import serving
         from moe_lab.models.files import local_folder
@@ -142,7 +144,7 @@ def _generator(job: Job) -> Iterator[Any]:
 
 
 def _with_loaded_models(step: Step) -> str | None:
-    """Texts that a loaded model writes are written where its other benchmarks are evaluated."""
+    """Generating by a loaded model goes into the Slurm jobs that evaluate its other benchmarks."""
     return "evaluate" if step.runtime["backend"]["name"] == "hf" else None
 
 
@@ -159,14 +161,14 @@ GENERATE = Kind(
 
 
 def _grade_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The results of texts that a step before it generates."""
+    """The step that grades the texts of a generate step."""
     part, runtime = _grading(pruned, benchmark)
     generated = GENERATE.step(pruned, benchmark)
     return Step("grade", generated.label, {"benchmark": part}, {"generate": generated}, runtime)
 
 
 def grade(job: Job) -> None:
-    """The results of texts that were generated; needs no model."""
+    """Grade generated texts; needs no model."""
     from moe_lab.evaluation import generation, run
 
     answers = generation.read(job.input("generate", run.ANSWERS))
@@ -184,8 +186,10 @@ GRADE = Kind(
 
 
 def _benchmark(job: Job) -> BenchmarkConfig:
-    """The job's benchmark. Unavailable when its data is not, or no longer, what it was when the job was
-    handed in: what it would come to belongs under another name."""
+    """The job's benchmark. Raises Unavailable when its data has changed since the study was started.
+
+    Results on other data belong to a step with another id.
+    """
     from moe_lab.evaluation import suite
 
     benchmark = job.benchmark

@@ -1,4 +1,4 @@
-"""What the work of several kinds shares: load the job's model, read its text and its inputs, write a table."""
+"""Helpers for the work of steps: load the job's model, read its text and its inputs, write a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_lab.study.step import Job
 
 STATISTICS = "statistics.safetensors"
 NO_SUMS = ("model", "scores", "by")
-"""Inputs of a step that are no sums."""
+"""Roles of inputs that hold no sums."""
 
 
 @lru_cache(maxsize=1)
@@ -24,7 +24,7 @@ def _loaded(settings: str) -> tuple[Any, Any]:
 
 
 def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
-    """The job's model; the same objects as long as jobs have the same model."""
+    """The job's model and tokenizer. The last pair is kept in memory for further jobs with the same model."""
     return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
 
 
@@ -40,7 +40,7 @@ def _skeleton(settings: str) -> Any:
 
 
 def skeleton_of(job: Job) -> Any:
-    """The job's model on the meta device, without weights; the same object as long as jobs have the same model."""
+    """The job's model on the meta device, without weights. The last one is kept for further jobs with this model."""
     return _skeleton(json.dumps(job.runtime["model"], sort_keys=True))
 
 
@@ -52,7 +52,7 @@ def plan_of(job: Job) -> Any:
 
 
 def rows(job: Job, tokenizer: Any) -> Any:
-    """Batches (ids, valid) of the job's text, whose report is written down."""
+    """Batches (ids, valid) of the job's text. Also writes the report on the text to calibration.json."""
     from moe_lab.calibration.batches import batches
 
     text = batches(job.text, tokenizer)
@@ -61,20 +61,20 @@ def rows(job: Job, tokenizer: Any) -> Any:
 
 
 def facts(job: Job) -> dict[str, Any]:
-    """What the model step wrote: layers by number, parameters."""
+    """Facts that the model step wrote: layers by number, parameters."""
     content: dict[str, Any] = json.loads(job.input("model", "facts.json").read_text())
     return {**content, "layers": {int(layer): about for layer, about in content["layers"].items()}}
 
 
 def sums(job: Job) -> dict[str, dict[int, dict[str, Any]]]:
-    """All sums the job was given: the step's role -> layer -> arrays by name."""
+    """All sums among the job's inputs: role of the input -> layer -> arrays by name."""
     from moe_lab.statistics.sums import read
 
     return {role: read(job.input(role, STATISTICS)) for role in sorted(set(job.inputs) - set(NO_SUMS))}
 
 
 def evidence(job: Job) -> dict[int, dict[str, Any]]:
-    """Layer -> the arrays of all sums the job was given, by name."""
+    """Layer -> the arrays of all sums among the job's inputs, by name."""
     from moe_lab.statistics.sums import by_layer
 
     return by_layer(sums(job).values())

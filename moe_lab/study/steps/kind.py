@@ -1,4 +1,7 @@
-"""A kind of step: one object next to the function that does its work; the rest of `moe_lab.study` asks this object."""
+"""`Kind`: what identifies the steps of one kind, what they do, and which resources they need.
+
+Each kind is one object next to the function that does its work; other modules of `moe_lab.study` read it from there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Reads(Enum):
     """What a step reads of a model."""
 
     NOTHING = 0
-    """No weight: it works on files of other steps, takes little time and memory, and may be about several models."""
+    """No weights: it works on files of other steps, takes little time and memory, and may concern several models."""
     CHECKPOINT = 1
     """The files once, on the CPU, with a piece of them in memory at a time."""
     MODEL = 2
@@ -64,38 +67,38 @@ class Kind:
     """A kind of step. Every instance in a module of this package is registered in `KINDS` by its name."""
 
     name: str
-    """The folder in the store, and the word in settings and tables."""
+    """The folder in the store, and the name in settings and tables."""
     work: Callable[[Job], None]
-    """Reads the job's inputs and leaves files in its scratch folder. Imports torch inside."""
+    """Reads the job's inputs and writes files to its scratch folder. Imports torch inside the function."""
     step: Callable[..., Step]
     """(builder, cell) -> the step: its parts, inputs, runtime settings and label. Kinds about a pruned model take
-    (pruned model), those that ask it something (pruned model, benchmark)."""
+    (pruned model) instead, and those that run a benchmark on it (pruned model, benchmark)."""
     checks: tuple[Callable[[Cell], None], ...] = ()
-    """Of a kind that makes plans: each raises UserError for a cell whose plan cannot be made."""
+    """For kinds that make plans: each function raises UserError for a cell whose plan cannot be made."""
     reads: Reads = Reads.NOTHING
     reads_text: bool = False
     """Whether a criterion or an allocation that needs the step depends on the calibration set."""
     units: Callable[[Settings], float] = text_units
-    """What the seconds of two steps of this kind and one model are proportional to."""
+    """Amount of work: the seconds that steps of this kind take with one model are proportional to it."""
     checkpoint_reads: int = 0
     """How often the checkpoint is read when one decoder layer is in memory at a time; 0 where that is impossible."""
     backward: Callable[[Step], bool] = never
     """Whether gradients come back through the layers."""
     second_model: Callable[[Step], bool] = is_changed
-    """Whether a second copy of the weights is held."""
+    """Whether a second copy of the weights is held in memory."""
     batch_memory: Callable[[Kind, Step, Size], float] = token_memory
     """Bytes that a batch takes while the whole model is loaded."""
     layer_memory: Callable[[Size], float] = lambda size: 0.0
-    """Bytes that are held of every layer whose weights are in memory, beyond the weights."""
+    """Bytes held for every layer whose weights are in memory, in addition to the weights."""
     memory: float | None = None
-    """Bytes of the whole process, where no model decides."""
+    """Bytes of the whole process, where they do not depend on a model; None for the default."""
     writes: Callable[[Kind, Step, Size], float] = hidden_states
-    """Bytes left on disk at most, where they are many."""
+    """Upper bound of the bytes written to disk, counted only where they are many."""
     own_process: bool = False
-    """Whether it runs foreign code, so that launcher=inline runs it in a worker process."""
+    """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
     packing: Packing = Packing.ONE
     packed_as: Callable[[Step], str | None] = lambda step: None
-    """Name of another kind into whose Slurm jobs the step goes; None for its own."""
+    """Name of another kind whose Slurm jobs also do the step; None for jobs of its own kind."""
 
     @property
     def needs_whole_model(self) -> bool:
@@ -103,17 +106,20 @@ class Kind:
         return self.reads is Reads.MODEL and not self.checkpoint_reads
 
     def loads_model(self, step: Step) -> bool:
-        """Whether `step` runs the model. A cost that does not depend on a text is counted without it."""
+        """Whether `step` runs the model. A cost step without a text, for example, does not."""
         on = {"calibration", "text", "benchmark"}
         return self.reads is Reads.MODEL and not on.isdisjoint(step.runtime)
 
 
 KINDS: dict[str, Kind] = {}
-"""All kinds of step by name; filled by the package."""
+"""All kinds of step by name; filled when the package is imported."""
 
 
 def needed_kind(name: str) -> Kind:
-    """The kind of step that a criterion or an allocation needs. UserError with the nearest name when there is none."""
+    """The kind of step that a criterion or an allocation needs.
+
+    Raises UserError, with the nearest name, when there is none.
+    """
     if name not in KINDS:
         raise unknown("step in needs", name, KINDS)
     return KINDS[name]

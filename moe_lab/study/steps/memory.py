@@ -1,4 +1,4 @@
-"""About how many bytes a step holds, with the whole model loaded or one decoder layer at a time."""
+"""Estimates of the bytes that a step holds, with the whole model loaded or one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 BASE = 600 * 2**20
 """Bytes of Python with torch and transformers loaded."""
 ROOM = 1.1
-"""Sums, buffers and fragments, as a factor on the weights."""
+"""Factor on the weights for sums, buffers and fragmentation."""
 LOGITS = 2**19
-"""Bytes of the logits of one token, at most: about 130,000 words in fp32."""
+"""Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
 CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
 PROMPT = 128
@@ -24,7 +24,7 @@ PROMPT = 128
 ITEMS = 1000
 """Items of a benchmark that does not say how many it has."""
 BYTES_PER_TOKEN = 16
-"""Of a generated text as it is stored: with its prompt, as JSON, and once more among the samples."""
+"""Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the samples."""
 
 
 def text_of(step: Step) -> Mapping[str, Any]:
@@ -34,18 +34,18 @@ def text_of(step: Step) -> Mapping[str, Any]:
 
 
 def is_layered(kind: Kind, step: Step) -> bool:
-    """Whether a step has one decoder layer in memory at a time, as calibration.engine=streamed asks."""
+    """Whether a step has one decoder layer in memory at a time (calibration.engine=streamed)."""
     return kind.checkpoint_reads > 0 and bool(text_of(step).get("engine") == "streamed")
 
 
 def resident_memory(kind: Kind, step: Step, size: Size) -> float:
-    """Weights; a second model where weights are changed; and what the tokens of a batch leave behind."""
+    """Bytes with the whole model loaded: weights, twice where a second model is held, and activations of a batch."""
     weights = ROOM * size.bytes * (2 if kind.second_model(step) else 1)
     return BASE + weights + size.moe_layers * kind.layer_memory(size) + kind.batch_memory(kind, step, size)
 
 
 def token_memory(kind: Kind, step: Step, size: Size) -> float:
-    """Logits, and numbers of each token that a pass over a text keeps."""
+    """Bytes of a batch in a pass over a text: its logits, and the activations that the pass keeps."""
     kept = _kept(size)
     if kind.backward(step):
         kept = kept + size.hidden * size.moe_layers if text_of(step)["checkpointing"] else kept * size.moe_layers
@@ -53,7 +53,7 @@ def token_memory(kind: Kind, step: Step, size: Size) -> float:
 
 
 def benchmark_memory(kind: Kind, step: Step, size: Size) -> float:
-    """Keys and values of prompts and answers, or the logits of prompts."""
+    """Bytes of a batch of a benchmark: keys and values where texts are generated, else the logits of prompts."""
     benchmark = step.runtime["benchmark"]
     written = int(benchmark["max_new_tokens"])
     row = (PROMPT + written) * CACHE * size.hidden * size.moe_layers if written else PROMPT * _logits(size)
@@ -61,8 +61,12 @@ def benchmark_memory(kind: Kind, step: Step, size: Size) -> float:
 
 
 def layered_memory(kind: Kind, step: Step, size: Size) -> float:
-    """A decoder layer, embeddings and the vocabulary head; what a batch leaves behind in a layer; and hidden states as
-    far as calibration.activation_budget goes, which stay where the layers are. Logits are few at a time."""
+    """Bytes with one decoder layer in memory at a time.
+
+    These are: a decoder layer, embeddings and the vocabulary head; activations of a batch in one layer; and hidden
+    states up to calibration.activation_budget, in the same memory as the layers. Logits are made for few tokens at a
+    time and not counted.
+    """
     routed = size.experts * size.expert
     rest = size.parameters - size.moe_layers * routed
     ends = min(rest, 2 * LOGITS // 4 * size.hidden)
@@ -73,8 +77,11 @@ def layered_memory(kind: Kind, step: Step, size: Size) -> float:
 
 
 def hidden_states(kind: Kind, step: Step, size: Size) -> float:
-    """Bytes of what enters each decoder layer in a layered pass: of two layers at a time forward; where gradients come
-    back, of all of them, and of the gradients of two. 0 where the whole model is loaded."""
+    """Bytes of the hidden states that enter decoder layers in a layered pass; 0 where the whole model is loaded.
+
+    A forward pass keeps those of two layers at a time. With gradients those of all layers are kept, and the gradients
+    of two.
+    """
     if not is_layered(kind, step):
         return 0.0
     layers = size.moe_layers + 2 if kind.backward(step) else 2
@@ -87,7 +94,7 @@ def checkpoint_bytes(kind: Kind, step: Step, size: Size) -> float:
 
 
 def answer_bytes(kind: Kind, step: Step, size: Size) -> float:
-    """Bytes of generated texts, each as long as it may be."""
+    """Bytes of generated texts, if each has the maximum length."""
     benchmark = step.runtime["benchmark"]
     return float(items(step, benchmark["limit"]) * int(benchmark["max_new_tokens"]) * BYTES_PER_TOKEN)
 
@@ -101,12 +108,12 @@ def items(step: Step, limit: int | None) -> int:
 
 
 def expert_gradients(size: Size) -> float:
-    """Bytes of the gradients, in fp32, of the weights of a layer's experts."""
+    """Bytes of the fp32 gradients of the weights of one layer's experts."""
     return 4.0 * size.experts * size.expert
 
 
 def _logits(size: Size) -> float:
-    """Bytes of the logits of a token; a vocabulary has no more words than parameters allow."""
+    """Bytes of one token's logits. The number of parameters bounds the size of the vocabulary."""
     return min(LOGITS, 4 * size.parameters / size.hidden)
 
 
@@ -117,5 +124,5 @@ def _batch(step: Step) -> int:
 
 
 def _kept(size: Size) -> float:
-    """Numbers of a token that a pass keeps of one layer."""
+    """How many values per token and layer a pass keeps."""
     return 20 * size.hidden + 6 * size.top_k * size.width

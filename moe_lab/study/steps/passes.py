@@ -1,4 +1,4 @@
-"""Steps that measure the model: its shape, sums over its weights, and passes over a calibration set."""
+"""Steps that measure the model: facts from its configuration, sums over its weights, passes over a calibration set."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moe_lab.study.steps.memory import expert_gradients
 
 
 def of_text(work: Callable[[Job], None], *, version: int | None = None, **fields: Any) -> Kind:
-    """A kind of pass over the cell's calibration set, called like the function that does it.
+    """Make a kind of step that passes over the cell's calibration set, named after the function `work`.
 
-    `version` changes the ids of its steps: set where files hold other sums than they once did, so that old ones are not
-    taken for them. `fields` are further ones of Kind.
+    `version` changes the ids of its steps. It is set where the sums in files have changed, so that old files are not
+    reused. `fields` are further fields of Kind.
     """
     name = work.__name__
 
@@ -43,7 +43,7 @@ def of_text(work: Callable[[Job], None], *, version: int | None = None, **fields
 
 
 def of_weights(work: Callable[[Job], None]) -> Kind:
-    """A kind of step that reads the weights of the cell's model, called like the function that does it."""
+    """Make a kind of step that reads the weights of the cell's model, named after the function `work`."""
     name = work.__name__
 
     def step(builder: Builder, cell: Cell) -> Step:
@@ -59,7 +59,7 @@ def of_weights(work: Callable[[Job], None]) -> Kind:
 
 
 def model(job: Job) -> None:
-    """Layers, experts and parameters of the model, from its configuration alone."""
+    """Write layers, experts and parameters of the model, from its configuration alone, and a hash of its files."""
     from moe_lab.models.facts import facts
     from moe_lab.models.files import fingerprint, local_folder
 
@@ -70,7 +70,7 @@ MODEL = Kind(name="model", work=model, step=lambda builder, cell: builder.model(
 
 
 def statistics(job: Job) -> None:
-    """One forward pass over the calibration set: all sums, how many tokens each expert saw, and what figures show."""
+    """Run one forward pass over the calibration set; write all sums, tokens per expert, and tables for figures."""
     from moe_lab.statistics.sums import coverage
 
     sums = engine(job).statistics(job.text.snapshots)
@@ -85,7 +85,7 @@ STATISTICS_PASS = of_text(statistics, checkpoint_reads=1)
 
 
 def gradients(job: Job) -> None:
-    """One forward and one backward pass: sums over the channels and the gradients of the loss at them."""
+    """Run a forward and a backward pass; write sums for each channel, of activations and of the loss's gradients."""
     sums = engine(job).gradients(job.text.snapshots)
     sums.save(job.output(STATISTICS))
     write_table(job.output("gradients.parquet"), results.GRADIENTS, tables.gradients(sums.layers))
@@ -95,7 +95,7 @@ GRADIENTS = of_text(gradients, checkpoint_reads=2, backward=always)
 
 
 def weight_gradients(job: Job) -> None:
-    """One forward and one backward pass with gradients of the experts' weights, reduced to a number per channel."""
+    """Run a forward and a backward pass; write gradients of the experts' weights, reduced to a number per channel."""
     engine(job).weight_gradients().save(job.output(STATISTICS))
 
 
@@ -105,7 +105,7 @@ WEIGHT_GRADIENTS = of_text(
 
 
 def damage(job: Job) -> None:
-    """The exact damage of removing each expert alone, in a forward pass with one expert more per token."""
+    """Measure the exact damage of removing each expert alone, in a forward pass with one more expert per token."""
     from moe_lab.statistics.damage import DamageTap
 
     engine(job).read(DamageTap).save(job.output(STATISTICS))
@@ -115,7 +115,7 @@ DAMAGE = of_text(damage, checkpoint_reads=1)
 
 
 def ablation(job: Job) -> None:
-    """What the loss gains when each expert alone is silent: a pass per expert from its layer on."""
+    """Measure how much the loss rises when one expert's output is set to 0: one pass per expert, from its layer on."""
     sums = _loss_rises(job, "ablation")
     sums.save(job.output(STATISTICS))
     write_table(job.output("ablation.parquet"), results.ABLATIONS, tables.ablations(sums.layers))
@@ -125,7 +125,7 @@ ABLATION = of_text(ablation)
 
 
 def scaling(job: Job) -> None:
-    """What the loss gains when the routed output of each layer alone is scaled: a pass per layer from it on."""
+    """Measure how much the loss rises when the routed output of one layer is scaled: one pass per layer, from it on."""
     _loss_rises(job, "scaling").save(job.output(STATISTICS))
 
 
@@ -140,7 +140,7 @@ SCALING = of_text(scaling)
 
 
 def weights(job: Job) -> None:
-    """Sums over the weights of each expert, read from the checkpoint without building the model."""
+    """Write sums over the weights of each expert, read from the checkpoint without building the model."""
     from moe_lab.statistics.weights import weigh_experts
 
     folder, device = _checkpoint(job)
@@ -153,7 +153,7 @@ WEIGHTS = of_weights(weights)
 
 
 def channel_weights(job: Job) -> None:
-    """Sums over the weights of each channel, read like those of each expert."""
+    """Write sums over the weights of each channel, read from the checkpoint without building the model."""
     from moe_lab.statistics.weights import weigh_channels
 
     folder, device = _checkpoint(job)
@@ -164,7 +164,7 @@ CHANNEL_WEIGHTS = of_weights(channel_weights)
 
 
 def _checkpoint(job: Job) -> tuple[Path, str]:
-    """The folder of the job's model, and the one device that is to sum over its weights."""
+    """The folder of the job's model, and the device that sums over its weights."""
     from moe_lab.models.device import place
     from moe_lab.models.files import DEVICE_MAPS, local_folder
 

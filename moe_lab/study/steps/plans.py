@@ -1,4 +1,4 @@
-"""Steps that leave a plan: which experts, and which of their channels, are kept."""
+"""Steps that make a plan: which experts, and which of their channels, are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from moe_lab.study.steps.scores import CHANNEL_SCORES, score, scores_step
 
 
 def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, Any]:
-    """What changes a plan, and nothing else: the settings, the ratio, and the content of the file they name."""
+    """What identifies an allocation: its settings, the ratio, a plugin's source, and the content of the file it names.
+
+    The label is left out, since it does not change the plan.
+    """
     identity = {**asdict(settings), "ratio": ratio}
     del identity["label"]
     if source := allocation.get(settings.name).source:
@@ -39,22 +42,24 @@ def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, A
 
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
-    """Facts of a layer as far as config.json tells; None where it tells nothing, and for ratio_basis=model, which needs
-    the number of all parameters. The groups of experts are left to the step."""
+    """Facts of a layer that config.json has. None where it has none, and for ratio_basis=model, which needs the number
+    of all parameters. The step itself checks groups of experts, so one group is assumed here."""
     shape = expert_shape(cell.model) if cell.allocation.ratio_basis == "routed" else None
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
 def check_ratio(cell: Cell) -> None:
-    """UserError when the ratio cannot be had."""
+    """Raise UserError when the ratio is not feasible."""
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
         allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
 
 
 def check_plan_file(cell: Cell) -> None:
-    """UserError when allocation.path is the plan of another model, if the model is on this machine; the step looks
-    again."""
+    """Raise UserError when allocation.path is the plan of another model.
+
+    Checked only if the model is a folder on this machine; the step checks again.
+    """
     from moe_lab.pruning.plan import Plan
 
     path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
@@ -66,7 +71,7 @@ def check_plan_file(cell: Cell) -> None:
 
 
 def plan_step(builder: Builder, cell: Cell) -> Step:
-    """The step that leaves the cell's plan: of the kind that its allocation is worked out by."""
+    """The step that makes the cell's plan, of the kind that its allocation needs."""
     return KINDS[allocation.get(cell.allocation.name).step].step(builder, cell)
 
 
@@ -76,7 +81,7 @@ def _allocation_part(builder: Builder, cell: Cell) -> Part:
 
 
 def _inputs(builder: Builder, cell: Cell) -> dict[str, Step]:
-    """The model, and what the allocation reads besides scores."""
+    """Input steps of a plan: the model, and what the allocation reads besides scores."""
     return {"model": builder.model(cell.model), **{need: builder.evidence(need, cell) for need in evidence_of(cell)}}
 
 
@@ -86,7 +91,7 @@ def _label(cell: Cell) -> str:
 
 
 def _from_scores(builder: Builder, cell: Cell) -> Step:
-    """Numbers alone, from scores."""
+    """The step that makes a plan from scores without running the model."""
     chosen = allocation.get(cell.allocation.name)
     runtime: dict[str, Any] = {"path": cell.allocation.path}
     if chosen.source:
@@ -96,16 +101,16 @@ def _from_scores(builder: Builder, cell: Cell) -> Step:
 
 
 def plan(job: Job) -> None:
-    """How many experts each layer loses, and which; or how many channels each expert loses, and which."""
+    """Decide how many experts each layer loses, and which; or how many channels each expert loses, and which."""
     from moe_lab.pruning.plan import Plan
 
     scored = _channel_scores(job)
     result = _channel_plan(job, scored) if scored else _expert_plan(job)
     path = job.runtime["path"]
-    if path is not None and listed.is_plan(listed.read(path)):  # which has passed as an allocation: that very plan
+    if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
         result = Plan.load(path)
         result.check(facts(job)["layers"])
-        if sha256 := facts(job).get("sha256"):  # which facts of older stores lack
+        if sha256 := facts(job).get("sha256"):  # facts in older stores have none
             result.check_origin(sha256, "this model")
     result.save(job.output("plan.json"))
     if scored and result.channels:
@@ -148,12 +153,13 @@ def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
 
 
 def _settings(job: Job) -> dict[str, Any]:
-    """The allocation's settings; the file of allocation=list by its place, where its identity has its content."""
+    """The allocation's settings, with the path of the file of allocation=list. Its identity has a hash of the content
+    instead."""
     return {**job.settings["allocation"], "path": job.runtime["path"]}
 
 
 def _evidence(job: Job) -> dict[str, Any]:
-    """What the allocation reads besides the scores, by name: layer -> sums, or another criterion's scores."""
+    """Inputs of the allocation besides the scores, by name: layer -> sums, or layer -> another criterion's scores."""
     other = {"by": expert_scores(job, "by")} if "by" in job.inputs else {}
     return {**sums(job), **other}
 
@@ -164,7 +170,7 @@ def _provenance(job: Job) -> dict[str, Any]:
 
 
 def _search_step(builder: Builder, cell: Cell) -> Step:
-    """A search that starts from scores and compares candidates on a text of its own."""
+    """The step that searches for a plan: it starts from scores and compares candidates on the search text."""
     text = builder.seeded(cell.texts["search"], cell.seed)
     inputs = {"scores": scores_step(builder, cell), **_inputs(builder, cell)}
     return _running("search", builder, cell, text, inputs)
@@ -180,7 +186,7 @@ def _running(kind: str, builder: Builder, cell: Cell, text: Any, inputs: dict[st
 
 
 def search(job: Job) -> None:
-    """A plan found by evolutionary search, with the history of the search."""
+    """Find a plan by evolutionary search; write it with the history of the search."""
     from moe_lab.search.run import search as run
 
     network, tokenizer = model_and_tokenizer(job)
@@ -199,7 +205,7 @@ def search(job: Job) -> None:
 
 
 def _candidates(settings: Settings) -> float:
-    """P + (T - 1)(P - m) candidates, each on the text."""
+    """Work of a search: P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
     parameters = settings["allocation"]["parameters"]
     population, elites, generations = (
         int(parameters.get(name, getattr(EvolutionSettings, name))) for name in ("population", "elites", "generations")
@@ -208,12 +214,12 @@ def _candidates(settings: Settings) -> float:
 
 
 def check_search_parameters(cell: Cell) -> None:
-    """UserError for parameters that no search has."""
+    """Raise UserError for unknown parameters of a search, and for values that cannot work."""
     parse(cell.allocation.parameters)
 
 
 def check_schedules(cell: Cell) -> None:
-    """UserError where no schedule loses as much as the ratio says."""
+    """Raise UserError when no schedule removes as much as the ratio says."""
     check_ratio(cell)
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
@@ -232,13 +238,13 @@ SEARCH = Kind(
 
 
 def _reconstruction_step(builder: Builder, cell: Cell) -> Step:
-    """An exhaustive choice, on the calibration set and without scores."""
+    """The step that compares all choices of experts on the calibration set, without scores."""
     text = builder.seeded(cell.calibration, cell.seed)
     return _running("reconstruction", builder, cell, text, _inputs(builder, cell))
 
 
 def reconstruction(job: Job) -> None:
-    """The plan that reproduces the layers' outputs best, of all there are."""
+    """Find the plan that reproduces the layers' outputs best, by trying all choices in each layer."""
     from moe_lab.pruning.plan import Plan
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
@@ -258,7 +264,7 @@ def reconstruction(job: Job) -> None:
 
 
 def check_choices(cell: Cell) -> None:
-    """UserError when the ratio cannot be had, or leaves more choices than are tried."""
+    """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
     check_ratio(cell)
     if layer := _known_layer(cell):
         limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
@@ -277,7 +283,7 @@ RECONSTRUCTION = Kind(
 
 
 def _sequential_step(builder: Builder, cell: Cell) -> Step:
-    """A plan made layer after layer; always streamed, since it never needs more than one layer."""
+    """The step that makes a plan layer by layer; always streamed, since it never needs more than one layer."""
     criterion, plugged = scoring(cell)
     text = replace(builder.seeded(cell.calibration, cell.seed), engine="streamed")
     inputs = {"model": builder.model(cell.model)}
@@ -295,9 +301,9 @@ def _sequential_step(builder: Builder, cell: Cell) -> Step:
 
 
 def sequential(job: Job) -> None:
-    """A plan made layer after layer: each layer is scored on what the pruned layers below it give.
+    """Make a plan layer by layer: each layer is scored on the output of the pruned layers below it.
 
-    A layer loses the share of uniform, of whole experts, or of layerwise, of channels.
+    Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise.
     """
     from moe_lab.pruning.plan import make_channel_plan, make_plan
     from moe_lab.search.sequential import prune_sequentially
@@ -330,8 +336,10 @@ def sequential(job: Job) -> None:
 
 
 def check_sequential(cell: Cell) -> None:
-    """UserError unless the criterion reads forward statistics, and of the rest nothing but weights: that is all a layer
-    has when those below it have just been pruned."""
+    """Raise UserError unless the criterion reads forward statistics and, besides them, only weights.
+
+    Nothing else is known of a layer right after the layers below it were pruned.
+    """
     fitting = [name for name, about in criteria.CRITERIA.items() if _fits_sequential(about.needs)]
     if (name := cell.criterion.name) not in fitting:
         raise UserError(

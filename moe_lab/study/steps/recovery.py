@@ -22,9 +22,9 @@ NO_RECOVERY = RecoveryConfig()
 
 
 class PrunedModel:
-    """A cell's model under a plan, recovered as the cell says; without a plan, the model as it is.
+    """A cell's model under its plan and recovery; without a plan, the unpruned model.
 
-    Its steps take from here what they share: the label, how weights are stored, and the steps they come from.
+    Holds what its steps share: the label, how weights are stored, and the steps that are their inputs.
     """
 
     def __init__(self, builder: Builder, cell: Cell, plan: Step | None) -> None:
@@ -37,17 +37,16 @@ class PrunedModel:
         self.label = f"{self.unrecovered_label}{recovered}"
 
     def inputs(self, **more: Step | None) -> dict[str, Step]:
-        """Role -> step: the model, the plan, and those of `more` that there are."""
+        """Role -> input step: the model, the plan, and those of `more` that are not None."""
         steps = {"model": self.builder.model(self.cell.model), "plan": self.plan, **more}
         return {role: step for role, step in steps.items() if step}
 
 
 @contextmanager
 def pruned_model(job: Job) -> Iterator[tuple[Any, Any]]:
-    """The job's model as it is pruned and stored, and its tokenizer: a mask on the loaded model, or, when recovered, a
-    model of its own.
+    """The job's pruned model and its tokenizer. A plan is a mask on the loaded model; a recovered model is a copy.
 
-    Benchmarks of one recovered model share it; masks cost nothing to make again.
+    Benchmarks of one recovered model share the copy. Masks cost nothing to make again.
     """
     from moe_lab.pruning.mask import mask
 
@@ -70,18 +69,18 @@ def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tun
 
 
 def storage_of(job: Job) -> dict[str, Any]:
-    """How the job's model is stored: bits, and which modules are stored in fewer than 16."""
+    """How the job's model is stored: number of bits, and the modules that are stored in fewer than 16."""
     storage: dict[str, Any] = job.settings.get("storage", {"bits": 16, "modules": []})
     return storage
 
 
 def finetuned(job: Job) -> Path | None:
-    """The folder with the weights that fine-tuning changed; None where there was none."""
+    """The folder with the weights that fine-tuning changed; None without fine-tuning."""
     return Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
 
 
 def _finetune_step(pruned: PrunedModel) -> Step:
-    """The model's weights after fine-tuning."""
+    """The step that fine-tunes the pruned model."""
     cell, builder, plan = pruned.cell, pruned.builder, pruned.plan
     assert plan is not None
     text = builder.seeded(cell.texts["instructions"], cell.seed)
@@ -96,7 +95,7 @@ def _finetune_step(pruned: PrunedModel) -> Step:
 
 
 def finetune(job: Job) -> None:
-    """The weights that fine-tuning the pruned model changed."""
+    """Fine-tune the pruned model; write the weights that changed."""
     from moe_lab.recovery.finetune import finetune as train
 
     network, tokenizer = model_and_tokenizer(job)
@@ -129,7 +128,7 @@ FINETUNE = Kind(
 
 
 def _export_step(pruned: PrunedModel) -> Step:
-    """The pruned model as a checkpoint."""
+    """The step that writes the pruned model as a checkpoint."""
     assert pruned.plan is not None
     config = pruned.builder.config
     shape = {"export": config.export or "natural", **({"verify": True} if config.verify else {})}
@@ -138,7 +137,7 @@ def _export_step(pruned: PrunedModel) -> Step:
 
 
 def export(job: Job) -> None:
-    """The pruned model as a checkpoint."""
+    """Write the pruned model as a checkpoint, and compare it with the masked model if `verify` is set."""
     from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
 
@@ -148,7 +147,7 @@ def export(job: Job) -> None:
     if settings.get("verify"):
         from moe_lab.pruning.export.verify import verify
 
-        # On the CPU whatever the model's device is: there alone are both sides equal to the bit.
+        # On the CPU whatever the model's device is: only there are both models equal bit for bit.
         difference = verify(source, plan, checkpoint, device="cpu", trust_remote_code=job.model.trust_remote_code)
         write_json(job.output("verified.json"), {"difference": difference})
 

@@ -1,4 +1,4 @@
-"""Steps that turn sums into scores."""
+"""Steps that compute scores from sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def scores_step(builder: Builder, cell: Cell) -> Step:
-    """A score per expert, or per channel, and layer."""
+    """The step that scores the experts, or the channels, of every layer."""
     criterion = criteria.get(cell.criterion.name)
 
     def make() -> Step:
@@ -35,7 +35,7 @@ def scores_step(builder: Builder, cell: Cell) -> Step:
 
 
 def scores(job: Job) -> None:
-    """A score per expert, or per channel; higher means keep."""
+    """Compute a score per expert, or per channel; higher means keep."""
     settings = job.settings["criterion"]
     values = score(settings, evidence(job), facts(job)["layers"])
     if criteria.get(settings["criterion"]).granularity == "channel":
@@ -49,8 +49,10 @@ def scores(job: Job) -> None:
 
 
 def score(settings: Mapping[str, Any], inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores by a criterion, whose settings are those of `scoring`, from sums over the layer's tokens and
-    weights. `layers`: the facts of those that are scored."""
+    """Layer -> scores by a criterion, from sums over the layer's tokens and weights.
+
+    `settings` are those of `scoring`; `layers` has the facts of the layers to score.
+    """
     return criteria.score(
         settings["criterion"],
         inputs,
@@ -63,7 +65,7 @@ def score(settings: Mapping[str, Any], inputs: ByLayer, layers: ByLayer) -> dict
 
 
 def check_weights(criterion: str, model: ModelConfig) -> None:
-    """UserError when the criterion needs weights as numbers and the model's are quantised."""
+    """Raise UserError when the criterion needs plain weights and the model's are quantised."""
     if criteria.get(criterion).needs_plain_weights:
         check_plain_weights(model, f"criterion={criterion}")
 
@@ -72,7 +74,7 @@ SCORES = Kind(name="scores", work=scores, step=scores_step, packing=Packing.SMAL
 
 
 def family_step(builder: Builder, cell: Cell) -> Step:
-    """Every S(b, alpha, beta) at once, for the overlap figures."""
+    """The step that computes all S(b, alpha, beta), for the overlap figures."""
     model, calibration = cell.model, cell.calibration
 
     def make() -> Step:
@@ -83,7 +85,7 @@ def family_step(builder: Builder, cell: Cell) -> Step:
 
 
 def family(job: Job) -> None:
-    """S(b, alpha, beta) of every expert for all 17 combinations that mean something."""
+    """Compute S(b, alpha, beta) of every expert for all 17 meaningful combinations."""
     table = criteria.family(evidence(job), gate=job.settings["family"]["gate"])
     write_table(job.output("family.parquet"), results.FAMILY, table)
 

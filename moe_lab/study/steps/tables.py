@@ -1,7 +1,7 @@
-"""What figures show of large arrays, as rows of small tables: who reads a store needs neither the arrays nor their
-format.
+"""Rows of small tables that figures need from large arrays, so that readers of a store need neither the arrays nor
+their format.
 
-Columns are sums as in statistics/sums.py, so that tables of parts could be added like the sums themselves.
+Columns are sums as in statistics/sums.py, so that tables of parts can be added like the sums themselves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Layers = Mapping[int, Mapping[str, Any]]
 """Layer -> arrays by name, of numpy or of torch on the CPU."""
 
 POINTS = 21
-"""Points of an expert's curve of concentration at most."""
+"""Maximum number of points of an expert's concentration curve."""
 
 
 def experts(layers: Layers) -> list[Row]:
-    """EXPERTS of every expert: tokens; sums over them of the gate and of the output's norm; its attributions of first
-    and second order; the sum of its squared channels, and the largest of any; how many channels it has; and the sum
-    over channels of their root mean squares, for the mean and the spread of channels."""
+    """Rows of EXPERTS, one per expert: tokens; sums over them of the gate and of the output's norm; its attributions of
+    first and second order; the sum of its squared channels, and the maximum over its channels; number of channels; and
+    the sum over channels of their root mean squares, for the mean and the spread of channels."""
     rows = []
     for layer, named in layers.items():
         sums, square, largest = (_array(named[name]) for name in ("sums_model", "channel_square", "channel_max"))
@@ -44,18 +44,21 @@ def experts(layers: Layers) -> list[Row]:
 
 
 def _root_sum(squares: Array, tokens: float) -> float:
-    """The sum over channels of sqrt(sum_t x^2 / N) from their sums over N tokens; 0 for none."""
+    """The sum over channels of sqrt(sum_t x^2 / N) from their sums over N tokens; 0 for no tokens."""
     return float(np.sqrt(squares / tokens).sum()) if tokens > 0 else 0.0
 
 
 def losses(layers: Layers) -> list[Row]:
-    """LOSSES: the sum over all valid tokens of ||m||^2 / (||y||^2 + eps) in every layer."""
+    """Rows of LOSSES: the sum over all valid tokens of ||m||^2 / (||y||^2 + eps) in every layer."""
     return [(layer, float(named["layer_loss"])) for layer, named in layers.items()]
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """ENTROPIES: how many tokens have a router entropy between `entropy` minus a bin's width and `entropy`, as a share
-    of the logarithm of the number of experts; nothing for layers whose router gives no logits of all experts."""
+    """Rows of ENTROPIES: how many tokens have a router entropy between `entropy` minus a bin's width and `entropy`.
+
+    `entropy` is a share of the logarithm of the number of experts. Layers whose router gives no logits of all experts
+    have no rows.
+    """
     rows = []
     for layer, named in layers.items():
         counts = _array(named.get("router_entropy", ()))
@@ -64,8 +67,8 @@ def entropies(layers: Layers) -> list[Row]:
 
 
 def gradients(layers: Layers) -> list[Row]:
-    """GRADIENTS of every expert: tokens; the sum over them and over its channels of the squared gradient at a channel;
-    the sum over channels of the root mean square of that gradient; and channels."""
+    """Rows of GRADIENTS, one per expert: tokens; the sum over tokens and channels of the squared gradient at a channel;
+    the sum over channels of the root mean square of that gradient; and number of channels."""
     rows = []
     for layer, named in layers.items():
         squares, tokens = _array(named["channel_gradient_square"]), _array(named["tokens"]).tolist()
@@ -75,7 +78,7 @@ def gradients(layers: Layers) -> list[Row]:
 
 
 def weights(layers: Layers) -> list[Row]:
-    """WEIGHTS of every expert: sum |w|, sum w^2 and the number of its weights."""
+    """Rows of WEIGHTS, one per expert: sum |w|, sum w^2 and the number of its weights."""
     rows = []
     for layer, named in layers.items():
         sums = zip(_array(named["abs_sum"]).tolist(), _array(named["square_sum"]).tolist(), strict=True)
@@ -84,7 +87,7 @@ def weights(layers: Layers) -> list[Row]:
 
 
 def ablations(layers: Layers) -> list[Row]:
-    """ABLATIONS: what the model's loss gains without each expert, nats per token."""
+    """Rows of ABLATIONS, one per expert: the rise of the model's loss without it, in nats per token."""
     return [
         (layer, expert, value)
         for layer, named in layers.items()
@@ -93,8 +96,8 @@ def ablations(layers: Layers) -> list[Row]:
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """CONCENTRATION: which share of an expert's score (I,) its highest channels hold, for at most POINTS shares of its
-    channels between 0 and 1. Negative scores count as 0; NaN where no channel has a score."""
+    """Rows of CONCENTRATION: the share of an expert's score (I,) that its highest channels hold, for at most POINTS
+    shares of its channels between 0 and 1. Negative scores count as 0; NaN where no channel has a score."""
     return [
         (layer, expert, *point)
         for layer, values in scores.items()
@@ -112,8 +115,10 @@ def _curve(values: Array) -> Iterator[tuple[float, float]]:
 
 
 def budgets(scores: Mapping[int, Array], kept: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """BUDGETS: which share of a layer's score (E, I) a plan keeps, negative scores as 0, and which share of its
-    channels; `kept` (E, I) is True for channels that stay. NaN where no channel has a score."""
+    """Rows of BUDGETS: the share of a layer's score (E, I) that a plan keeps, and the share of its channels.
+
+    `kept` (E, I) is True for channels that stay. Negative scores count as 0; NaN where no channel has a score.
+    """
     rows = []
     for layer, mask in kept.items():
         values = _positive(scores[layer])
