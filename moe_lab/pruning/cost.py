@@ -1,4 +1,4 @@
-"""What a plan costs: parameters, bytes, FLOPs per token. The content of cost.json."""
+"""Parameters, bytes and FLOPs per token of a model under a plan: the content of cost.json."""
 
 from __future__ import annotations
 
@@ -38,20 +38,22 @@ def cost(
     bits: int = 16,
     modules: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of the unpruned `model` under `plan` (None: as it is), as JSON data.
+    """Parameters, bytes and FLOPs of `model` under `plan` (None: unpruned), as JSON data.
 
-    The model may be on the meta device. `facts` are the model's; `row` and `routing` are as in `flops_per_token`.
+    `model` is the unpruned model, possibly on the meta device, and `facts` are its facts. `row` and `routing` are as in
+    `flops_per_token`.
 
-    parameters, parameters_unpruned  numbers
+    parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
     routed_kept                      share of the parameters of routed experts
     storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
     loading_bytes                    all kept parameters in bf16, what the papers call loading memory
     flops_per_token                  with the routing of the masked model
     flops_by_part                    the same by part, see PARTS in flops.py
-    flops_per_token_unpruned, flops_ratio, flops_saving    of the unpruned model in such a row; 1 - ratio
+    flops_per_token_unpruned         of the unpruned model in a row of the same length
+    flops_ratio, flops_saving        pruned / unpruned; 1 - flops_ratio
 
-    bits=4 changes bytes only: a quantised weight is multiplied in bf16. UserError for a plan that does not fit.
+    bits=4 changes bytes only: quantised weights are multiplied in bf16. Raises UserError when the plan does not fit.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, plan, row, routing)
@@ -79,7 +81,7 @@ def size(
     bits: int = 16,
     modules: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The entries of `cost` about parameters and bytes; needs no weights, the model may be on the meta device."""
+    """The entries of `cost` about parameters and bytes. Needs no weights: the model may be on the meta device."""
     layers = routed_layers(model) if plan is None else moe_layers(model)
     total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
     routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
@@ -100,8 +102,8 @@ def size(
 def nf4_bytes(weights: int) -> int:
     """Bytes of a matrix of `weights` numbers in NF4 with double quantisation.
 
-    4 bits a weight in whole blocks of 64, 8 bits the scale of a block, 32 bits the scale of 256 scales, and 32 bits for
-    their mean.
+    4 bits per weight in whole blocks of 64, 8 bits for the scale of a block, 32 bits for the scale of 256 scales, and
+    32 bits for their mean.
     """
     blocks = ceil(weights / NF4_BLOCK)
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
@@ -124,7 +126,7 @@ def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
 
 
 def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:
-    """Numbers of weights of the matrices that are stored in NF4, each by itself; 0 for those of a null expert."""
+    """The number of weights of each matrix that is stored in NF4; 0 for the matrices of a null expert."""
     if "experts" in modules:
         for layer in layers:
             widths = kept_widths(layer, plan)

@@ -1,12 +1,12 @@
-"""FLOPs of a model per token, by part of the model: exact, from its modules and, where it matters, from its routing.
+"""FLOPs per token of a model, by part: counted exactly from its modules and, where needed, from its routing.
 
 A FLOP is a multiplication or an addition of a matrix product: a linear map from n to m numbers costs 2 n m for a token,
-an expert of width I 6 H I (4 H I without a gate). Norms, activations, softmax are left out, as everyone does. Attention
-scores are counted over the full square of the row, causal or not, as torch's own counter does; so what a token costs
-depends on the length of its row.
+an expert of width I costs 6 H I (4 H I without a gate). Norms, activations and softmax are not counted, as is usual.
+Attention scores are counted over the full square of the row, causal or not, as torch's own counter does; so the FLOPs
+of a token depend on the length of its row.
 
-Only the experts' part can depend on where tokens go, and only where a layer has experts of different widths: otherwise
-every token pays for top_k of them. All else follows from shapes, so that it is counted without weights.
+Only the FLOPs of experts can depend on the routing, and only where a layer has experts of different widths: otherwise
+every token costs top_k experts. The other parts follow from shapes and are counted without weights.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from moe_lab.statistics.observe import Batch
 from moe_lab.statistics.streaming import LayerPass
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
-"""attention: all that mixes tokens, its projections and what is recurrent; attention_scores: products of activations
-with activations; shared_experts: all of a MoE block that is not routed; dense: blocks of layers without experts."""
+"""attention: projections and recurrences of the modules that mix tokens; attention_scores: their products of
+activations with activations; shared_experts: everything in a MoE block that is not routed; dense: blocks of layers
+without experts."""
 
 aten = torch.ops.aten
 PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
@@ -47,14 +48,14 @@ FUSED_ATTENTION = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
 )
-"""Kernels of attention that torch's counter does not know on every device or with shared key heads."""
+"""Attention kernels that torch's counter does not support on every device or with shared key heads."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens went: layer -> the channels of all experts that `tokens` tokens went to.
+    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed to.
 
-    An expert's channels count as often as a token went to it.
+    An expert's channels count once for every token routed to it.
     """
 
     tokens: int
@@ -62,14 +63,14 @@ class Routing:
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """Part -> FLOPs of a token of the unpruned `model` in one row of `length` tokens, without those of routed experts.
+    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without routed experts.
 
-    The model may be on the meta device, where it is run without computing anything. Keys are PARTS.
+    The model may be on the meta device, where it is run without computing anything.
     """
     layers = routed_layers(model)
     device = layers[0].routing[0].tensor.device
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
-    # A mask of four axes is taken as it is; others are looked at, which the meta device cannot do.
+    # transformers uses a mask of four axes unchanged. It would read the values of others, and the meta device has none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
@@ -86,11 +87,11 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 def flops_per_token(
     layers: Sequence[MoELayer], plan: Plan | None, row: Mapping[str, float], routing: Routing
 ) -> dict[str, float]:
-    """Part -> FLOPs of a token of a model with `layers` under `plan` (None: unpruned). `row`: what `row_flops` gives.
+    """FLOPs per token by part, for a model with `layers` under `plan` (None: unpruned). `row` is from `row_flops`.
 
-    A dropped expert takes its row out of the router. Experts are averaged over the tokens of `routing`, each charged
-    for the experts it is routed to after pruning, at their kept width; an expert without channels costs nothing,
-    although tokens go there.
+    The router has no rows for dropped experts. The FLOPs of experts are the mean over the tokens of `routing`: a token
+    counts the experts it is routed to after pruning, at their kept widths. An expert without channels costs nothing,
+    although tokens are routed to it.
     """
     experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in layers) / routing.tokens
     dropped = 0
@@ -101,9 +102,9 @@ def flops_per_token(
 
 
 def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | None:
-    """The routing of any token where each layer keeps experts of one width, as every plan of whole experts does.
+    """The channels used by any token, if all kept experts of a layer have one width, as in plans of whole experts.
 
-    None where it depends on the token.
+    None if they depend on the token.
     """
     channels = {}
     for layer in layers:
@@ -115,9 +116,9 @@ def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | Non
 
 
 def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
-    """Where the valid tokens of `batches` go in the masked model, from one forward pass.
+    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass.
 
-    UserError for no batches, and for a plan that does not fit the model.
+    Raises UserError when there are no batches or the plan does not fit the model.
     """
     check_batches(batches)
     layers = routed_layers(model)
@@ -158,7 +159,7 @@ def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
 
 
 def dropped_experts(layer: MoELayer, plan: Plan | None) -> int:
-    """How many experts go with their router rows under `plan`."""
+    """How many experts are removed, with their router rows, under `plan`."""
     return layer.n_experts - len(kept_experts(layer, plan))
 
 
@@ -167,7 +168,7 @@ def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Ten
 
 
 class Routed:
-    """How many valid tokens went to each expert: layer -> (E,) int64."""
+    """Counts of the valid tokens routed to each expert: layer -> (E,) int64."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.layers = layers
@@ -179,7 +180,7 @@ class Routed:
         self.tokens[layer.index] += torch.bincount(chosen, minlength=layer.n_experts).cpu()
 
     def under(self, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
-        """The channels they were given under `plan`; `batches` are all that was read."""
+        """The channels used by the counted tokens under `plan`; `batches` are all batches that were read."""
         channels = {
             layer.index: int((self.tokens[layer.index] * kept_widths(layer, plan)).sum()) for layer in self.layers
         }
@@ -189,10 +190,10 @@ class Routed:
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """Sort what torch counted outside experts and vocabulary, by module path and operation, into parts.
+    """Assign what torch counted (outside experts and vocabulary head) to parts, by module path and operation.
 
-    In a decoder layer, the child that holds the experts in MoE layers is the block (dense where there are none), and
-    the others mix tokens.
+    The child of a decoder layer that holds the experts in MoE layers is its block (dense in layers without experts);
+    the other children mix tokens.
     """
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
@@ -219,7 +220,7 @@ def _by_part(
 def _fused_attention(
     query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """Queries (B, heads, S, d) with all keys, and the weights of all values."""
+    """FLOPs of the products of queries (B, heads, S, d) with all keys, and of attention weights with all values."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
 
 
@@ -229,8 +230,8 @@ def layered_routing(
     """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory.
 
     The checkpoint is read once and layers are masked by `plan`. Hidden states between layers are kept in the folder
-    `out`, and in memory up to `budget` bytes. UserError as there, and for damaged weights and layers that cannot be run
-    one by one.
+    `out`, and in memory up to `budget` bytes. Raises UserError as `measured_routing` does, and for damaged weights and
+    layers that cannot be run one by one.
     """
     check_batches(batches)
     if plan is not None:

@@ -22,16 +22,16 @@ from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 @contextmanager
 def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
-    """Let `model` compute what `prune(model, plan)` would, while this context is open.
+    """A context in which `model` computes what `prune(model, plan)` would compute.
 
-    Bit for bit under eager experts for plans of whole experts, within 1e-5 (fp32) for plans of channels. Each router
-    runs on the rows and biases of its kept experts only, whatever its formula, and the ids it gives are mapped back to
-    the original ones; channels that are not kept are set to 0 before the down projection. Expert weights are neither
-    copied nor changed; layers may keep different numbers. The model is restored on exit, with the very tensors it had.
-    Contexts of one model do not nest.
+    The results are equal bit for bit under eager experts for plans of whole experts, and within 1e-5 (fp32) for plans
+    of channels. Each router runs only on the rows and biases of its kept experts, whatever its formula, and the ids it
+    returns are mapped back to the original ids. Channels that are not kept are set to 0 before the down projection.
+    Expert weights are neither copied nor changed; layers may keep different numbers of experts. On exit the model has
+    its original tensors again. Contexts of the same model cannot be nested.
 
-    UserError when the plan does not fit the model; RuntimeError when experts are called with a routing that did not
-    come from the masked router, or past the mask.
+    Raises UserError when the plan does not fit the model, and RuntimeError when experts are called with a routing that
+    did not come from the masked router, or when the masked experts are bypassed.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -41,7 +41,7 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """The mask on some layers alone, for models that have no others in memory. The plan must be for the model."""
+    """Mask `layers` only, for models whose other layers are not in memory. Does not check that the plan fits."""
     with ExitStack() as undo:
         for layer in layers:
             _keep(layer, plan.experts[layer.index], undo)
@@ -51,11 +51,11 @@ def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) 
 
 
 def slice_router(layer: MoELayer, kept: Sequence[int], undo: ExitStack) -> dict[int, torch.Tensor]:
-    """Leave the router of `layer` only the rows, biases and counts of the experts `kept`, until `undo` is closed.
+    """Cut the router of `layer` (rows, biases and counts) down to the experts `kept`, until `undo` is closed.
 
-    `kept` are ascending ids; the ids the router gives are then places in `kept`. Returns id of each of its tensors ->
-    the slice that replaces it, because some blocks hand their router its biases. UserError when the router's weights
-    are not in memory.
+    `kept` are ascending ids; the router then returns positions in `kept`. Returns id() of each of its tensors -> the
+    slice that replaces it, because some blocks pass the biases to their router as arguments. Raises UserError when the
+    router's weights are not in memory.
     """
     if any(part.tensor.is_meta for part in layer.routing):
         raise UserError(f"the router of {layer.name} is offloaded: load the model without offloading to mask it")
@@ -74,9 +74,9 @@ def slice_router(layer: MoELayer, kept: Sequence[int], undo: ExitStack) -> dict[
 
 
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
-    """Slice the router of `layer`, and map its ids back: its experts are called with their original ids.
+    """Cut the router of `layer` down to the experts `kept`, and map the ids it returns back to the original ids.
 
-    RuntimeError when the experts are called with other ids than the router gave.
+    Raises RuntimeError when the experts are called with other ids than those the router returned.
     """
     slice_router(layer, kept, undo)
     ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
@@ -93,18 +93,18 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
                 f"the mask is not in force: {layer.name} got a routing that its masked router did not give"
             )
 
-    # first of all hooks, so that others see original ids
+    # the router's hook is prepended, so that all other hooks see original ids
     undo.callback(layer.router.register_forward_hook(after_router, prepend=True).remove)
     undo.callback(layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True).remove)
 
 
 @contextmanager
 def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """While open, channels of `layers` that `plan` does not keep are 0 before the down projection.
+    """A context in which channels of `layers` that `plan` does not keep are 0 before the down projection.
 
-    Ids are the original ones. Models that run grouped_mm stay with it; others compute expert after expert, sorted
-    once: what experts with all channels give is bit for bit that of the eager forward. RuntimeError when experts are
-    called past the mask.
+    Experts keep their original ids. Models that use grouped_mm still use it; others compute one expert after the other,
+    on rows sorted once, where experts that keep all channels give the bits of the eager forward. Raises RuntimeError
+    when the masked experts are bypassed.
     """
     calls = {layer.index: _Call(layer, plan.channels[layer.index]) for layer in layers}
     with ExitStack() as undo:
@@ -115,7 +115,7 @@ def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan
 
 
 class _Call:
-    """One layer's experts function, which remembers that it ran."""
+    """The masked experts function of one layer, which records that it was called."""
 
     def __init__(self, layer: MoELayer, mask: Mask) -> None:
         self.layer = layer
@@ -134,7 +134,10 @@ class _Call:
 
 
 def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
-    """The routed output (T, H) of experts whose channels outside `mask` (E, I) are 0, one expert after the other."""
+    """A function for the routed output (T, H) of experts whose channels outside `mask` (E, I) are 0.
+
+    It computes one expert after the other.
+    """
     dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
     kept = mask.sum(1).tolist()
 
@@ -144,7 +147,7 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
                 return None
             phi = intermediate(layer.experts, states, expert)
             if kept[expert] < layer.width:
-                phi = phi.masked_fill(dropped[expert], 0)  # not a product: Inf x 0 is NaN
+                phi = phi.masked_fill(dropped[expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
             return output(layer.experts, phi, expert)
 
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, of_expert)
@@ -153,16 +156,16 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
 
 
 def grouped_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
-    """The same by transformers' grouped matrix products.
+    """The function of `sorted_function`, by transformers' grouped matrix products.
 
-    They do not handle experts one by one, so the mask of each row's expert follows the activation.
+    These compute all experts at once, so every row is masked with its expert's channels right after the activation.
     """
     dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activate = activation(experts)
-        expert = index.reshape(-1).sort().values  # its order of rows
+        expert = index.reshape(-1).sort().values  # the order in which grouped_mm processes rows
 
         def masked(gate_up: torch.Tensor) -> torch.Tensor:
             return activate(gate_up).masked_fill(dropped[expert], 0)

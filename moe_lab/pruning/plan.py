@@ -1,11 +1,12 @@
-"""A plan: which experts each layer keeps, and which channels of them. The only thing pruning needs, and plain JSON.
-No torch.
+"""A plan: which experts each layer keeps, and which of their channels. Pruning needs nothing else. No torch.
+
+Its JSON form, plan.json:
 
     {"schema": 1, "digest": "<sha256 of layers>",
      "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
-hexadecimal, the lowest bit of the first byte is channel 0. Readers refuse what they do not know.
+hexadecimal, the lowest bit of the first byte is channel 0. `Plan.load` rejects unknown fields of layers.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ SCHEMA = 1
 Mask = NDArray[numpy.bool_]
 """(E, I): which channels of which experts are kept."""
 Routers = Mapping[int, Mapping[str, Any]]
-"""Layer -> facts of it, of which top_k, n_group and topk_group say what its router needs; see `fewest_experts`."""
+"""Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`."""
 _LAYERS = {str: {"experts": int, "keep": [int], "width": int | None, "channels": list | None}}
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Kept experts per layer, their ids ascending, so that survivors stay in order.
+    """The experts, and possibly channels, that each layer keeps. Kept experts stay in their original order.
 
-    Plans that keep the same are equal.
+    Plans that keep the same experts and channels are equal.
     """
 
     experts: dict[int, tuple[int, ...]]
@@ -48,8 +49,8 @@ class Plan:
     """Where the plan comes from: model, criterion, calibration, ratio and so on; no part of the digest."""
     channels: dict[int, Mask] = field(default_factory=dict)
     """Layer -> (E, I) bool, True for kept channels, over all experts the layer had; empty for a plan of whole experts.
-    Rows of dropped experts are False; a kept expert with a row of False is a null expert: tokens are routed to it and
-    it gives 0."""
+    Rows of dropped experts are False. A kept expert whose row is False is a null expert: tokens are routed to it and
+    its output is 0."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -120,7 +121,7 @@ class Plan:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, beside the target first and then renamed."""
+        """Write the plan as JSON, to a temporary file that is then renamed."""
         target = Path(path)
         content = {
             "schema": SCHEMA,
@@ -134,7 +135,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan; UserError when it is missing, damaged or of a newer schema."""
+        """Read a plan. Raises UserError when it is missing, damaged or of a newer schema."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -170,7 +171,7 @@ class Plan:
             provenance=content.get("provenance", {}),
             channels=channels,
         )
-        if layers != plan._layers():  # such as a field or bits that nothing stands for
+        if layers != plan._layers():  # such as an unknown field, or bits beyond the width
             raise damaged
         if content.get("digest") != plan.digest:
             raise UserError(f"plan={path} is damaged: its digest is {content.get('digest')}, expected {plan.digest}")
@@ -193,9 +194,10 @@ def make_plan(
 ) -> Plan:
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
-    `scores`: layer -> one finite number per expert, higher means keep; equal scores fall by expert index, lower
-    first. Layers of group-limited routers (`n_group` > 1) lose the same number in each group. UserError for scores that
-    are not finite, for layers that differ between `scores` and `remove`, and for what `Plan.check` refuses.
+    `scores`: layer -> one finite number per expert, higher means keep; of equal scores, that of the lower expert id is
+    dropped first. Layers of group-limited routers (`n_group` > 1) lose the same number in each group. Raises UserError
+    for scores that are not finite, for layers that differ between `scores` and `remove`, and for plans that
+    `Plan.check` rejects.
     """
     if set(scores) != set(remove):
         raise UserError(
@@ -220,10 +222,10 @@ def make_channel_plan(
 ) -> Plan:
     """The plan that keeps, of each expert, the `keep[layer][expert]` channels of highest score.
 
-    `scores`: layer -> (E, I), finite, higher means keep; equal scores fall by channel index, lower first. `keep`:
-    layer -> (E,) numbers from 0 to I. An expert without channels stays as a null expert (`zero_expert` keep_null) or
-    is dropped with its router row (drop). UserError for scores that are not finite, numbers out of range, and what
-    `Plan.check` refuses.
+    `scores`: layer -> (E, I), finite, higher means keep; of equal scores, that of the lower channel is dropped first.
+    `keep`: layer -> (E,) numbers from 0 to I. An expert without channels stays as a null expert (`zero_expert`
+    keep_null) or is dropped with its router row (drop). Raises UserError for scores that are not finite, numbers out of
+    range, and plans that `Plan.check` rejects.
     """
     if set(scores) != set(keep):
         raise UserError(f"allocation: budgets are of layers {sorted(keep)}, but scores are of layers {sorted(scores)}")
@@ -274,7 +276,7 @@ def _survivors(layer: int, scores: NDArray[numpy.float64], remove: int, n_group:
 
 
 def _finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
-    """Scores of experts (E,), or of their channels (E, I); UserError naming the first that is not finite."""
+    """Scores of experts (E,) or of channels (E, I) in fp64. Raises UserError naming the first that is not finite."""
     values = numpy.asarray(scores, dtype=numpy.float64)
     if places := numpy.argwhere(~numpy.isfinite(values)).tolist():
         names = zip(("expert", "channel"), places[0], strict=False)
@@ -307,7 +309,7 @@ def _check_mask(layer: int, mask: Mask, kept: tuple[int, ...], count: int) -> No
 
 
 def _unpack_mask(layer: Mapping[str, Any]) -> Mask:
-    """The mask (E, I) of a layer of plan.json; ValueError for other masks than one of that width per kept expert."""
+    """The mask (E, I) of a layer of plan.json. Raises ValueError unless each kept expert has a mask of that width."""
     mask: Mask = numpy.zeros((layer["experts"], layer["width"]), dtype=numpy.bool_)
     for expert, text in zip(layer["keep"], layer["channels"], strict=True):
         bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)

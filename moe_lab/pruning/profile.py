@@ -1,4 +1,4 @@
-"""What a forward pass looks like layer by layer: how much hidden states differ between tokens, how routers decide."""
+"""Statistics of a forward pass by layer: variance of hidden states, entropies of routing, loss of routed outputs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from moe_lab.statistics.observe import Batch
 def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
     """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned) over `batches`.
 
-    One forward pass, and one of the unpruned model for the losses. UserError for no batches, a plan that does not fit,
-    and naming the layer where the stream is not finite.
+    Takes one forward pass, and with a plan one of the unpruned model for the output losses. Raises UserError when there
+    are no batches, when the plan does not fit, and when hidden states are not finite (naming the layer).
     """
     if not batches:
         raise UserError("profile: no batches to read, expected at least one")
@@ -62,7 +62,7 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 
 
 class _Loss:
-    """Runs the block of one layer a second time, pruned, and sums how far its routed output is off."""
+    """Runs the MoE block of one layer a second time under the mask, and sums the squared error of its routed output."""
 
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
         self.model, self.layer, self.plan = model, layer, plan
@@ -71,12 +71,12 @@ class _Loss:
         self.total, self.tokens = 0.0, 0
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """The routed output (T, H)."""
+        """Record the routed output (T, H)."""
         self.routed = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
 
     def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        """The same input once more, under the mask."""
-        if self.again:  # the call below comes here, too
+        """Run the block again on the same input under the mask, and compare."""
+        if self.again:  # this is the call under the mask, below
             return
         whole, self.again = self.routed, True
         with mask_layers(self.model, [self.layer], self.plan):
@@ -85,7 +85,7 @@ class _Loss:
         self.off = (whole.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """The residual stream (B, S, H) after the layer."""
+        """Add the error relative to the residual stream (B, S, H) after the layer."""
         stream = (output[0] if isinstance(output, tuple) else output).flatten(0, -2).double()
         valid = self.valid.to(stream.device)
         off = self.off.to(stream.device) / (stream.square().sum(-1) + EPSILON)
@@ -94,7 +94,7 @@ class _Loss:
 
 
 class _Seen:
-    """Sums over the valid tokens, in fp64: of each layer's stream and of its router's decisions."""
+    """Sums over the valid tokens, in fp64, of each layer's hidden states and of the entropies of its router."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.valid = torch.zeros(0, dtype=torch.bool)
@@ -105,7 +105,7 @@ class _Seen:
         self.entropies: dict[int, tuple[float, float, int]] = {}
 
     def stream(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        """The residual stream (B, S, H) after a decoder layer."""
+        """Add the residual stream (B, S, H) after a decoder layer."""
         hidden = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
         valid = hidden[self.valid.to(hidden.device)].double()
         for sums, part in ((self.sums, valid.sum(0)), (self.squares, valid.square().sum(0))):
@@ -113,7 +113,7 @@ class _Seen:
         self.tokens[layer] = self.tokens.get(layer, 0) + len(valid)
 
     def routed(self, layer: MoELayer, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-        """What a router gives: logits (T, E) and gates (T, K)."""
+        """Add the entropies of a router's logits (T, E) and gates (T, K)."""
         logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
         valid = self.valid.to(logits.device)
         sums = self.entropies.get(layer.index, (0.0, 0.0, 0))
@@ -121,7 +121,7 @@ class _Seen:
         self.entropies[layer.index] = (sums[0] + entropies[0], sums[1] + entropies[1], logits.shape[-1])
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """Columns of every layer but the last one."""
+        """A row per layer, without the last column (output_loss)."""
         return [(layer, self._variance(layer), *self._routing(layer)) for layer in sorted(self.sums)]
 
     def _variance(self, layer: int) -> float:

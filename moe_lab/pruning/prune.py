@@ -1,5 +1,4 @@
-"""Structural pruning in memory: experts, their channels, router rows and correction biases are gone, the model is
-smaller."""
+"""Structural pruning in memory: remove experts, channels, router rows and correction biases from a loaded model."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from moe_lab.pruning.ragged import RaggedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
 WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
-"""Names under which experts modules keep their own width."""
+"""Attributes of experts modules that hold their width, the channels per expert."""
 
 
 def prune(model: Model, plan: Plan) -> Model:
     """A smaller copy of `model` that has only the experts and channels `plan` keeps.
 
-    `model` stays as it is. Weights that do not change are shared with it, not copied: the copy costs the memory of
-    the kept experts. Layers whose experts keep equally many channels stay modules of the family, others become
-    RaggedExperts. What differs by layer is in the configuration's `per_layer_config`; where everything has one number
-    for all layers, `save_pretrained` writes a stock checkpoint. UserError when the plan does not fit the model.
+    `model` is not changed. Weights that do not change are shared with it, so the copy takes only the memory of the kept
+    experts. Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts.
+    What differs between layers is written to the configuration's `per_layer_config`; where all layers have one shape,
+    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model.
     """
     before = moe_layers(model)
     check_fit(plan, before)
@@ -42,7 +41,7 @@ def prune(model: Model, plan: Plan) -> Model:
         if plan.channels:
             narrow(layer, plan.channels[layer.index][list(kept)])
     counts = {len(kept) for kept in plan.experts.values()}
-    if len(counts) == 1:  # the balancing loss, which has no meaning for layers of different counts, and refuses them
+    if len(counts) == 1:  # for the balancing loss, which is undefined for layers with different counts
         for name in count_attributes(pruned, before[0].n_experts):
             setattr(pruned, name, *counts)
     ragged = {layer.index for layer in before if isinstance(pruned.get_submodule(layer.name), RaggedExperts)}
@@ -55,7 +54,7 @@ def prune(model: Model, plan: Plan) -> Model:
 def share_copy(model: Model) -> Model:
     """A copy of `model` that shares its tensors."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)  # what its memo holds is not copied
+    return copy.deepcopy(model, shared)  # deepcopy does not copy what its memo holds
 
 
 def prune_layer(layer: MoELayer, kept: Iterable[int]) -> None:
@@ -84,7 +83,7 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Stands in for save_pretrained: without code of its own, the checkpoint would be loaded with random experts."""
+    """Replaces save_pretrained: without its own code, the checkpoint would be loaded with random experts."""
     raise UserError("a model with experts of different widths cannot be saved by save_pretrained: export its plan")
 
 
@@ -101,7 +100,7 @@ def rows(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put `tensor` in the place of a parameter or buffer of any shape."""
+    """Replace a parameter or buffer of `module` by `tensor`, whose shape may differ."""
     store = module._parameters if name in module._parameters else module._buffers
     store[name] = tensor  # type: ignore[assignment]
 
@@ -130,8 +129,9 @@ def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
 def narrow(layer: MoELayer, mask: Mask) -> None:
     """Cut the experts of one layer down to the channels of `mask` (E', I), in place.
 
-    `layer.experts` holds E' experts already. If all keep equally many channels the module stays the family's own, only
-    narrower; otherwise, and where transformers' kernels could not work with that width, RaggedExperts replaces it.
+    `layer.experts` already holds only the E' kept experts. If all of them keep the same number of channels, the
+    family's module gets that width; otherwise, or if transformers' kernels do not support the width, RaggedExperts
+    replaces it.
     """
     widths = mask.sum(1)
     if widths.min() == layer.width:
@@ -144,7 +144,7 @@ def narrow(layer: MoELayer, mask: Mask) -> None:
 
 
 def refusal(experts: Any) -> str | None:
-    """Why no channels can be removed from an experts module, in words that follow "its experts"; None if they can."""
+    """The reason why channels cannot be removed from an experts module, worded to follow "its experts"; or None."""
     reasons = {
         "have biases": experts.has_bias,
         "have no gate projection": not experts.has_gate,
@@ -183,12 +183,12 @@ def _cut(experts: Any, expert: int, row: numpy.ndarray[Any, Any]) -> tuple[torch
 
 
 def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged: set[int]) -> None:
-    """Write the shapes of the pruned model into `config`, that of the language model, in place.
+    """Write the shapes of the pruned model into `config`, the configuration of the language model, in place.
 
-    `layers` are those before pruning, `ragged` the indices of those whose experts are now RaggedExperts. One number of
-    experts for all layers goes into the fields that held the old one. What differs by layer goes into transformers'
+    `layers` are the MoE layers before pruning, `ragged` the indices of those that now have RaggedExperts. If all layers
+    keep the same number of experts, it replaces the old number. What differs between layers goes into transformers'
     `per_layer_config`; reading such a field for the whole model then raises an error instead of giving a wrong number.
-    Widths of ragged layers go into `expert_widths`, and the largest into the layer's configuration.
+    The widths of ragged layers go into `expert_widths`, and the largest into the layer's own configuration.
     """
     different = _counts(config, {layer.index: len(plan.experts[layer.index]) for layer in layers})
     for layer in layers if plan.channels else []:
@@ -202,7 +202,7 @@ def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged
 
 
 def _counts(config: Any, counts: dict[int, int]) -> dict[int, dict[str, Any]]:
-    """Set the number of experts where all layers have one; what is to be said about single layers otherwise."""
+    """Set the number of experts if all layers have the same; returns the fields of each layer otherwise."""
     fields = [field for field in COUNT_FIELDS if isinstance(vars(config).get(field), int)]
     if len(set(counts.values())) == 1 and not config.is_heterogeneous:
         for field in fields:

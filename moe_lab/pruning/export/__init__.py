@@ -1,8 +1,8 @@
 """Write a pruned checkpoint from the files of the original one. No torch unless all experts get one new width.
 
-Dropping whole experts only ever removes entries along the axis of the experts, and those lie next to each other in a
-file: an expert's own tensors are copied or left out; of tensors that hold all experts the kept entries are copied.
-Where experts lose channels, their tensors are read, cut and written one at a time.
+Dropping whole experts removes entries along the expert axis, and these are contiguous in a file: tensors of a single
+expert are copied or left out, and of tensors that hold all experts the kept entries are copied. Where experts lose
+channels, their tensors are read, cut and written one at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moe_lab.pruning.plan import Plan
 
 CARD = "README.md"
 ORIGIN = ".origin.json"
-"""In the folder of an unfinished export: what it is an export of."""
+"""File in the folder of an unfinished export that identifies what is exported."""
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
-"""Suffixes of weight files; those of the pruned model are written instead."""
+"""Suffixes of weight files, which are not copied: those of the pruned model are written instead."""
 
 
 def export(
@@ -42,7 +42,7 @@ def export(
     shape: str = "natural",
     partial: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns it.
+    """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns that folder.
 
     `shape` is one of `SHAPES`. natural writes what the plan keeps and nothing else: a stock checkpoint where all layers
     have one shape, per-layer configuration and a code file where they differ, packed experts under a model type of
@@ -50,13 +50,14 @@ def export(
     with zeros for what is dropped; padded makes each layer as wide as its widest expert, padded_stock all layers as
     wide as the widest of all, with zeros.
 
-    The result has the shards and the config.json of the original (edited where it must be), its tokenizer and other
-    files, plan.json and a model card with the plan's provenance, and what the shape costs. `out` appears at the end,
-    whole. Whole experts are copied as byte ranges; where channels go, one tensor at a time is in memory. An export that
-    was killed goes on from the whole files it left in `partial`, a folder on the disk of `out` that nobody else uses;
-    without one it starts again. UserError when the plan does not fit, when the shape cannot express it, or when the
-    checkpoint is damaged or has an unknown tensor in a MoE block; Unavailable when the disk is too full. Nothing is
-    left behind then.
+    The result has the shards and the config.json of the original (edited where necessary), its tokenizer and other
+    files, plan.json, and a model card with the plan's provenance and the size of the weights. `out` is complete as soon
+    as it exists. Whole experts are copied as byte ranges; where channels are removed, one tensor at a time is in
+    memory. An export that was killed resumes from the complete files it left in `partial`, a folder on the disk of
+    `out` that nothing else uses; without one it starts again.
+
+    Raises UserError when the plan does not fit, when the shape cannot express it, or when the checkpoint is damaged or
+    has an unknown tensor in a MoE block, and Unavailable when the disk is too full. Nothing is left behind then.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -83,9 +84,10 @@ def export(
 
 @contextmanager
 def _unfinished(work: Path, source: Path, what: dict[str, str], *, keep: bool) -> Iterator[None]:
-    """The folder `work`, with the whole files that an earlier export of the same left there.
+    """A context with the folder `work`, which still has the complete files of an earlier export of the same.
 
-    It goes when anything fails; with `keep`, not when the process is told to stop. UserError for a disk that fills up.
+    The folder is deleted when anything fails; with `keep`, it stays when the process is told to stop. Raises
+    Unavailable when the disk fills up.
     """
     origin = json.dumps({"source": fingerprint(source), **what} if keep else what)
     if not (work / ORIGIN).exists() or (work / ORIGIN).read_text() != origin:
@@ -116,7 +118,7 @@ def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, S
 
 
 def _write_index(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
-    """The index, if the original has one."""
+    """Write the index of the shards, if the original has one."""
     if (checkpoint.folder / INDEX).exists():
         index, total = {}, 0
         for shard, tensors in content.items():
@@ -127,7 +129,7 @@ def _write_index(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]],
 
 
 def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost, target: Path) -> None:
-    """config.json, plan.json, the card, code, and whatever else lies beside the weights, such as the tokenizer."""
+    """Write config.json, plan.json, model card and code; copy other files of the original, such as its tokenizer."""
     for file in sorted(_others(folder)):
         shutil.copyfile(file, target / file.name)
     _write_json(target / "config.json", description.config)
@@ -142,8 +144,8 @@ def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost
 def _name(folder: Path, plan: Plan) -> str:
     """The name of the original model for the card.
 
-    That of the plan where its fingerprint was compared, else the name of the folder, which in the hub's cache is
-    models--OWNER--NAME/snapshots/COMMIT.
+    It is the name in the plan if the model's fingerprint was checked, else that of the folder, which in the hub's cache
+    is models--OWNER--NAME/snapshots/COMMIT.
     """
     where = folder.resolve()
     if plan.provenance.get("model_sha256") and "model" in plan.provenance:

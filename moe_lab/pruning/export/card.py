@@ -33,22 +33,22 @@ FILLED = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What an export takes, in bytes of weights."""
+    """Size of an exported checkpoint, in bytes of weights."""
 
     shape: str
     kind: str
-    """stock, ported, per_layer or ragged: who can load it."""
+    """stock, ported, per_layer or ragged: what is needed to load it."""
     original: int
     written: int
     zeros: int
-    """Of `written`: zeros that only fill a shape."""
+    """Bytes of `written` that are padding zeros."""
 
 
 def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     """The model card in Markdown.
 
-    What was pruned and how, how to load it, what its form costs, then the card of the original model, whose front
-    matter (licence and so on) stays.
+    It says what was pruned and how, how to load the model and how large it is. The card of the original model follows,
+    whose front matter (licence and so on) is kept.
     """
     front, body = _split(original or "")
     trust = "" if cost.kind == "stock" else ", trust_remote_code=True"
@@ -92,7 +92,7 @@ def _cost(cost: Cost) -> str:
 
 
 def _split(card: str) -> tuple[str, str]:
-    """Front matter without its fences, and the rest."""
+    """The front matter of a card without its fences, and the text after it."""
     if not card.startswith(FENCE) or f"\n{FENCE}" not in card[len(FENCE) - 1 :]:
         return "", card
     front, _, body = card[len(FENCE) :].partition(f"\n{FENCE}")

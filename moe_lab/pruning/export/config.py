@@ -52,10 +52,10 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
 
 
 def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) -> Description:
-    """config.json for `form`, and the code needed to load it; all fields that need no change stay as they are.
+    """config.json for `form`, and the code needed to load it. Fields that need no change are kept.
 
-    UserError when config.json is that of another model or of one whose layers differ already, or when transformers has
-    no class to build on.
+    Raises UserError when config.json belongs to another model or to one whose layers differ already, or when
+    transformers has no class to build on.
     """
     if "per_layer_config" in config:
         raise UserError(
@@ -84,7 +84,7 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
 
 
 def _alike(config: dict[str, Any]) -> Description:
-    """The description of a checkpoint that is shaped as its family is."""
+    """The description of a checkpoint in which all layers have one shape, as in its family."""
     code = port_of(config.get("model_type", ""))
     for name in code:
         base, module = PORTS[config["model_type"]].base, name.removesuffix(".py")
@@ -109,22 +109,22 @@ def _check_counts(text: Mapping[str, Any], plan: Plan) -> None:
 
 
 def _set_counts(text: dict[str, Any], count: int) -> None:
-    """The new expert count in every field that holds the old one."""
+    """Write the new expert count into every field that holds the old one."""
     fields = [field for field in COUNT_FIELDS if field in text]
     text.update({field: [count] * len(text[field]) if isinstance(text[field], list) else count for field in fields})
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
 
 
 def _numbers(value: int | list[int]) -> list[int]:
-    """The numbers of a field that may be given once or per layer."""
+    """The numbers in a field that holds either one number or a number per layer."""
     return value if isinstance(value, list) else [value]
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """`config` with experts of `width` channels, if a stock model can have them, or None.
+    """`config` with experts of `width` channels; None if a stock model cannot have them.
 
-    It cannot where the same field sizes something else, such as shared experts: then another parameter of the model
-    changes its shape with it. UserError when transformers does not know the model type.
+    It cannot if the same field also sets the size of something else, such as shared experts: other parameters of the
+    model would change their shapes with it. Raises UserError when transformers does not know the model type.
     """
     native_family(config)
     edited = {**config, width_field(config): width}
@@ -132,8 +132,8 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Parameters of the model that `config` describes, without its routed experts."""
-    import torch  # not above: most exports need neither, and importing them takes seconds
+    """Shapes of the parameters of the model that `config` describes, without its routed experts."""
+    import torch  # here, because most exports need neither, and importing them takes seconds
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     import moe_lab.models.ports  # noqa: F401  families that transformers lacks

@@ -1,9 +1,9 @@
-"""What an exported checkpoint gets: what every MoE layer holds, and widths a stock module can have. No torch.
+"""Shapes of an exported checkpoint: which experts and channels are written for every MoE layer. No torch.
 
 natural       what the plan keeps and nothing else
 masked        the shape of the original; what is dropped is zero and is never chosen
 padded        every layer as wide as its widest expert, narrower ones filled with zeros
-padded_stock  all layers as wide as the widest expert of all
+padded_stock  all layers as wide as the widest expert of the model, filled with zeros
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moe_lab.pruning.plan import Mask, Plan
 RAGGED_FIELD = "expert_widths"
 """Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
 KERNEL_BYTES = 16
-"""transformers' grouped matrix products need rows of weights that are a multiple of so many bytes."""
+"""transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded", "padded_stock")
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
-    """Whether experts of these widths fit a family's own module: all equal, not 0, and of aligned rows.
+    """Whether experts of these widths fit a family's own module: all equal, not 0, and with aligned rows.
 
-    Numbers of a weight take `element_size` bytes.
+    A weight takes `element_size` bytes.
     """
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
@@ -36,13 +36,13 @@ class LayerForm:
     experts: tuple[int, ...]
     """Ids of the experts that are written, in order."""
     dropped: frozenset[int]
-    """Those among them that are zero and never chosen."""
+    """Ids among `experts` that are written as zeros, and which the router never chooses."""
     channels: Mask | None
-    """(E, I): the channels that are kept; None if no expert loses one."""
+    """(E, I): the channels that are kept; None if no expert loses channels."""
     widths: tuple[int, ...]
-    """Channels every written expert has in the file; () where `channels` is None."""
+    """Channels of each written expert in the file, padding included; () where `channels` is None."""
     in_place: bool = False
-    """Whether channels stay where they were."""
+    """Whether kept channels stay at their original positions."""
     ragged: bool = False
     """Whether the experts are packed one after the other, each with a width of its own."""
 
@@ -78,9 +78,9 @@ class Form:
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """What `shape` makes of `plan`, for weights of `element_size` bytes a number.
+    """How `plan` is written in the shape `shape`, for weights of `element_size` bytes each.
 
-    UserError for an unknown shape, and for padded_stock where layers keep different numbers of experts.
+    Raises UserError for an unknown shape, and for padded_stock where layers keep different numbers of experts.
     """
     if shape not in SHAPES:
         raise unknown("export", shape, SHAPES)

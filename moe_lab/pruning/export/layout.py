@@ -1,4 +1,4 @@
-"""Which tensors an exported checkpoint has, and what they are made of. No torch."""
+"""The tensors of an exported checkpoint, and the parts of the original that each is made of. No torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ BLOCK = r"(?P<block>(?P<root>(?:\w+\.)*?layers\.(?P<layer>\d+)\.)(?:\w+\.)*?)"
 EXPERT = re.compile(BLOCK + r"experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 FUSED = re.compile(BLOCK + "(?:" + "|".join(map(re.escape, DISK_FUSED_EXPERTS)) + ")")
 AFTER_SOFTMAX = "moe_statics."
-"""How biases begin that are added to probabilities: those are smaller if dropped experts take part in the softmax."""
+"""Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would still take part in
+the softmax and make the other probabilities smaller."""
 NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
-"""-10000 as little-endian bytes of each type: added to a score between 0 and 1, or to a logit, nothing is below it."""
+"""-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a kept expert is lower."""
 NO_BIAS = (
     "no bias per expert that could keep tokens from dropped ones without changing the gates of others, which a "
     "checkpoint of the original shape needs: use export=natural"
@@ -38,7 +39,7 @@ NO_BIAS = (
 
 @dataclass(frozen=True)
 class Block:
-    """A MoE block on disk: `prefix` begins the names of its tensors, `root` those of its whole decoder layer."""
+    """A MoE block on disk: names of its tensors start with `prefix`, those of its decoder layer with `root`."""
 
     prefix: str
     root: str
@@ -48,9 +49,10 @@ class Block:
 def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
 
-    Layers for extra predicted tokens (numbered from `hidden_layers` on, or named so) are left out if they have
-    experts: no plan is about them. UserError when the blocks on disk are not those of the plan, when experts or a
-    router are missing, when a MoE block holds a tensor that moe_lab does not know, or when the form cannot be written.
+    Layers that predict extra tokens (recognised by a name, or by a number from `hidden_layers` on) are left out if they
+    have experts, because no plan covers them. Raises UserError when the blocks on disk are not those of the plan, when
+    experts or a router are missing, when a MoE block holds a tensor that moe_lab does not know, or when the form cannot
+    be written.
     """
     blocks, extra = _blocks(checkpoint, hidden_layers)
     _check_layers(checkpoint, blocks, plan)
@@ -73,13 +75,13 @@ def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -
             by_shard[entry.shard].append(piece)
     _check_complete(checkpoint, plan, form, seen)
     for channels in packed.values():
-        # in front, where a file is aligned whatever the sizes of its other tensors are
+        # at the start of the file, which is aligned whatever the sizes of its other tensors
         by_shard[channels.shard][:0] = channels.packed()
     return by_shard
 
 
 def expert_type(checkpoint: Checkpoint) -> str:
-    """The type of the numbers of routed experts; UserError when the checkpoint has none."""
+    """The type of the weights of routed experts. Raises UserError when the checkpoint has none."""
     for name, entry in checkpoint.tensors.items():
         if EXPERT.fullmatch(name) or FUSED.fullmatch(name):
             return entry.dtype
@@ -87,8 +89,10 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def wrong(shape: str | None, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None) -> Iterator[str]:
-    """A sentence for each reason why a plan of `granularity` for the model cannot be exported in that shape, as far as
-    the model is on this machine."""
+    """A sentence for each reason why plans of `granularity` for the model cannot be exported in that shape.
+
+    What needs the model's files is checked only if they are on this machine.
+    """
     if shape is None:
         return
     if shape not in SHAPES:
@@ -105,21 +109,23 @@ def wrong(shape: str | None, model: ModelConfig, recovery: RecoveryConfig, granu
 
 
 def check_masked(model: ModelConfig) -> None:
-    """Raise UserError unless routers have a vector that can bar a dropped expert, as far as names tell; of a model on
-    this machine."""
+    """Raise UserError unless the tensor names show a routing vector that can bar dropped experts.
+
+    A model that is not on this machine is not checked.
+    """
     folder = local(model.path)
     if (folder / "config.json").is_file() and not can_bar(open_checkpoint(folder).tensors):
         raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 
 
 def can_bar(names: Iterable[str]) -> bool:
-    """Whether a vector in which a dropped expert can be barred is among the tensors of these names."""
+    """Whether tensors of these names include a routing vector in which a dropped expert can be barred."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
 
 def _blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:
-    """MoE blocks by prefix, and the beginnings of names that belong to extra prediction layers with experts."""
+    """MoE blocks by prefix, and the prefixes of extra prediction layers that have experts."""
     blocks: dict[str, Block] = {}
     extra: set[str] = set()
     for name in checkpoint.tensors:
@@ -136,13 +142,13 @@ def _blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block
 
 
 def _prefixes(name: str) -> list[str]:
-    """All beginnings of a dotted name that end in a dot, the longest first."""
+    """All prefixes of a dotted name that end in a dot, longest first."""
     parts = name.split(".")
     return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
 
 
 def _note_experts(name: str, block: Block, seen: Counter[tuple[int, object]]) -> bool:
-    """Whether a tensor of a MoE block holds expert weights; if so, what it holds is noted in `seen`."""
+    """Whether a tensor of a MoE block holds expert weights; if so, it is counted in `seen`."""
     if match := EXPERT.fullmatch(name):
         seen[block.layer, int(match["expert"])] += 1
     elif name.removeprefix(block.prefix) in DISK_FUSED_EXPERTS:
@@ -155,7 +161,7 @@ def _note_experts(name: str, block: Block, seen: Counter[tuple[int, object]]) ->
 def _piece(
     name: str, entry: Entry, block: Block, plan: Plan, layer: LayerForm, seen: Counter[tuple[int, object]]
 ) -> Piece | None:
-    """What becomes of one tensor of a MoE block; None for a dropped expert's. Notes what was seen in `seen`."""
+    """The exported form of a tensor of a MoE block; None for that of a dropped expert. Counts the tensor in `seen`."""
     rest = name.removeprefix(block.prefix)
     count = plan.n_experts[block.layer]
     if _note_experts(name, block, seen):
@@ -173,7 +179,7 @@ def _piece(
 
 
 def _expert(match: re.Match[str], entry: Entry, layer: LayerForm) -> Piece | None:
-    """A tensor of one expert, under its new number."""
+    """The exported form of a tensor of one expert, under its new number; None if the expert is not written."""
     expert, rest = int(match["expert"]), match["rest"]
     if expert not in layer.experts:
         return None
@@ -184,7 +190,7 @@ def _expert(match: re.Match[str], entry: Entry, layer: LayerForm) -> Piece | Non
 
 
 def _fused(name: str, prefix: str, entry: Entry, layer: LayerForm, count: int) -> Piece:
-    """A tensor that holds all experts of a layer."""
+    """The exported form of a tensor that holds all experts of a layer."""
     if layer.channels is not None:
         return cut_piece(name, name, prefix, entry, layer)
     piece = _rows(name, entry, 0, layer.experts, count)
@@ -201,7 +207,7 @@ def _fused(name: str, prefix: str, entry: Entry, layer: LayerForm, count: int) -
 
 
 def whole(name: str, entry: Entry) -> Piece:
-    """A tensor as it is."""
+    """A tensor that is copied unchanged."""
     return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
 
 
@@ -216,7 +222,7 @@ def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int)
 
 
 def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
-    """A routing vector in which dropped experts have a bias that no router chooses."""
+    """A routing vector in which dropped experts have a bias so low that they are never chosen."""
     if not layer.dropped:
         return piece
     if entry.dtype not in NEVER:

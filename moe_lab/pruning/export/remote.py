@@ -1,4 +1,4 @@
-"""The code file of a checkpoint whose layers differ, and what config.json says of it. No torch."""
+"""The code file and config.json of an exported checkpoint whose layers differ in shape. No torch."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ register_checkpoint_conversion_mapping(
 
 
 def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """config.json, kind and code files for layers that differ from each other or from what the family can say.
+    """config.json, kind and code files for layers that differ, or that the family's configuration cannot describe.
 
-    What differs goes into `per_layer_config`, under the canonical names of the fields: then a stock class that reads
-    one raises an error. Under another name it would build all layers alike. Ragged experts get a model type of their
-    own instead, because nothing in a stock class would look at their widths; so does a family that moe_lab has ported,
-    because transformers prefers a port to code beside the weights.
+    What differs between layers goes into `per_layer_config`, under the canonical names of the fields. A stock class
+    that reads such a field then raises an error; under another name it would build all layers alike. A checkpoint with
+    ragged experts gets a model type of its own, because no stock class reads their widths; so does a family that
+    moe_lab has ported, because transformers prefers a port to code beside the weights.
     """
     family, kind = native_family(config), config["model_type"]
     stated = next(field for field in COUNT_FIELDS if field in config)
@@ -78,7 +78,7 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     config["auto_map"] = {**described, "AutoModelForCausalLM": model}
     config["per_layer_config"] = _per_layer(config, form, count, width)
     if form.count is None and config.get("output_router_logits"):
-        config["output_router_logits"] = False  # the loss it is for needs layers of the same number of experts
+        config["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
     if own_type:
         config["model_type"] = f"pruned_{kind}"
     if form.ragged:
@@ -90,14 +90,14 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
 
 
 def native_family(config: dict[str, Any]) -> Family:
-    """The family of the model type.
+    """The family of the model type in `config`.
 
-    UserError unless there is a causal language model of it without the folder's code.
+    Raises UserError when its causal language model does not exist, or needs code from the checkpoint's folder.
     """
     kind = config.get("model_type", "")
     family = read_family(kind)
     if family is None:
-        from moe_lab.models.ports import ask_family  # loads torch, for what cannot be read
+        from moe_lab.models.ports import ask_family  # loads torch, so only for families that cannot be read
 
         family = ask_family(kind)
     if family is None:
@@ -109,7 +109,7 @@ def native_family(config: dict[str, Any]) -> Family:
 
 
 def _per_layer(config: dict[str, Any], form: Form, count: str, width: str) -> dict[str, dict[str, int]]:
-    """What each layer has instead of the number for all layers. A ragged layer is as wide as its widest expert."""
+    """Layer -> the fields in which it differs from the model. A ragged layer is as wide as its widest expert."""
     per_layer: dict[str, dict[str, int]] = {}
     for index, layer in form.layers.items():
         differing_fields = {count: len(layer.experts)} if form.count is None else {}
@@ -121,7 +121,7 @@ def _per_layer(config: dict[str, Any], form: Form, count: str, width: str) -> di
 
 
 def width_field(config: dict[str, Any]) -> str:
-    """The field of config.json that holds the channels per expert; UserError when there is none."""
+    """The field of config.json that holds the channels per expert. Raises UserError when there is none."""
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
     if field is None:
         raise UserError(f"config.json has no width of experts: expected one of {', '.join(WIDTH_FIELDS)}")
@@ -156,7 +156,7 @@ def generate_code(*, base: str, config: str, home: str, model_type: str, count: 
 
 
 def _split(path: Path) -> tuple[list[str], str]:
-    """The import lines of a module, and what follows them; its docstring stays behind."""
+    """The import lines of a module, and the text after them; without its docstring."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     nodes = ast.parse(text).body

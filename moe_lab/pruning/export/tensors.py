@@ -1,4 +1,4 @@
-"""What the bytes of an exported tensor are made of: bytes of the original, constants, chosen channels. No torch."""
+"""Parts of which exported tensors are made: byte ranges of the original, constants, kept channels. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_lab.models.checkpoint import Entry
 from moe_lab.pruning.export.form import LayerForm
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
-"""Types whose numbers can be moved one by one -> an integer of their size. Others share scales between numbers."""
+"""Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
 BLOCK = 1 << 20
 """Bytes of a matrix that are in memory at a time while its channels are chosen."""
 ROLES = {
@@ -23,7 +23,7 @@ ROLES = {
     **dict.fromkeys(("up_proj.weight", "w3.weight"), "up"),
     **dict.fromkeys(("down_proj.weight", "w2.weight"), "down"),
 }
-"""Names of an expert's own tensors on disk, and what they are."""
+"""Name on disk of a tensor of a single expert -> its projection."""
 FUSED_ROLES = {
     **dict.fromkeys(("experts.gate_up_proj", "input_linear.weight"), "gate_up"),
     **dict.fromkeys(("experts.down_proj", "output_linear.weight"), "down"),
@@ -33,7 +33,7 @@ FUSED_ROLES = {
 
 @dataclass(frozen=True)
 class Span:
-    """`size` bytes of the file `shard` from byte `start`, as they are."""
+    """`size` bytes of the file `shard` from byte `start`, copied unchanged."""
 
     shard: str
     start: int
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Constant:
-    """One number, `pattern`, over and over, `size` bytes in all."""
+    """A number, given by its bytes `pattern`, repeated until there are `size` bytes."""
 
     pattern: bytes
     size: int
@@ -73,8 +73,8 @@ class Matrix:
 class Cut:
     """The channels `kept` (I,) of a matrix whose channels are its rows or, with `down`, its columns.
 
-    The result has `width` channels, the rest of them zero: the kept ones come first, or, with `in_place`, stay where
-    they were. With `transposed` the channels of a down projection become rows.
+    The result has `width` channels. The kept ones come first or, with `in_place`, stay at their original positions; the
+    others are zero. With `transposed` the channels of a down projection become rows.
     """
 
     matrix: Matrix
@@ -106,7 +106,7 @@ class Cut:
     def read(self, folder: Path) -> memoryview:
         """The bytes of the result, row-major, with channels as rows or as columns.
 
-        The matrix passes through memory in blocks of rows: a matrix of Mixtral has 117 MB.
+        The matrix is read in blocks of rows to save memory: a matrix of Mixtral has 117 MB.
         """
         matrix = self.matrix
         path, dtype = folder / matrix.shard, UNSIGNED[matrix.dtype]
@@ -151,12 +151,12 @@ class Piece:
 
     @property
     def zeros(self) -> int:
-        """Bytes of it that only fill the shape."""
+        """Bytes of the tensor that only fill the shape."""
         return sum(part.zeros for part in self.parts)
 
 
 class Channels:
-    """The experts of one layer, collected tensor by tensor, to be packed with a width of their own each."""
+    """Collects the expert tensors of one layer and packs them, each expert with its own width."""
 
     def __init__(self, prefix: str, layer: LayerForm) -> None:
         self.prefix, self.layer = prefix, layer
@@ -165,13 +165,13 @@ class Channels:
         """The file that gets the packed tensors: the one with the last expert tensor that was added."""
 
     def add(self, name: str, entry: Entry) -> None:
-        """Take note of one tensor that holds weights of one expert, or of all."""
+        """Add a tensor that holds weights of one expert or of all experts."""
         self.shard = entry.shard
         for expert, role, matrix in _matrices(name, name.removeprefix(self.prefix), entry, self.layer):
             self.matrices[expert, role] = matrix
 
     def packed(self) -> Iterator[Piece]:
-        """gate_up_packed (sum of 2 I_e, H) and down_packed (sum of I_e, H)."""
+        """The packed tensors: gate_up_packed (sum of 2 I_e, H) and down_packed (sum of I_e, H)."""
         gate_up = [self._cut(expert, role) for expert in self.layer.experts for role in ("gate", "up")]
         down = [self._cut(expert, "down") for expert in self.layer.experts]
         total = sum(self.layer.widths)
@@ -191,7 +191,7 @@ class Channels:
 
 
 def cut_piece(name: str, original: str, prefix: str, entry: Entry, layer: LayerForm) -> Piece:
-    """The tensor `original` of one expert, or of all, with the channels and the width that `layer` gives it."""
+    """The tensor `original`, of one expert or of all experts, cut to the channels and the width in `layer`."""
     cuts = []
     for expert, role, matrix in _matrices(original, original.removeprefix(prefix), entry, layer):
         if expert in layer.experts:
@@ -211,9 +211,9 @@ def _cut(matrix: Matrix, layer: LayerForm, expert: int, role: str, *, transposed
 
 
 def _matrices(name: str, rest: str, entry: Entry, layer: LayerForm) -> Iterator[tuple[int, str, Matrix]]:
-    """(expert, gate, up or down, matrix) of each matrix in a tensor of one expert, or of all.
+    """(expert, role, matrix) of each matrix in a tensor of one expert or of all experts; role is gate, up or down.
 
-    `rest` is its name within the MoE block. UserError for tensors whose channels cannot be told apart.
+    `rest` is its name within the MoE block. Raises UserError for a tensor whose channels cannot be identified.
     """
     assert layer.channels is not None
     n_experts, width = layer.channels.shape

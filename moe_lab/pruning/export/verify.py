@@ -1,4 +1,4 @@
-"""Does an exported checkpoint compute what the masked model computes? Layer after layer, at any size."""
+"""Check that an exported checkpoint computes what the masked model computes, layer by layer, for models of any size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 
 TOKENS = 64
-"""Tokens that are read."""
+"""Number of random tokens on which the models are compared."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Largest difference of outputs, as a share, where channels are added up in another order."""
+"""Largest relative difference of outputs that is accepted where channels are summed in another order."""
 ALIGNMENT = 64
-"""Bytes. Matrix products differ in the last bit between weights that begin in a cache line and those that do not."""
+"""Bytes. Matrix products can differ in the last bit if weights do not start at the beginning of a cache line."""
 Compared = tuple[str, torch.Tensor, torch.Tensor]
-"""What is compared: the words for it, the masked model's (..., H), the export's."""
+"""Outputs to compare: their name, those of the masked model (..., H), and those of the export."""
 
 
 def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", trust_remote_code: bool = False) -> float:
@@ -32,11 +32,12 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
     TOKENS random tokens are read. Each decoder layer of `exported` gets the input of that layer in the masked model,
     one layer of each in memory, in the precision they are stored in.
 
-    Compared are the outputs of the layer, of its MoE block and of its routed experts, of every kept expert whether a
-    token chose it or not, and the logits after the last layer. They must be equal to the bit on the CPU where the layer
-    lost whole experts only and is written without them; else within TOLERANCE. A difference is a share of the largest
-    number of its token or of its place in the hidden state, whichever is smaller; so 0 means equal logits. The code of
-    an export with uneven layers is moe_lab's own and is run. UserError naming the first layer that differs.
+    The outputs of the layer, of its MoE block, of its routed experts, and of every kept expert (also those that no
+    token chose) are compared, and the logits after the last layer. They must be equal bit for bit on the CPU where the
+    layer lost only whole experts and is written without them, and within TOLERANCE otherwise. A difference is relative
+    to the largest number of its token or of its place in the hidden state, whichever is smaller; so 0 means equal
+    logits. The code of an export with uneven layers is moe_lab's own, and is run. Raises UserError naming the first
+    layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -60,7 +61,7 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
 
 
 def _is_exact(pruned: StreamedModel, plan: Plan, number: int) -> bool:
-    """Whether a layer of the export adds up the very numbers that the masked one does, in the same order."""
+    """Whether a layer of the export sums the same numbers in the same order as the masked layer."""
     layer = pruned.moe.get(number)
     return layer is None or (not plan.channels and layer.n_experts == len(plan.experts[number]))
 
@@ -73,7 +74,7 @@ def _layer(
     valid: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[list[Compared], torch.Tensor]:
-    """What is compared of one decoder layer, and what it gives in the masked model."""
+    """The outputs of one decoder layer to compare, and its output in the masked model."""
     masked, pruned = models
     with ExitStack() as stack:
         _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in models))
@@ -91,7 +92,7 @@ def _layer(
 def _noted(
     model: StreamedModel, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run a decoder layer: its output, and inputs, gates and output of its experts, and the output of its block."""
+    """Run a decoder layer. Returns its output, and inputs, gates and output of its experts, and output of its block."""
     layer, notes = model.moe[number], {}
 
     def experts(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
@@ -110,7 +111,7 @@ def _noted(
 def _all_experts(
     masked: StreamedModel, written: MoELayer, plan: Plan, given: torch.Tensor, gates: torch.Tensor
 ) -> Compared:
-    """What all kept experts of a layer give, each for at least one of the tokens `given` (T, H)."""
+    """The outputs of all kept experts of a layer, each for at least one of the tokens `given` (T, H)."""
     layer = masked.moe[written.index]
     kept = torch.tensor(plan.experts[layer.index], device=given.device)
     places = kept if written.n_experts == layer.n_experts else torch.arange(len(kept), device=given.device)
@@ -125,14 +126,14 @@ def _all_experts(
 
 
 def _align(*modules: nn.Module) -> None:
-    """Copy the weights that a mapped file puts in the middle of a cache line."""
+    """Copy weights that start in the middle of a cache line, as in a memory-mapped file, so that they are aligned."""
     for weight in (weight for module in modules for weight in module.parameters()):
         if not weight.is_meta and weight.data_ptr() % ALIGNMENT:
             weight.data = weight.data.clone()
 
 
 def _held(where: str, compared: Compared, bound: float) -> float:
-    """The difference of a pair; UserError if it is above `bound`."""
+    """The relative difference of a pair. Raises UserError when it is above `bound`."""
     words, first, second = compared
     difference = _difference(first.flatten(0, -2), second.flatten(0, -2))
     if not difference <= bound:
@@ -144,7 +145,7 @@ def _held(where: str, compared: Compared, bound: float) -> float:
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of (T, H) numbers, each as a share of the largest of its row or column, the smaller."""
+    """The largest difference of (T, H) numbers, relative to the maximum of its row or its column, if that is less."""
     size = first.float().abs()
     scale = torch.minimum(size.amax(0, keepdim=True), size.amax(1, keepdim=True)).clamp(min=1e-30)
     return float(((first.float() - second.float()).abs() / scale).max())

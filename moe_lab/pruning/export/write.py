@@ -1,4 +1,4 @@
-"""Write the weight files of an exported checkpoint, each beside its name first and then renamed. No torch."""
+"""Write the weight files of an exported checkpoint, each to a temporary file that is then renamed. No torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moe_lab.models.checkpoint import Checkpoint
 from moe_lab.pruning.export.tensors import Part, Piece, Span
 
 ALIGNMENT = 64
-"""Bytes. Matrix products of mapped files can differ in the last bit if weights begin in the middle of a cache line."""
+"""Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle of a cache line."""
 BUFFER = 8 << 20
-"""Bytes in memory while copying, where the kernel cannot copy by itself."""
+"""Bytes in memory while copying, where the kernel cannot copy between files."""
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 UNFINISHED = ".unfinished"
-"""What ends the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 
 def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
     """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`.
 
-    Files that stand there under their own names are whole and stay as they are. Spans are copied by the kernel where it
-    can; of tensors that are cut one is in memory at a time. UserError when a file of `checkpoint` becomes shorter.
+    Files that exist already under their final names are complete and are kept. Spans are copied by the kernel where it
+    can; tensors that are cut are in memory one at a time. Raises UserError when a file of `checkpoint` becomes shorter.
     """
     for shard, tensors in content.items():
         if tensors and not (folder / shard).exists():
@@ -41,7 +41,7 @@ def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]
                     else:
                         target.write(part.read(checkpoint.folder))
                 target.flush()
-                os.fsync(target.fileno())  # a name is given to nothing that a crash could take back
+                os.fsync(target.fileno())  # so that a crash after the rename cannot lose data
             unfinished.rename(folder / shard)
 
 
@@ -58,7 +58,7 @@ def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
 
 
 def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
-    """All parts of a file in order, neighbouring byte ranges as one."""
+    """All parts of a file in order, with adjacent byte ranges merged."""
     last: Span | None = None
     for part in (part for piece in tensors for part in piece.parts):
         if last and isinstance(part, Span) and (part.shard, part.start) == (last.shard, last.start + last.size):
@@ -74,7 +74,7 @@ def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes from `start` to `target`: inside the kernel where it can, through a buffer elsewhere."""
+    """Append `size` bytes from `start` to `target`: by the kernel where it can, else through a buffer."""
     target.flush()
     end = start + size
     while start < end and hasattr(os, "copy_file_range"):
