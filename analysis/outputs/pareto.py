@@ -258,7 +258,7 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     points = storage_frontier(results.study, comparison).dropna(subset=["storage", "score"])
     if points["ratio"].nunique() < 2 or points["granularity"].nunique() < 2:
         return None
-    drawing = style.drawing(style.PAGE * 0.75, 3.0)
+    drawing = style.drawing(style.PAGE, 3.0)
     axes = drawing.add_subplot()
     for at, (key, line) in enumerate(groups(points, ["label", "granularity"])):
         line = line.sort_values("storage", kind="stable")
@@ -271,7 +271,7 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     axes.step(best["storage"], best["score"], where="post", zorder=1, **_FRONT)
     axes.set(xlabel="storage (MiB)", ylabel="mean of six benchmarks")
     axes.grid()
-    drawing.legend(loc="outside lower center", ncols=3, fontsize=7)
+    style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
         f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against what the weights take on disk: a line "

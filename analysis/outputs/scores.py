@@ -37,7 +37,7 @@ def averages_figure(results: Results, comparison: Comparison, name: str) -> Figu
     settings = list(dict.fromkeys(panel.settings for panel in panels))
     rows = [[panel for panel in panels if panel.settings == each] for each in settings]
     heights = [max(*(0.17 * len(panel.cells) for panel in row), 0.9) for row in rows]
-    drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rows))
+    drawing = style.drawing(style.PAGE, sum(heights) + 0.9 * len(rows))
     grid = drawing.subplots(len(rows), len(sets), sharex=True, squeeze=False, height_ratios=heights)
     for axes in grid.flat:
         axes.set_visible(False)
@@ -47,7 +47,7 @@ def averages_figure(results: Results, comparison: Comparison, name: str) -> Figu
             axes = line[sets.index(panel.calibration)]
             axes.set_visible(True)
             _averages_axes(axes, comparison, panel, order)
-            axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
+            axes.set_title(f"{names.calibration(panel.calibration)},\n{panel.pruned} pruned", fontsize=7.5)
             if panel.calibration != sets[0]:
                 axes.set_yticklabels([])
     drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)

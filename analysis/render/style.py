@@ -218,10 +218,14 @@ def panels(count: int, across: int, height: float, below: float = 0.5, **shared:
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6) -> None:
-    """A legend below the panels, with `most` entries side by side, fewer where their words are long."""
+    """A legend below the panels, with `most` entries side by side, fewer where their words are long. Rows beyond the
+    third make the drawing higher, since panels leave room for three."""
     entries = list(handles)
     longest = max((len(str(entry.get_label())) for entry in entries), default=0)
-    columns = max(1, min(most, len(entries), 100 // (longest + 8)))
+    width = int(figure.get_figwidth() * 14.5)  # in characters
+    columns = max(1, min(most, len(entries), width // (longest + 8)))
+    rows = -(-len(entries) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=7)
 
 

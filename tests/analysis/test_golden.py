@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from io import StringIO
+from itertools import combinations
 from pathlib import Path
 
 import golden_store
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 from golden_store import GOLDEN
 from matplotlib import colormaps, colors
+from matplotlib.text import Text
 from PIL import Image
 
 from analysis.load.study import Study
@@ -29,7 +31,7 @@ FRONT, WHITE = "#b35806", "#ffffff"
 WORDS = {
     "winners": ("beyond noise", "within noise", "tie", "GSM8K", "pocket_olmoe, 50 % pruned"),
     "unified.fig2": ("Frequency =", "beyond noise", "MC Avg"),
-    "average_scores": ("Avg (mean of the displayed columns)", "HEAPr-G", "gap", "Code, 25 % pruned"),
+    "average_scores": ("Avg (mean of the displayed columns)", "HEAPr-G", "gap", "Code,", "25 % pruned"),
     "pareto": ("Parameters", "FLOPs per token", "Storage", "whole experts, 4 bits", "front", "Unpruned"),
     "aimer.fig3": ("HumanEval+", "MATH-500", "Unpruned", "Math, 25 % pruned"),
     "unified.fig3": ("share of the same experts", "General", "50 % pruned"),
@@ -146,3 +148,24 @@ def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(ma
             assert picture.size == pytest.approx((wide * style.DPI, high * style.DPI), abs=1), name
             box = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf.read_bytes())
             assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
+
+
+def test_no_title_or_legend_of_a_figure_is_cut_off_or_covers_another(made: list[Item]) -> None:
+    wrong = set()
+    for name, figure in golden_store.figures(made).items():
+        drawing = figure.drawing
+        drawing.draw_without_rendering()
+        titles = [
+            part
+            for axes in drawing.axes
+            if axes.get_visible() and axes.get_title("left")
+            for part in axes.get_children()
+            if isinstance(part, Text) and part.get_text() == axes.get_title("left")
+        ]
+        boxes = [part.get_window_extent() for part in (*titles, *drawing.legends)]
+        page = drawing.bbox.padded(2)
+        if any(box.x0 < page.x0 or box.x1 > page.x1 or box.y0 < page.y0 or box.y1 > page.y1 for box in boxes):
+            wrong.add(f"{name} is cut off")
+        if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
+            wrong.add(f"{name} overlaps")
+    assert not wrong
