@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
     from moe_lab.study.progress import say_notices
-    from moe_lab.study.status import COMMANDS  # here, since Ctrl-C while it is imported is to print no trace
+    from moe_lab.study.status import COMMANDS  # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.store import Store
 
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
@@ -39,7 +39,10 @@ def main() -> int:
 
 
 def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
-    """The study of that name with all its steps, or the steps of that name and the study they are in."""
+    """(study, its state, steps) for a name: all steps of the study called so, or the steps that match the name.
+
+    Raises UserError when neither a study nor a step has the name.
+    """
     from moe_lab.study.runs import last_about, studies
     from moe_lab.study.status import study_state
 
@@ -48,7 +51,7 @@ def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
         state = study_state(store, name)
         return name, state, list(state.steps.values())
     for study in names:
-        if last_about(store, study) is None:  # damaged: the study's own name gets a sentence on it
+        if last_about(store, study) is None:  # its records are damaged; naming the study itself reports that
             continue
         state = study_state(store, study)
         matching = [step for step in state.steps.values() if name in step.name or step.id.startswith(name)]

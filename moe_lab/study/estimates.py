@@ -1,7 +1,7 @@
-"""Estimates of the memory, disk and time that steps take, and whether this machine has them.
+"""Estimates of the memory, disk space and time of steps, and checks whether this machine has enough of each.
 
-Memory follows from the model's shape, right within a factor of two. Time is what steps of the same kind took in this
-store, scaled by how much they read; a step like none of them has no estimate.
+Memory is computed from the model's shape, to within a factor of two. Time is what steps of the same kind took in this
+store, scaled by the amount of work; without a comparable step there is no estimate.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ GIB = 2**30
 GPU_FROM = 2**30
 """Bytes of weights from which a model is put on a GPU."""
 READ = 500
-"""Finished steps of a kind, the newest, whose times are read."""
+"""How many finished steps of a kind, the newest ones, have their times read."""
 IDENTITY_SHAPE = {"settings": dict, "inputs": {str: str}}
 BYTES_ON_CPU = {"auto": 4}
-"""Of a parameter, where the precision alone does not say it."""
+"""dtype -> bytes of a parameter on the CPU, for dtypes that do not determine it themselves."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one step holds at its largest moment, about."""
+    """Estimated peak memory of one step."""
 
     bytes: float
-    """Weights included; on the GPUs if it uses them."""
+    """Bytes including weights; of GPU memory if `on_gpu`, else of main memory."""
     on_gpu: bool
-    """Whether its model is big enough for a GPU to be worth it."""
+    """Whether the step uses GPUs: its model is at least GPU_FROM bytes, and model.device is not cpu."""
 
 
 def memory_of(step: Step) -> Memory | None:
-    """What `step` holds; None when it depends on a model of which nothing is known."""
+    """Estimated peak memory of `step`; None when it depends on a model of unknown size."""
     kind = KINDS[step.kind]
     if not kind.loads_model(step) and kind.reads is not Reads.CHECKPOINT:
         return Memory(kind.memory or BASE, False)
@@ -63,13 +63,13 @@ def memory_of(step: Step) -> Memory | None:
 
 
 def gpus(memory: Memory, gpu_memory: float) -> int:
-    """GPUs that hold a step when each has `gpu_memory` GiB, a tenth of it out of reach."""
+    """How many GPUs of `gpu_memory` GiB a step needs, when a tenth of each cannot be used; 0 for a step on the CPU."""
     return int(-(-memory.bytes // (0.9 * gpu_memory * GIB))) if memory.on_gpu else 0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished step: seconds for one unit of its kind, the items of its benchmark, and its model."""
+    """A finished step: seconds per unit of work, limit on the items of its benchmark, and its model."""
 
     seconds: float
     limit: int | None
@@ -78,7 +78,7 @@ class Measured:
 
 
 class Times:
-    """How long steps take, from the provenance of the steps that a store has."""
+    """Estimates of how long steps take, from the provenance of finished steps in a store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -87,9 +87,11 @@ class Times:
         self._rates: dict[tuple[str, str, str | None, float], float | None] = {}
 
     def seconds(self, step: Step) -> float | None:
-        """The median over steps of the same kind, benchmark and model, each scaled by tokens or items; where there
-        are none, over those of other models, scaled by the parameters that are active for a token. None where there
-        are none either, or nothing is known of a model."""
+        """Estimated seconds of `step`; None without a comparable step, or when a model's size is unknown.
+
+        The median over finished steps of the same kind, benchmark and model, each scaled by tokens or items. Where
+        there are none, the median over steps with other models, also scaled by the active parameters per token.
+        """
         kind = KINDS[step.kind]
         settings = {role: part.settings for role, part in step.parts.items()}
         model = step.inputs["model"].id if "model" in step.inputs else None
@@ -104,7 +106,7 @@ class Times:
         return rate * kind.units(settings) * items(step, limit)
 
     def _comparable(self, kind: Kind, step: Step, measured: Sequence[Measured]) -> list[float]:
-        """Seconds per unit and item of the step's model, as each of the measured steps has it."""
+        """Seconds per unit and item for the step's model, one estimate from each comparable measured step."""
         rates = [one.seconds / items(step, one.limit) for one in measured]
         if kind.reads is Reads.NOTHING:
             return rates
@@ -120,8 +122,8 @@ class Times:
         return scaled
 
     def _read(self, kind: Kind) -> dict[str, list[Measured]]:
-        """What `_alike` says -> the finished steps of a kind; those that are damaged or too old to say what they took
-        count as none."""
+        """Settings as by `_alike` -> the finished steps of a kind. Steps that are damaged, or too old to have recorded
+        their time, are left out."""
         parent = self.store.root / kind.name
         folders = [entry for entry in os.scandir(parent) if not entry.name.startswith(".")] if parent.is_dir() else []
         folders.sort(key=_changed)
@@ -139,7 +141,7 @@ class Times:
         return by_settings
 
     def _read_active(self, folder: str) -> float | None:
-        """Parameters a token of a model is multiplied with, from the facts of its step."""
+        """Active parameters per token of a model, from the facts of its model step; None where they cannot be read."""
         try:
             facts = json.loads((self.store.place(folder, folder[-12:]) / "facts.json").read_text())
             idle = sum((a["n_experts"] - a["top_k"]) * a["expert_parameters"] for a in facts["layers"].values())
@@ -156,18 +158,19 @@ def _changed(entry: os.DirEntry[str]) -> float:
 
 
 def _alike(settings: Settings) -> str:
-    """What has to be equal for times to be comparable: the benchmark, except for the number of its items, and whether
-    a text is read."""
+    """Settings that must be equal for times to be comparable: the benchmark without its limit, and whether a text is
+    read."""
     benchmark = {name: value for name, value in settings.get("benchmark", {}).items() if name != "limit"}
     return canonical([benchmark, "text" in settings or "calibration" in settings])
 
 
 Seconds = Callable[[Step], float | None]
-"""Step -> how long it takes, as `Times.seconds` says."""
+"""Step -> estimated seconds, as by `Times.seconds`."""
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
-    """Distinct steps by kind, cached and missing, and what the missing ones take. `done`: ids."""
+    """Table for a dry run: distinct, cached and missing steps of each kind, and estimated memory and time of the
+    missing ones. `done`: ids of finished steps."""
     columns = ("step", "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
     table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
     missing = [step for step in steps if step.id not in done]
@@ -182,7 +185,7 @@ def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: 
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[str, str]:
-    """Hours of work one after the other, and GPU-hours, in words; a model over several GPUs keeps all of them."""
+    """Total hours of the steps run one after another, and GPU-hours, as text. A step on several GPUs counts for all."""
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:
@@ -199,7 +202,7 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[
 
 
 def largest_memory(steps: Iterable[Step]) -> str:
-    """The memory of the largest of some steps, in words."""
+    """The largest estimated memory of any of the steps, as text."""
     memories = [memory_of(step) for step in steps]
     known = [memory.bytes for memory in memories if memory is not None]
     unknown = " or more" if len(known) < len(memories) else ""
@@ -207,8 +210,10 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 
 def disk_problems(store: str, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`: exported checkpoints, hidden states
-    of streamed passes, generated texts. Estimates; what else steps leave is small."""
+    """A sentence when `steps` would write more than is free on the disk of `store`.
+
+    Estimates exported checkpoints, hidden states of streamed passes and generated texts; all other files are small.
+    """
     needed = sum(_written(step) for step in steps)
     place = Path(store).expanduser().absolute()
     while not place.exists():
@@ -231,9 +236,12 @@ def _written(step: Step) -> float:
 
 
 def memory_problems(steps: Iterable[Step]) -> list[str]:
-    """A sentence for each model that a step with model.device=cpu would load whole, though its weights alone are larger
-    than the main memory of this machine; of models whose size is known and whose weights are stored as plain numbers.
-    What is free changes, and is looked at when a model is loaded."""
+    """A sentence for each model whose weights alone exceed the main memory of this machine, and that a step with
+    model.device=cpu would load whole.
+
+    Only models of known size with plain (not quantised) weights are checked. Total memory counts here; free memory,
+    which changes, is checked when a model is loaded.
+    """
     there = main_memory()
     problems = {}
     for step in (step for step in steps if _loads_on_the_cpu(step)):

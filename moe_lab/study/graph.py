@@ -1,4 +1,4 @@
-"""The graph of a study: its cells as distinct steps, each step that cells share once."""
+"""The graph of a study: the distinct steps of all its cells; cells share steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_ALLOCATION = AllocationConfig(name="none")
 
 
 INPUTS = ("statistics", "finetune")
-"""Steps of a cell that are run where another step needs them, and not for themselves."""
+"""Fields of CellSteps whose steps run only if another step needs them."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,11 @@ class CellSteps:
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families`, `damages` and `convergences` feed figures, by "calibration@model@gate@seed";
-    `channel_convergences` too, by "criterion@calibration@model@gate@seed"."""
+    """All steps of a study.
+
+    `families`, `damages` and `convergences` are for figures, with keys "calibration@model@gate@seed";
+    `channel_convergences` too, with keys "criterion@calibration@model@gate@seed".
+    """
 
     cells: Sequence[CellSteps]
     families: Mapping[str, Step]
@@ -62,7 +65,7 @@ class Graph:
     channel_convergences: Mapping[str, Step]
 
     def figures(self) -> dict[str, Mapping[str, Step]]:
-        """Field -> the steps that feed figures."""
+        """Field -> the steps for figures, by their keys."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
     def steps(self) -> list[Step]:
@@ -109,12 +112,12 @@ def _steps(builder: Builder, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) 
 
 
 def normalized(cell: Cell) -> Cell:
-    """The cell without a calibration set, if nothing in it reads one: one cell instead of one per set."""
+    """The cell without its calibration set if nothing in the cell reads it, so that cells for several sets coincide."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
 def unpruned(cell: Cell) -> Cell:
-    """The cell everything is compared with."""
+    """The cell of the unpruned model, with which the cell is compared."""
     texts = {"flops": cell.texts["flops"]}
     return Cell(
         cell.model, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, texts, cell.protocol
@@ -122,7 +125,7 @@ def unpruned(cell: Cell) -> Cell:
 
 
 def _distinct_names(requests: Sequence[Request], builder: Builder) -> list[Request]:
-    """The requests with models of one name that are not the same called by it and the start of their ids."""
+    """The requests, with the start of an id added to the name of each model that shares its name with another model."""
     models = {id(cell.model): cell.model for cells, _ in requests for cell in cells}
     by_name: dict[str, dict[str, str]] = {}
     for model in models.values():
@@ -147,7 +150,7 @@ def _distinct_names(requests: Sequence[Request], builder: Builder) -> list[Reque
 def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
 
-    `config` says what holds for all requests: permissions, exports, whether overlaps are wanted.
+    `config` has the settings that hold for all requests, such as permissions, exports and overlap.
     """
     builder = Builder(config)
     benchmarks_of: dict[Cell, dict[str, BenchmarkConfig]] = {}

@@ -17,14 +17,14 @@ from moe_lab.study.worker import Here, Worker
 
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:
-    """One step after another in this process."""
+    """Run one step after another in this process."""
     with watch(schedule), Here(study.store) as execute:
         work(schedule, study.store, execute)
     return True
 
 
 def local(schedule: Schedule, study: Study, run: Run) -> bool:
-    """One worker process per GPU, or `processes` of them on CPU, each taking the next step that is ready."""
+    """Run steps in worker processes: launcher.processes of them, or one per GPU, or one per CPU core without GPUs."""
     gpus = visible_gpus()
     count = study.config.launcher.processes or len(gpus) or os.cpu_count() or 1
     errors: list[BaseException] = []
@@ -58,15 +58,18 @@ def visible_gpus() -> list[str]:
 
 
 def check_device(name: str) -> None:
-    """UserError when the CUDA device of model.device is not on this machine; torch, which takes seconds, is asked only
-    where the driver does not already list it. What spreads a model over devices takes those there are, the CPU too."""
+    """Raise UserError when the CUDA device of model.device is not on this machine.
+
+    torch takes seconds to import, so it is used only when the driver does not list the device. Device maps are not
+    checked: they spread a model over whatever devices there are, the CPU included.
+    """
     kind, _, number = name.partition(":")
     if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
         device_here(name)
 
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
-    """Jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they are done."""
+    """Run steps as jobs of a Slurm cluster; returns when they are submitted, or with wait=true when they have ended."""
     from moe_lab.study.slurm.pack import follow
     from moe_lab.study.slurm.submit import submit
 
@@ -82,11 +85,11 @@ LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": 
 LEAST = {"processes": 1, "cells_per_job": 1, "steps_per_job": 1, "parallel": 1, "max_requeues": 0, "signal_seconds": 1}
 
 MOST_PROCESSES = 1024
-"""Of one machine: each loads torch, and a model."""
+"""Most worker processes of launcher=local: each loads torch and a model."""
 
 
 def launcher(settings: LauncherConfig) -> Launcher:
-    """The launcher by name. UserError for an unknown one, and for numbers that cannot be."""
+    """The launcher by name. Raises UserError for an unknown one, and for numbers out of range."""
     if settings.name not in LAUNCHERS:
         raise unknown("launcher", settings.name, LAUNCHERS)
     for name, least in LEAST.items():

@@ -1,6 +1,6 @@
-"""Checks of a study before anything heavy is loaded; all problems are reported together.
+"""Check a study before anything heavy is loaded; all problems are reported together.
 
-Each subject checks its own settings, in the module where it is at home. This module calls them in order.
+Each check is in the module of its subject. This module calls the checks in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from moe_lab.study.steps.scores import check_weights
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence per problem of what is asked for, each once; empty when the study could start somewhere."""
+    """One sentence per problem with the settings, each once; empty when they are valid.
+
+    Does not check what this machine has; see `lacking`.
+    """
     sentences: list[str] = []
     for cells, benchmarks in requests:
         sentences += wrong_names(config.study, cells, benchmarks)
@@ -47,10 +50,11 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 
 
 def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence for everything that its benchmarks and its models need and is not here, or not allowed."""
+    """One sentence for everything that the study's benchmarks and models need and that is missing or not allowed
+    here."""
     policy, requests = suite.policy(config), list(requests)
     sentences = [sentence for _, benchmarks in requests for sentence in suite.lacking(benchmarks, policy)]
-    if config.launcher.name != "slurm":  # whose nodes have what this machine may lack
+    if config.launcher.name != "slurm":  # nodes of a cluster may have devices that this machine lacks
         for device in dict.fromkeys(cell.model.device for cells, _ in requests for cell in cells):
             sentences += user_errors(check_device, device)
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
@@ -78,7 +82,7 @@ def _wrong_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
-    """Each choice on its own."""
+    """Problems of each choice on its own."""
     yield from suite.wrong(benchmarks)
     for cell in _each(cells, "model"):
         yield from user_errors(files.check, cell.model)
@@ -98,7 +102,7 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
 
 
 def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
-    """Choices that are right each on its own, and cannot be combined."""
+    """Problems of choices that are valid on their own but cannot be combined."""
     models = [cell.model for cell in _each(cells, "model")]
     recoveries_ = [cell.recovery for cell in _each(cells, "recovery")]
     yield from server_command.wrong(config.backend, benchmarks, models, recoveries_)
@@ -116,7 +120,7 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:
-    """Each allocation with the criteria it is to be used with, then with the ratios and models."""
+    """Problems of each allocation with the criteria it is used with, then with the ratios and models."""
     known = [cell for cell in cells if _is_known(cell)]
     for cell in _each([cell for cell in cells if not _is_known(cell)], "allocation"):
         yield from user_errors(allocation.check, cell.allocation)
@@ -133,13 +137,13 @@ def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _is_known(cell: Cell) -> bool:
-    """Whether the names of the cell stand for something; where they do not, another sentence says so."""
+    """Whether the cell's criteria and allocation exist; other checks report those that do not."""
     chosen = (cell.criterion.name, cell.allocation.by or cell.criterion.name)
     return criteria.CRITERIA.keys() >= set(chosen) and cell.allocation.name in allocation.ALLOCATIONS
 
 
 def _each(cells: Iterable[Cell], *groups: str) -> Iterator[Cell]:
-    """One cell for every combination of what cells have in these groups."""
+    """One cell for every distinct combination of the values that cells have in these groups."""
     distinct: dict[Any, Cell] = {}
     for cell in cells:
         distinct.setdefault(tuple(id(getattr(cell, group)) for group in groups), cell)

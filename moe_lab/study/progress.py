@@ -1,4 +1,4 @@
-"""Progress of a run: a bar with ETA on a terminal, one line a minute otherwise."""
+"""Progress of a run: bars with ETA on a terminal, one line a minute otherwise; and messages for the user."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moe_lab.study.schedule import Schedule
 from moe_lab.study.store import Store
 
 LINE_EVERY = 60.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 console = Console(stderr=True, highlight=False)
 
 
 def say(sentence: str, style: str | None = None) -> None:
-    """A sentence for the user, on standard error, as it is."""
+    """Print a sentence for the user on standard error, without markup or wrapping."""
     console.print(sentence, markup=False, soft_wrap=True, style=style)
 
 
 def say_notices(store: Store) -> None:
-    """Say what of the store was set aside since this was last called."""
+    """Print, and then forget, the notices on what was set aside in the store."""
     while store.notices:
         say(f"moe_lab: {store.notices.pop(0)}")
 

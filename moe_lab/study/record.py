@@ -1,4 +1,4 @@
-"""The record of a study, which the analysis reads: its cells, and the folders of their results."""
+"""The record of a study, studies/NAME.json, which the analysis reads: its cells and the folders of their results."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from moe_lab.study.store import Store
 
 SCHEMA = 1
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
-"""Steps of a cell that are no result: where one fails, what needs it is missing."""
+"""Steps of a cell that are not results themselves, so that their errors are not listed in the record."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is to be done, and where."""
+    """A study to run: settings, graph of steps, and store."""
 
     config: Config
     graph: Graph
     store: Store
     add: bool = False
-    """Whether its cells are added to those recorded under its name."""
+    """Whether its cells are added to the recorded cells of the study, instead of replacing them."""
     before: float | None = None
-    """What `created` gave when it was started."""
+    """`created` of the stored record when this run started; None if there was none."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> how a setting is written that was taken from the environment."""
+    """Dotted key -> the interpolation, as written, of each setting whose value is from the environment."""
 
 
 def _path(store: Store, study: str) -> Path:
@@ -43,18 +43,20 @@ def _path(store: Store, study: str) -> Path:
 
 
 def created(store: Store, study: str) -> float | None:
-    """When the stored record was written. A run that finds another time at its end knows that another run has written
-    since it began."""
+    """When the stored record was written, in seconds since the epoch; None without a record.
+
+    A run that finds another time at its end than at its start knows that another run has written the record meanwhile.
+    """
     written: float | None = (read(store, study) or {}).get("created")
     return written
 
 
 def write(study: Study, failed: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write studies/<study>.json: every cell with the folders of its steps; failed ones with their sentence.
+    """Write studies/<study>.json: every cell with the folders of its steps, and with error messages of failed steps.
 
-    What another run of the study has written since this one began (`study.before`) is kept beside this one's, and so it
-    is with `study.add`, for the jobs of a multirun, each of which knows only its own cells. Gives a sentence on another
-    run's cells, or "".
+    Cells that another run of the study has recorded since this one began (`study.before`) are kept. With `study.add`
+    all recorded cells are kept: each job of a multirun knows only its own cells. Returns a sentence on cells of another
+    run, or "".
     """
     store, config, graph = study.store, study.config, study.graph
 
@@ -98,7 +100,7 @@ def write(study: Study, failed: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _settings(config: Config, written: Mapping[str, Any]) -> Any:
-    """The settings as anybody may read them: secrets masked, what is from the environment as it was written."""
+    """The settings for the record: secrets masked, and values from the environment as the interpolations written."""
     document: dict[str, Any] = asdict(config)
     for key, value in written.items():
         *groups, name = key.split(".")
@@ -119,8 +121,10 @@ def _about_another(study: str, more: int, unlike: int) -> str:
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The new document with the cells, benchmarks, families, damages and convergences only the old one has; and how
-    many cells have the same name in both and other results."""
+    """The new document, extended by cells, benchmarks and steps of figures that only the old one has.
+
+    Also returns how many cells have the same name in both documents but different results; those of the new are kept.
+    """
     cells = {canonical(cell["cell"]): cell for cell in new["cells"]}
     others, unlike = [], 0
     for cell in old["cells"]:
@@ -137,14 +141,14 @@ def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _alike(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two entries of one cell nowhere name different steps; a step's folder ends in its id."""
+    """Whether two entries of one cell are compatible: no field names different steps. Folders end in the step's id."""
     places = [(old.get(name), new[name]) for name in new if name not in ("cell", "protocol", "evaluate", "errors")]
     places += [(old["evaluate"].get(name), place) for name, place in new["evaluate"].items()]
     return all(one is None or other is None or one[-12:] == other[-12:] for one, other in places)
 
 
 def _with_benchmarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The new entry of a cell with what only the old one has."""
+    """The new entry of a cell, extended by results that only the old entry has."""
     places = {name: place if place is not None else old.get(name) for name, place in new.items()}
     benchmarks = dict.fromkeys([*old["evaluate"], *new["evaluate"]])
     evaluate = {name: new["evaluate"].get(name) or old["evaluate"].get(name) for name in benchmarks}
@@ -154,8 +158,11 @@ def _with_benchmarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
 
 
 def _models(graph: Graph) -> dict[tuple[str, str], str]:
-    """Model and protocol -> the word for the model: scores by two protocols do not compare, so that a model asked by
-    another protocol than its first is one of its own."""
+    """(model, protocol) -> name of the model in the record.
+
+    Scores of different protocols are not comparable. So for each protocol but its first, a model is recorded as a model
+    of its own, with the protocol in its name.
+    """
     by_model: dict[str, dict[str, str]] = {}
     for cell in graph.cells:
         words = by_model.setdefault(cell.cell.model.name, {})
@@ -180,13 +187,13 @@ def _names(steps: CellSteps) -> dict[str, Any]:
 
 
 def _called(name: str, parameters: Mapping[str, Any]) -> str:
-    """The word for a choice: its name, and its parameters where it has any."""
+    """Name of a choice in the record: its name, followed by its parameters if it has any."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
 
 
 def _differing(allocation: AllocationConfig) -> dict[str, Any]:
-    """What tells an allocation from another of its name."""
+    """Settings that distinguish an allocation from others of its name: parameters, and fields that are not default."""
     usual = AllocationConfig()
     words = ("multiple_of", "ratio_basis", "by", "search", "path")
     own = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
@@ -194,6 +201,6 @@ def _differing(allocation: AllocationConfig) -> dict[str, Any]:
 
 
 def read(store: Store, study: str) -> dict[str, Any] | None:
-    """The study as written; None where it was not, or where that is damaged."""
+    """The study's record; None when there is none, or when it is damaged."""
     content: dict[str, Any] | None = store.read(_path(store, study), STUDY_SHAPE, "written again when the study ends")
     return content

@@ -1,4 +1,4 @@
-"""The end of a study: its record, a sentence for each thing that went wrong, and the report."""
+"""Finish a study: write its record, print each error once, and make the report."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import Store
 
 NAMED = 8
-"""Exports that are named one by one."""
+"""Most exports that are listed one by one."""
 
 
 def finish(study: Study, schedule: Schedule) -> int:
-    """Write the record and the report when the steps of `schedule` have ended. Gives the exit code.
+    """Write the record and the report when the steps of `schedule` have ended. Returns the exit code.
 
-    0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake.
+    0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user.
     """
-    plugins.load(study.config.plugins)  # the last job of a cluster is a process of its own
+    plugins.load(study.config.plugins)  # the last job on a cluster is another process, which has not loaded them
     study.store.check_there()
     errors = {name: error.document for name, error in schedule.failed.items()}
     another = write(study, errors)
@@ -53,12 +53,12 @@ def _complain(schedule: Schedule, store: Store) -> None:
 
 
 def _name_exports(study: Study, schedule: Schedule) -> None:
-    """Say where the checkpoints are that were asked for, and what comparing them has come to."""
+    """Print where the exported checkpoints are, and the results of verifying them."""
     steps = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
     written = [study.store.path(step) for name, step in steps.items() if name in schedule.finished]
     for folder in written[:NAMED]:
         difference = None
-        with suppress(FileNotFoundError, Damaged):  # verified or not, the checkpoint is there
+        with suppress(FileNotFoundError, Damaged):  # without a result of verifying, the folder is printed alone
             difference = read_json(folder / "verified.json", {"difference": Number | None})["difference"]
         say(f"export: {(folder / 'checkpoint').absolute()}{_compared(difference)}")
     if len(written) > NAMED:
@@ -66,7 +66,7 @@ def _name_exports(study: Study, schedule: Schedule) -> None:
 
 
 def _compared(difference: float | None) -> str:
-    """What `verify` has come to, if it was asked."""
+    """The result of `verify` as text; "" when it was not run."""
     if difference is None:
         return ""
     how = "to the bit" if difference == 0 else f"up to {difference:.1e} of the largest number"
@@ -74,8 +74,11 @@ def _compared(difference: float | None) -> str:
 
 
 def _report(study: Study) -> int:
-    """Tables, figures and the page, by the analysis package in a process of its own; skipped when up to date. One at a
-    time: two runs of a study write to the same folder."""
+    """Make tables, figures and the page, in a process of the analysis package; skipped when they are up to date.
+
+    Two runs of one study write to the same folder, so a lock lets only one make its report at a time.
+    Returns the exit code.
+    """
     store, name = study.store, study.config.study
     page = report_folder(store, name) / "report.html"
     with store.lock(store.root / "locks" / f"report-{name}.lock"):
@@ -86,14 +89,14 @@ def _report(study: Study) -> int:
 
 
 def _make_report(study: Study, page: Path) -> bool:
-    """Whether the report was made whole."""
+    """Make the report; whether it is complete."""
     store, name = study.store, study.config.study
     start, made_from = time.monotonic(), fingerprint(store, name)
     about = [f"store={store.root}", f"study={name}", f"out={page.parent}"]
     if study.config.tracker.name != "none":
         about.append("format=png")  # trackers show no vector images
     done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
-    if not done.stdout.strip():  # it prints where the page is
+    if not done.stdout.strip():  # a report that was written prints the path of its page
         _say_failed(done, store.root / "logs" / f"report-{name}.log")
         return False
     _track(study, page.parent)
@@ -107,7 +110,7 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def _say_failed(done: subprocess.CompletedProcess[str], log: Path) -> None:
-    """Say in a sentence why there is no report; a trace goes into `log`."""
+    """Print one sentence on why there is no report; write all of the output to `log` if it has several lines."""
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     more = ""
     if len(lines) > 1:
@@ -129,28 +132,28 @@ def _track(study: Study, folder: Path) -> None:
 
 
 def report_folder(store: Store, study: str) -> Path:
-    """Where the report of a study is."""
+    """Folder of a study's report."""
     return store.root / "reports" / study
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """What a report made from the record as it is now is made from."""
+    """Digest of the study's record, without its time and settings: a report is up to date while this is the same."""
     return digest({key: value for key, value in (read(store, study) or {}).items() if key not in ("created", "config")})
 
 
 def report_is_current(store: Store, study: str) -> bool:
-    """Whether the report there is shows exactly these cells, made by this version."""
+    """Whether the study has a report that was made from its present record."""
     folder = report_folder(store, study)
     mark = folder / ".made_from"
     return (folder / "report.html").is_file() and mark.is_file() and mark.read_text() == fingerprint(store, study)
 
 
 def outdate_reports(store: Store) -> None:
-    """Forget what reports were made from: a step that was set aside may be missing in them."""
+    """Mark all reports as outdated, because a step that was set aside may be part of them."""
     for mark in (store.root / "reports").glob("*/.made_from"):
         mark.unlink(missing_ok=True)
 
 
 def mark_report(store: Store, study: str, made_from: str) -> None:
-    """Remember what the report was made from, as `fingerprint` gave it before."""
+    """Note what the report was made from: the `fingerprint` taken before it was made."""
     (report_folder(store, study) / ".made_from").write_text(made_from)

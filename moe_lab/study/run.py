@@ -1,4 +1,4 @@
-"""Run a study: check, expand, run missing steps, write the record and the report."""
+"""Run a study: check its settings, build the graph, run missing steps, write the record and the report."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from moe_lab.study.store import Store
 def run(
     config: Config, requests: Sequence[Request], *, add: bool = False, written: Mapping[str, Any] | None = None
 ) -> int:
-    """Run the study; `add` its cells to those recorded under its name. Gives the exit code.
+    """Run the study. Returns the exit code.
 
-    `written`: dotted key -> how a setting is written that was taken from the environment; it is recorded so.
+    `add`: add its cells to those recorded under its name, instead of replacing them. `written`: dotted key -> the
+    interpolation of each setting whose value is from the environment, which is recorded in place of the value.
 
-    0: all done; 1: something failed or is missing; 2: nothing failed but for a user's mistake. Raises UserError for
-    mistakes that show before anything is run; a dry run first shows what it would cost without them.
+    0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user. Raises UserError for
+    mistakes found before anything is run. When something is missing here, a dry run prints its forecast first.
     """
     problems = preflight(config, requests)
     missing = lacking(config, requests)
@@ -46,7 +47,7 @@ def run(
 
 
 def _run(study: Study, missing: list[str], launch: Launcher) -> int:
-    """Look at what there is, and `launch` the rest. `missing`: what this machine lacks for it."""
+    """Find the finished steps in the store and `launch` the others. `missing`: what this machine lacks for them."""
     config, graph, store = study.config, study.graph, study.store
     if not config.dry_run:
         store.create()
@@ -58,7 +59,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     say(f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}")
     undone = [step for step in steps if step.id not in done]
     full = disk_problems(config.store, undone)
-    if config.launcher.name != "slurm":  # whose nodes have another memory
+    if config.launcher.name != "slurm":  # nodes of a cluster have their own memory
         full += memory_problems(undone)
     if config.dry_run:
         _show_forecast(config, steps, done, Times(store))
@@ -80,7 +81,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
 
 
 def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times: Times) -> None:
-    """Print the graph as a table, and what Slurm would be asked for."""
+    """Print a table of the graph's steps, and with launcher=slurm one of the jobs' resources."""
     console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
     missing = [step for step in steps if step.id not in done]
     if config.launcher.name == "slurm" and missing:

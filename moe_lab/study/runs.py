@@ -1,4 +1,4 @@
-"""Runs of a study: a folder each, with the steps of the study and the Slurm jobs they were put in."""
+"""Runs of a study: each has a folder that records the study's steps and the Slurm jobs that were submitted for them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moe_lab.study.store import Store
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
 JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str]}]
 RECORD = "record"
-"""Kind of the last job of a submission, which writes the record and the report."""
+"""Kind of job that ends a submission: it writes the record and the report."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """One job, or one task of an array: its id and that of its array, what it is to do, and what it waits for."""
+    """A submitted Slurm job or task of an array: its id and its array's, its steps, and the jobs it waits for."""
 
     id: str
     array: str
@@ -33,14 +33,14 @@ class Submitted:
 
 @dataclass
 class Run:
-    """One run: a folder in the store."""
+    """One run of a study, recorded in a folder of the store."""
 
     store: Store
     folder: Path
 
     @property
     def jobs(self) -> list[Submitted]:
-        """The jobs, in the order they were submitted in, inputs first."""
+        """The submitted jobs, in order of submission; jobs come after those they need."""
         rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
         return [
             Submitted(row["id"], row["array"], row["name"], row["kind"], tuple(row["steps"]), tuple(row["after"]))
@@ -48,29 +48,29 @@ class Run:
         ]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
-        """Write further jobs down."""
+        """Record further jobs."""
         write_json(self.folder / "jobs.json", [asdict(job) for job in (*self.jobs, *jobs)])
 
     @property
     def logs(self) -> Path:
-        """Where submitit keeps what it hands to jobs, and what they print."""
+        """Folder in which submitit keeps the input and the output of jobs."""
         return self.folder / "jobs"
 
     @property
     def code(self) -> Path:
-        """Where the copy of the code is that the jobs run, with snapshot=true."""
+        """Folder of the copy of the code that jobs run with snapshot=true."""
         return self.folder / "code"
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """When it began, and all steps of the study, done ones too: id, folder, ids of inputs, which come first. None
-        where it was not written down, or is damaged."""
+        """When the run began, and all steps of the study, finished ones included: (id, folder, ids of inputs), inputs
+        first. None when run.json is missing or damaged."""
         content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
         return content
 
 
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
-    """A new run of the study; says what it is of, and by which code."""
+    """Start a new run of the study, and record its steps and the version of the code."""
     folder = (
         _folder(store, study) / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{uuid.uuid4().hex[:4]}"
     )
@@ -88,7 +88,7 @@ def runs(store: Store, study: str) -> list[Run]:
 
 
 def last_about(store: Store, study: str) -> dict[str, Any] | None:
-    """What the newest run of the study says that it is about; None where no run does."""
+    """`Run.about` of the newest run of the study that has it; None when no run has."""
     return next((about for run in reversed(runs(store, study)) if (about := run.about)), None)
 
 

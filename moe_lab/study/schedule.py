@@ -1,4 +1,4 @@
-"""Order of execution: every step once, after its inputs, by any number of threads."""
+"""Order of execution: every step runs once, after its inputs, on any number of threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ POLL = 0.5
 
 
 class StepError(Exception):
-    """A step failed. `document` is stored and shown; `transient` ones are the machine's fault and not stored."""
+    """A step failed. `document` describes the error. Errors that are `transient`, the machine's fault, are not
+    stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(document["message"])
@@ -28,7 +29,7 @@ class StepError(Exception):
 
 @dataclass
 class Schedule:
-    """The state of a run. Steps move from waiting to running to finished, failed, or skipped for a failed input."""
+    """The state of a run. Steps go from waiting to running to finished or failed; or to skipped if an input failed."""
 
     steps: Iterable[Step]
     finished: set[str] = field(default_factory=set)
@@ -43,7 +44,7 @@ class Schedule:
         self.changed = threading.Condition()
 
     def take(self) -> Step | None:
-        """The next step whose inputs are finished; waits for one; None when there is nothing left to take."""
+        """Take the next step whose inputs are finished, waiting for one if necessary. None when no step is waiting."""
         with self.changed:
             while True:
                 now = time.monotonic()
@@ -74,7 +75,7 @@ class Schedule:
             self.changed.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Another run holds the step: look again later, and do something else meanwhile."""
+        """Put back a step that another run is working on; it can be taken again after POLL seconds."""
         with self.changed:
             self.waiting[step.id] = self.running.pop(step.id)
             self.elsewhere[step.id] = time.monotonic() + POLL
@@ -95,13 +96,13 @@ class Schedule:
 
 
 def check_retry(retry: str | None) -> None:
-    """UserError for a value of `retry` that says nothing."""
+    """Raise UserError for an unknown value of `retry`."""
     if retry not in (None, "failed"):
         raise UserError(f"retry={retry} is unknown: expected failed or null")
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Steps that failed in an earlier run stay failed, with their error; retry=failed or other code tries again."""
+    """Mark steps that failed in an earlier run as failed, unless retry=failed or the code has changed since."""
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting or (document := store.error(step.id)) is None:
             continue
@@ -135,7 +136,7 @@ def work(schedule: Schedule, store: Store, execute: Callable[[Step, Any], None])
 
 
 def _check_inputs(step: Step, store: Store) -> None:
-    """StepError when what the step is about to read is no longer what was published."""
+    """Raise StepError when an input of the step was removed or damaged after it was published."""
     for needed in step.inputs.values():
         if not store.readable(needed):
             raise _not_as_published(needed)

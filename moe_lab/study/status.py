@@ -1,4 +1,4 @@
-"""How far a study is, from the store first and the scheduler second; the answers of `python -m moe_lab.study`."""
+"""State of a study, from the store and then from Slurm's queue; the commands of `python -m moe_lab.study`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store, damaged
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
-"""blocked: needs a failed step. missing: in no job; the same command starts it."""
+"""blocked: needs a failed step. missing: not finished and in no job; the command that started the study starts it."""
 
 
 @dataclass(frozen=True)
 class StepState:
-    """One step: its name, one of STATES, the job it is in if there is one, and since when it runs."""
+    """One step: its name, one of STATES, ids of its inputs, its last Slurm job if any, and since when it runs."""
 
     id: str
     name: str
@@ -43,7 +43,7 @@ class StepState:
 
 @dataclass(frozen=True)
 class StudyState:
-    """All steps of a study by id, its jobs, and what of them the scheduler still has."""
+    """All steps of a study by id, its Slurm jobs by id, and those of the jobs that are still in the queue."""
 
     started: float
     steps: Mapping[str, StepState]
@@ -52,7 +52,7 @@ class StudyState:
     logs: Mapping[str, Run]
     """Job id -> the run it belongs to."""
     silence: str
-    """Why the scheduler could not be asked; "" when it was, or when there is nothing to ask."""
+    """Why the scheduler could not be asked; "" when it answered, or when the study has no jobs."""
 
 
 def study_state(store: Store, study: str) -> StudyState:
@@ -80,7 +80,10 @@ def study_state(store: Store, study: str) -> StudyState:
 
 
 def _alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
-    """What the scheduler still has of the jobs, and why it could not be asked if so: the store can be, in any case."""
+    """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked: {}, and the reason.
+
+    The store alone still gives a useful state, so this is no error.
+    """
     try:
         queue = scheduler.queue()
     except UserError as error:
@@ -103,7 +106,7 @@ def _state(
 
 
 def left(state: StudyState, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Kind -> seconds until its steps are done, if each takes the mean of `seconds` and as many run as now."""
+    """Kind -> seconds until its steps are done, if each takes `seconds` of its kind and as many run at once as now."""
     remaining: dict[str, float] = {}
     for kind, mean in seconds.items():
         own = [step for step in state.steps.values() if step.kind == kind]
@@ -115,13 +118,13 @@ def left(state: StudyState, seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 LINES = 20
-"""How many of the last lines are shown."""
+"""Lines shown from the end of a log."""
 HEADING = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
-"""How a worker announces a step."""
+"""The line with which a worker announces a step in its log."""
 
 
 def step_log(store: Store, state: StudyState, step: StepState) -> tuple[Path, list[str]] | None:
-    """The log a step was last announced in, and the last lines it printed there."""
+    """The log of a step, and the last lines that the step printed there; None when no log mentions it."""
     error = store.error(step.id) or {}
     named = [Path(error["log"])] if "log" in error else []
     named += [store.root / "logs" / f"slurm-{step.job}.log"] if step.job else []
@@ -133,7 +136,7 @@ def step_log(store: Store, state: StudyState, step: StepState) -> tuple[Path, li
 
 
 def excerpt(lines: list[str], name: str) -> list[str]:
-    """The last lines printed by the step `name`: from where it was last announced to where another one was."""
+    """The last lines printed by the step `name`: from its last announcement to the next one of another step."""
     printed: list[str] = []
     inside = False
     for line in lines:
@@ -146,7 +149,7 @@ def excerpt(lines: list[str], name: str) -> list[str]:
 
 
 def job_log(state: StudyState, job: str) -> tuple[Path, list[str]] | None:
-    """What a job printed outside its steps: how it was started, and what ended it."""
+    """The log of a job outside its steps, with the messages of its start and its end; None when there is none."""
     path = state.logs[job].logs / f"{job}_0_log.err"
     if not path.exists():
         return None
@@ -154,14 +157,14 @@ def job_log(state: StudyState, job: str) -> tuple[Path, list[str]] | None:
 
 
 SAMPLE = 50
-"""Steps of a kind whose times are read for its mean."""
+"""Most steps of a kind whose times are read for its mean."""
 SHOWN = 5
-"""Steps that are shown of many with the same problem."""
+"""Most steps whose logs are shown."""
 console = Console(highlight=False)
 
 
 def status(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
-    """One row per kind of step: how many are in which state, how long one takes, and how long the rest will."""
+    """Print a row per kind of step: number of steps in each state, mean time of one, and time left."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for step in steps:
         kinds[step.kind][step.state] += 1
@@ -187,7 +190,7 @@ def status(store: Store, study: str, state: StudyState, steps: Sequence[StepStat
 
 
 def cancel(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
-    """Cancel the jobs of the study, or those that the steps are in, pending or running."""
+    """Cancel all jobs of the study, or only those of the given steps."""
     everything = len(steps) == len(state.steps)
     wanted = {step.job for step in steps if step.state in ("pending", "running")}
     jobs = [name for name in state.queue if everything or name in wanted]
@@ -198,7 +201,7 @@ def cancel(store: Store, study: str, state: StudyState, steps: Sequence[StepStat
 
 
 def logs(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
-    """The last lines that failed and running steps printed; of whatever is named, if it is a step."""
+    """Print the last log lines of the study's failed and running steps, or of the steps that were named."""
     everything = len(steps) == len(state.steps)
     shown = [step for step in steps if not everything or step.state in ("failed", "running")]
     for step in shown[:SHOWN]:
@@ -211,9 +214,9 @@ def logs(store: Store, study: str, state: StudyState, steps: Sequence[StepState]
 
 
 def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
-    """Why steps are not done: the error, the step they wait for, the scheduler's reason, or what became of their job.
+    """Print why steps are not done: the error, the step they need, the scheduler's reason, or how their job ended.
 
-    Steps with the same reason are printed once.
+    Steps with the same reason share one line.
     """
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
@@ -229,7 +232,7 @@ def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState])
 
 
 def verify(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> int:
-    """Hash every file of the finished steps, and name each that is missing or damaged. Gives 1 if one is."""
+    """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1 if any is."""
     folders = [store.place(step.name, step.id) for step in steps if step.state == "done"]
     bad = {folder: files for folder in folders if (files := damaged(folder))}
     for folder, files in bad.items():
@@ -246,7 +249,7 @@ def verify(store: Store, study: str, state: StudyState, steps: Sequence[StepStat
 COMMANDS: Mapping[str, Callable[[Store, str, StudyState, list[StepState]], int | None]] = {
     command.__name__: command for command in (status, cancel, logs, why, verify)
 }
-"""What can be asked, by the word for it."""
+"""The commands of `python -m moe_lab.study` by name."""
 
 
 def _reason(store: Store, state: StudyState, step: StepState) -> str:
@@ -266,7 +269,7 @@ def _reason(store: Store, state: StudyState, step: StepState) -> str:
 
 
 def _jobs(state: StudyState) -> list[str]:
-    """Jobs in the queue by kind, state and the scheduler's reason."""
+    """Lines that count the jobs in the queue by kind, state and the scheduler's reason."""
     counts = Counter(
         (state.jobs[name].kind, queued.state.lower(), f" ({queued.reason})" if queued.pending else "")
         for name, queued in state.queue.items()
@@ -279,7 +282,7 @@ def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float 
     files = [store.place(step.name, step.id) / "provenance.json" for step in done]
     seconds = []
     for file in files:
-        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, says so
+        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
             seconds.append(read_json(file, {"seconds": Number})["seconds"])
     return fmean(seconds) if seconds else None
 
@@ -294,7 +297,7 @@ def _print_log(log: tuple[object, list[str]] | None) -> None:
 
 
 def _span(seconds: float) -> str:
-    """A time one can read: 12 s, 7 min, 3.5 h."""
+    """A duration as text: 12 s, 7 min, 3.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""A step: what identifies it, the job that a process gets to do it, and what is written of how it went."""
+"""A step: its identity, the job that a process gets in order to do it, and its provenance or error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moe_lab.study.store import Store
 
 LONGEST_LABEL = 200
-"""Bytes of a label, so that what is written beside a folder, under a longer name, can be called so too."""
+"""Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
 
 
 def canonical(document: Any) -> str:
@@ -60,8 +60,8 @@ class Part:
 class Step:
     """One cached, restartable piece of work.
 
-    `parts` and `inputs` are its identity, by role. `runtime` (device, batch size, paths, permissions) tells how to
-    do it on this machine and never what comes out; `label` makes its folder readable.
+    `parts` and `inputs` are its identity, by role. `runtime` (device, batch size, paths, permissions) determines how
+    it is done on this machine and never its result; `label` makes its folder readable.
     """
 
     kind: str
@@ -94,12 +94,13 @@ class Step:
 
 NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
-"""Errors of the machine, not of the work: a rerun simply tries again."""
+"""Numbers of errors that are the machine's fault, not the work's: the next run tries the step again."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do (`kind`, `settings`, `inputs`), how (`runtime`), where (`scratch`, and `partial` to resume from)."""
+    """A step as a process gets it: what to do (`kind`, `settings`, `inputs`), how (`runtime`), and where (`scratch`
+    for the result, `partial` for files to resume from)."""
 
     kind: str
     name: str
@@ -129,12 +130,12 @@ class Job:
 
     @cached_property
     def text(self) -> CalibrationConfig:
-        """The text that is read: the calibration set, or the one that a step has instead."""
+        """The text that is read: the calibration set, or the step's other text."""
         return CalibrationConfig(**(self.runtime.get("calibration") or self.runtime["text"]))
 
     @cached_property
     def benchmark(self) -> BenchmarkConfig:
-        """What the model is asked."""
+        """The benchmark that the model is evaluated on."""
         return BenchmarkConfig(**self.runtime["benchmark"])
 
     @cached_property
@@ -149,7 +150,7 @@ class Job:
 
     @cached_property
     def policy(self) -> Policy:
-        """What graded programs may do."""
+        """What programs may do that are run for grading."""
         return Policy(**self.runtime["policy"])
 
     def input(self, role: str, file: str) -> Path:
@@ -162,7 +163,7 @@ class Job:
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: the sentence for people, the trace for the log, and whether a rerun should try again."""
+    """An exception as JSON: a message for the user, the trace for the log, and whether a rerun should try again."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
@@ -182,28 +183,28 @@ def error_document(error: BaseException) -> dict[str, Any]:
 
 
 NOTED = "code_state.json"
-"""In a copy of the package: what `code_state` was where it was copied from."""
+"""File in a copy of the package (snapshot=true) with the `code_state` of the original."""
 
 
 @lru_cache(maxsize=1)
 def code_state() -> dict[str, Any]:
-    """Version of moe_lab; in a checkout also the commit and a digest of what was edited since."""
+    """Version of moe_lab; in a checkout also the commit and a digest of uncommitted edits."""
     noted = Path(moe_lab.__file__).parent / NOTED
     with contextlib.suppress(FileNotFoundError, Damaged):
         copied: dict[str, Any] = read_json(noted, {"version": str})
         return copied
     state: dict[str, Any] = {"version": moe_lab.__version__}
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # installed, not a checkout
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
         edited = _git("diff", "HEAD", "--", ".")
         state |= {"commit": _git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state
 
 
 def edits() -> str:
-    """What was edited in the package since the commit, as a diff; "" for nothing, and outside a checkout."""
+    """Uncommitted edits of the package as a diff; "" without edits, and outside a checkout."""
     if code_state().get("edits") is None:
         return ""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy of the package has no repository
         return _git("diff", "HEAD", "--", ".")
     return ""
 
@@ -217,7 +218,7 @@ PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "nump
 
 
 def provenance(start: float) -> dict[str, Any]:
-    """What is written beside the result of a step that began at `start`, seconds since the epoch."""
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory."""
     return {
         "code": code_state(),
         "python": platform.python_version(),
@@ -233,7 +234,7 @@ def provenance(start: float) -> dict[str, Any]:
 
 
 def _gpu_peak() -> int | None:
-    """Bytes that torch held at once on each GPU at most, added up; None in a process that used none."""
+    """Peak bytes that torch allocated on each GPU, added up; None in a process that used no GPU."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -22,18 +22,18 @@ from moe_lab.study.step import NO_ROOM, Step
 SCHEMA = 1
 MARKER = "store.json"
 IDENTITY = "step.json"
-"""In the folder of a finished step: what it is the result of."""
+"""In the folder of a finished step: the step's identity in full."""
 MANIFEST = "manifest.json"
-"""In the folder of a finished step: size and sha256 of each file, and the modification time all of them were given.
+"""In the folder of a finished step: size and sha256 of each file, and the modification time that all files were given.
 
-Hashing takes most of a second per GiB, so a start compares sizes and times. The time is a whole, even second before the
-step was published: clocks and copies that keep seconds keep it, and whoever writes to a file afterwards, be it within
-the same tick of a coarse clock, changes it.
+Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a whole, even number of
+seconds and earlier than the publication of the step. File systems and copies that keep whole seconds preserve it, and
+any later write to a file changes it, even within the same tick of a coarse clock.
 """
 MANIFEST_SHAPE = {"files": {str: {"bytes": int, "sha256": str}}, "time": int | None}
 ERROR_SHAPE = {"message": str, "log": str | None}
 TICK = 2
-"""Seconds between two times of the file systems whose clocks are coarsest."""
+"""Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
 
 
@@ -42,14 +42,14 @@ class Busy(Exception):
 
 
 class Gone(Unavailable):
-    """The store was deleted or unmounted while it was in use, which is no failure of the work."""
+    """The store was deleted or unmounted while it was in use, which does not count as a failure of the step."""
 
 
 class Store:
-    """A folder of finished steps, errors of failed ones, locks, and what unfinished ones have saved so far.
+    """A folder of finished steps, errors of failed ones, locks, and files from which unfinished ones resume.
 
-    Until `create` is called nothing is set aside or made: it may be missing, or on a disk that cannot be written.
-    UserError for an empty path, for a folder that something else made, and for a store of a newer moe_lab.
+    Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. Raises
+    UserError for an empty path, a file, a folder that is not a store, and a store of a newer moe_lab.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -65,9 +65,9 @@ class Store:
         self._check_marker()
 
     def create(self) -> Store:
-        """Make the folder if there is none, and be ready to write. UserError when nothing can be written there."""
+        """Make the folder if there is none, and allow writing. Raises UserError when nothing can be written there."""
         self._writing = True
-        self.notices.clear()  # what could only be named is set aside from now on, and named then
+        self.notices.clear()  # damage was only reported so far; from now on it is set aside and reported again
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._check_marker()
@@ -100,11 +100,11 @@ class Store:
             )
 
     def is_there(self) -> bool:
-        """Whether the folder is a store; one whose marker was set aside has been run in."""
+        """Whether the folder is a store. One whose marker was set aside is recognised by its runs."""
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
     def check_there(self) -> None:
-        """Raise Gone when the folder is a store no longer."""
+        """Raise Gone when the folder is no longer a store."""
         if not self.is_there():
             raise Gone(
                 f"store={self.root} is gone: it was deleted or unmounted meanwhile, or this machine does not see it; "
@@ -113,7 +113,7 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """Raise UserError in place of an OSError that the disk of the store is the cause of."""
+        """Turn an OSError that the store's disk causes into a UserError, and into Gone when the store is gone."""
         try:
             yield
         except OSError as error:
@@ -125,8 +125,11 @@ class Store:
             raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
 
     def read(self, path: Path, shape: Any, instead: str) -> Any:
-        """The JSON document in a file of the store, or None. One that is not of `shape` (see `json_files.fits`) is set
-        aside, and `notices` says so, and what happens `instead`."""
+        """The JSON document in a file of the store; None when it is missing or damaged.
+
+        A document without the `shape` (see `json_files.fits`) is damaged: it is set aside, with a notice that says what
+        happens `instead`.
+        """
         try:
             return read_json(path, shape)
         except FileNotFoundError:
@@ -136,23 +139,23 @@ class Store:
             return None
 
     def lock(self, path: Path, timeout: float = -1) -> FileLock:
-        """A lock by a file of the store. Entering it raises Timeout after `timeout` seconds, -1 for never."""
+        """A lock on a file of the store. Entering it raises Timeout after `timeout` seconds; -1 waits forever."""
         path.parent.mkdir(exist_ok=True)
         if path.is_dir():
             self._set_aside(path, "a folder in place of a lock", "made again")
         return FileLock(path, timeout=timeout)
 
     def path(self, step: Step) -> Path:
-        """Folder of the finished step. The id decides; a label of another run (a renamed model, say) is accepted."""
+        """Folder of the finished step, found by its id: the label may be of another run with another model name."""
         return self.place(step.folder, step.id)
 
     def place(self, name: str, step_id: str) -> Path:
-        """Folder of the finished step of that name and id."""
+        """Folder of the finished step with that name, or else with that id under another label."""
         folder = self.root / name
         return folder if folder.exists() else self._known(name.partition("/")[0]).get(step_id[:12], folder)
 
     def _known(self, kind: str) -> dict[str, Path]:
-        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
+        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder has changed."""
         parent = self.root / kind
         changed = parent.stat().st_mtime_ns if parent.exists() else 0
         if self._index.get(kind, (None,))[0] != changed:
@@ -161,24 +164,28 @@ class Store:
         return self._index[kind][1]
 
     def partial(self, step: Step) -> Path:
-        """Folder in which an unfinished step keeps what it can resume from."""
+        """Folder in which an unfinished step saves files to resume from."""
         return self.root / "partial" / step.id[:16]
 
     def clear(self, finished: Iterable[str]) -> None:
-        """Remove the resume files of finished steps: whatever published one may have been killed before it did."""
+        """Remove the resume files of finished steps, which are left if a process is killed right after publishing."""
         left = {path.name: path for path in (self.root / "partial").glob("*")}
         for step_id in finished:
             if step_id[:16] in left:
                 shutil.rmtree(left[step_id[:16]], ignore_errors=True)
 
     def done(self, step: Step) -> bool:
-        """Whether the step is finished and undamaged, as far as sizes and modification times tell. A file of another
-        time, as in a copied store, is hashed, once. A damaged step is set aside, and `notices` says so."""
+        """Whether the step is finished and undamaged, judged by sizes and modification times.
+
+        A file with another time, as in a copied store, is hashed once. A damaged step is set aside, with a notice.
+        """
         return self._keep(self.path(step), changed(self.path(step)))
 
     def readable(self, step: Step) -> bool:
-        """`done`, with every file hashed the first time this object is asked: for what is about to be read, because
-        times tell nothing of bits that flip on a disk."""
+        """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
+
+        Modification times do not reveal bits that flipped on the disk.
+        """
         folder = self.path(step)
         if not self._keep(folder, changed(folder) if step.id in self._hashed else damaged(folder)):
             return False
@@ -186,7 +193,7 @@ class Store:
         return True
 
     def _keep(self, folder: Path, damage: Mapping[str, str]) -> bool:
-        """Whether the folder is there and has no damage; if it has, it is set aside."""
+        """Whether there is no `damage`; a damaged folder is set aside."""
         if damage and folder.exists():
             what = ", ".join(f"{file} is {state}" for file, state in damage.items())
             self._set_aside(folder, what, "computed again")
@@ -209,20 +216,20 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """What the step with that id failed with, if it did."""
+        """The stored error of the step with that id; None when it has not failed."""
         path = self.root / "failed" / f"{step_id}.json"
         content: dict[str, Any] | None = self.read(path, ERROR_SHAPE, "the step is tried again")
         return content
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
-        """Leave the error of a failed step where a later run finds it."""
+        """Store the error of a failed step for later runs."""
         folder = self.root / "failed"
-        with contextlib.suppress(OSError):  # a full disk, say: without a record the next run tries the step again
+        with contextlib.suppress(OSError):  # on a full disk, say; without a stored error the next run tries again
             folder.mkdir(exist_ok=True)
             write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
 
     def being_done(self, kind: str) -> dict[str, float]:
-        """Start of the id -> since when, in seconds since the epoch, for steps of a kind that somebody works on."""
+        """Steps of a kind that a process is working on: start of the id -> since when, in seconds since the epoch."""
         parent = self.root / kind
         since = {}
         for entry in os.scandir(parent) if parent.exists() else ():
@@ -232,7 +239,7 @@ class Store:
         return since
 
     def _locked(self, start_of_id: str) -> bool:
-        """Whether the lock of a step is held by somebody. Asks for a shared lock, which a read-only disk gives too."""
+        """Whether a process holds the lock of a step. Tries a shared lock, which works on a read-only disk too."""
         for path in (self.root / "locks").glob(f"{start_of_id}*.lock"):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
                 try:
@@ -247,11 +254,11 @@ class Store:
 
     @contextlib.contextmanager
     def claim(self, step: Step) -> Iterator[Path | None]:
-        """Hold the step's lock and give a scratch folder to write in; None when the step is finished already.
+        """Hold the step's lock and yield a scratch folder to write in; None when the step is finished already.
 
-        Leaving the block without an exception publishes the scratch folder under the step's name, at once and whole.
-        A process that dies leaves nothing but scratch, and the lock ends with it. Raises Busy when another run has it,
-        and Gone when the store or the scratch folder was removed, whatever error the block met in consequence.
+        Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
+        process that dies leaves only the scratch folder, and its lock is released. Raises Busy when another run holds
+        the lock. Raises Gone when the store or the scratch folder was removed, in place of any error that this caused.
         """
         self.check_there()
         try:
@@ -260,7 +267,7 @@ class Store:
                     yield None
                     return
                 parent = self.root / step.kind
-                for left in parent.glob(f".{step.id[:12]}.*"):  # by a run that was killed
+                for left in parent.glob(f".{step.id[:12]}.*"):  # left by a run that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 scratch = parent / f".{step.id[:12]}.{uuid.uuid4().hex[:8]}"
                 scratch.mkdir(parents=True)
@@ -281,7 +288,7 @@ class Store:
         write_json(scratch / IDENTITY, step.document())
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         _seal(scratch, {str(path.relative_to(scratch)): _entry(path) for path in files})
-        self.check_there()  # who wrote in `scratch` may have made its folders anew
+        self.check_there()  # the work may have made the folders again after the store was deleted
         scratch.rename(self.root / step.folder)
         self._hashed.add(step.id)
         shutil.rmtree(self.partial(step), ignore_errors=True)
@@ -289,16 +296,17 @@ class Store:
 
 
 def changed(folder: Path) -> dict[str, str]:
-    """File -> "missing" or "damaged", of a step's folder, as far as sizes and modification times tell.
+    """Missing and damaged files of a step's folder by size and modification time: file -> "missing" or "damaged".
 
-    A file of another time is hashed, and gets its time back if it is what was published. So is every file of a manifest
-    without a time, as earlier versions wrote them, which then gets one.
+    A file with another time is hashed, and gets the manifest's time back if it is unchanged. Manifests of earlier
+    versions have no time: all their files are hashed, and the manifest is then given a time.
     """
     return _damage(folder, hash_all=False)
 
 
 def damaged(folder: Path) -> dict[str, str]:
-    """The same with every file hashed. A damaged one gets another time, so that `changed` tells of it too."""
+    """As `changed`, with every file hashed. A damaged file gets another time, so that `changed` reports it from then
+    on."""
     return _damage(folder, hash_all=True)
 
 
@@ -323,7 +331,7 @@ def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
         except IsADirectoryError:
             damage[name] = "damaged"
     if moment is None and not damage:
-        with contextlib.suppress(OSError):  # another owner's, or set aside by another run
+        with contextlib.suppress(OSError):  # files of another owner, or set aside by another run
             _seal(folder, files)
     return damage
 
@@ -337,7 +345,7 @@ def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int | Non
         return True
     same = bool(_sha256(file) == expected["sha256"])
     if same != timely and moment is not None and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-        with contextlib.suppress(OSError, OverflowError):  # another owner's: hashed again next time
+        with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
             mended = moment * NANO if same else time.time_ns()
             os.utime(file.fileno(), ns=(mended, mended))
     return same
@@ -356,7 +364,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _seal(folder: Path, files: Mapping[str, Any]) -> None:
-    """Give `files` their time, and write the manifest."""
+    """Set the modification time of `files`, and write the manifest."""
     moment = (int(time.time()) // TICK - 1) * TICK
     for name in files:
         os.utime(folder / name, ns=(moment * NANO, moment * NANO))

@@ -1,4 +1,4 @@
-"""Tells an outside tracker what a study found. The store is the truth; this is a copy for people to look at."""
+"""Log the results of a study to an experiment tracker (wandb): a copy to look at; the results stay in the store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from moe_lab.errors import UserError, unknown
 TRACKERS = ("none", "wandb")
 MODES = ("online", "offline")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
-"""What wandb takes as the name of a project; it would say so when everything is done."""
+"""Names that wandb accepts for a project. Checked before the study, because wandb would refuse only at its end."""
 FORMER_HOST = "api.wandb.ai"
-"""Where keys of the public server were filed before it moved; wandb still looks there."""
+"""Host under which .netrc held keys of the public server before it moved; wandb still looks there."""
 
 
 def check(settings: TrackerConfig) -> None:
-    """UserError for an unknown tracker or mode, and for mode=online without a key."""
+    """Raise UserError for an unknown tracker or mode, a project name that wandb refuses, and mode=online without a
+    key."""
     if settings.name not in TRACKERS:
         raise unknown("tracker", settings.name, TRACKERS)
     if settings.mode is not None and settings.mode not in MODES:
@@ -34,7 +35,7 @@ def check(settings: TrackerConfig) -> None:
 
 
 def has_key() -> bool:
-    """Whether wandb will find a key of its own accord: in the environment or in .netrc. The key itself is not kept."""
+    """Whether wandb will find a key by itself, in the environment or in .netrc. The key is not kept."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
@@ -48,7 +49,7 @@ def _has_entry(file: Path, host: str) -> bool:
     try:
         entry = netrc.netrc(file).authenticators(host)
     except (OSError, netrc.NetrcParseError):
-        # Missing or unreadable for us is so for wandb, which says why it is unreadable.
+        # wandb cannot read it either, and prints why.
         return False
     return entry is not None and bool(entry[2])
 
@@ -58,8 +59,8 @@ def log_study(
 ) -> None:
     """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of the tracker.
 
-    `study` is the document the study leaves in the store. Nothing is printed. UserError when the tracker is unknown
-    or refuses; what it could not be told stays in the store.
+    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker is unknown or
+    refuses; all results stay in the store.
     """
     check(settings)
     if settings.name == "none":
@@ -67,7 +68,7 @@ def log_study(
     import pandas
     import wandb
 
-    wandb.setup(_quiet())  # before init, which would announce where it found a key
+    wandb.setup(_quiet())  # before init, which would print where it found a key
     try:
         with wandb.init(
             project=settings.project,
@@ -85,16 +86,17 @@ def log_study(
             f"tracker=wandb was not told ({reason}): everything is in the store; tracker.mode=offline needs no server"
         ) from error
     finally:
-        wandb.teardown()  # what its background process holds is on disk, or sent, only then
+        wandb.teardown()  # only then has its background process written or sent everything
 
 
 def _mode(settings: TrackerConfig) -> Any:
-    """What the settings say, else what wandb's own variable says, else online when there is a key."""
+    """Mode of wandb: from the settings, else from WANDB_MODE, else online when there is a key, offline otherwise."""
     return settings.mode or os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
 
 
 def _quiet() -> Any:
-    """No output, and nothing uploaded but what is logged: not the console, the code, or the command line."""
+    """Settings of wandb without output, and without upload of anything but logged values: no console, code or command
+    line."""
     import wandb
 
     return wandb.Settings(
@@ -110,7 +112,7 @@ def _quiet() -> Any:
 
 
 def _cells(study: Mapping[str, Any]) -> Any:
-    """A row per cell: its axes, and the folders of its plan and evaluations in the store, blank where there is none."""
+    """Table with a row per cell: its axes, and the folders of its plan and evaluations in the store, if any."""
     import wandb
 
     rows = [

@@ -1,8 +1,8 @@
-"""Processes that do steps: this one, or workers beside it.
+"""Do steps in this process (`Here`) or in a worker process (`Worker`).
 
-A worker is started as `python -m moe_lab.study.worker`: one JSON line in, one JSON line out, and the model stays loaded
-in between. It needs neither Hydra nor the configuration. It ends when its standard input does, even in the middle of a
-job, so that it writes nothing after its parent was killed.
+A worker is started as `python -m moe_lab.study.worker`. It reads a job as one line of JSON, answers with one line of
+JSON, and keeps the model loaded between jobs. It needs neither Hydra nor the configuration. It ends when its standard
+input is closed, even in the middle of a job, so that it writes nothing after its parent was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_lab.study.store import Store
 
 
 class Worker:
-    """A worker process: started at the first step, restarted when it has died, ended with the `with` block."""
+    """A worker process: started at the first step, restarted if it has died, ended with the `with` block."""
 
     def __init__(self, store: Store, name: str, environment: dict[str, str] | None = None) -> None:
         self.store, self.name, self.environment = store, name, environment or {}
@@ -60,7 +60,7 @@ class Worker:
             )
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Do `step` in the worker. Raises StepError; a worker that died is reported with the signal that ended it."""
+        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
         if self.process is None or self.process.poll() is not None:
             self.process = self._start()
         assert self.process.stdin and self.process.stdout
@@ -85,7 +85,7 @@ class Worker:
 
 
 class Here:
-    """Do steps in this process; kinds with `own_process` in a worker."""
+    """Does steps in this process, except kinds with `own_process`, which run in a worker."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
@@ -113,7 +113,7 @@ def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 
 def serve(replies: IO[str]) -> None:
-    """Do jobs until the process ends; reply {} for success, else the error's document."""
+    """Do jobs until the process ends. Reply {} for success, else the error document."""
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
