@@ -155,7 +155,7 @@ class Store:
         return folder if folder.exists() else self._known(name.partition("/")[0]).get(step_id[:12], folder)
 
     def _known(self, kind: str) -> dict[str, Path]:
-        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder has changed."""
+        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
         parent = self.root / kind
         changed = parent.stat().st_mtime_ns if parent.exists() else 0
         if self._index.get(kind, (None,))[0] != changed:
