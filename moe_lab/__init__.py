@@ -9,8 +9,8 @@
     moe_lab.export("pocket:olmoe", plan, "pruned")
 
 These functions need neither a configuration nor a store, and take any model of transformers with routed experts. They
-call what the steps of a study call: the same settings give the same scores and plans. Importing moe_lab is cheap: torch
-is imported by the function that needs it.
+use the same code as the steps of a study, so the same settings give the same scores and plans. Importing moe_lab is
+cheap: torch is imported by the function that needs it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ModelStatistics", "Plan", "calibrate", "export", "load", "mask", "plan", "prune", "score"]
 _LAZY = {"Plan": "moe_lab.pruning.plan", "mask": "moe_lab.pruning.mask", "prune": "moe_lab.pruning.prune"}
-"""Public names that stand in a module which imports torch."""
+"""Public names from modules that import torch -> these modules."""
 
 
 def __getattr__(name: str) -> Any:
@@ -47,24 +47,24 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelStatistics:
-    """What `calibrate` gathered of a model."""
+    """Statistics of a model, as gathered by `calibrate`."""
 
     layers: Mapping[int, Mapping[str, Any]]
     """Decoder layer -> sums by name, fp64 arrays of the shapes in `moe_lab.statistics.sums`."""
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
-    """The same by the pass that they are from, such as statistics or gradients."""
+    """The same sums, grouped by the pass that gathered them, such as statistics or gradients."""
     facts: Mapping[str, Any]
-    """Parameters of the model, and for each layer its numbers of experts, channels and groups: `models.facts`."""
+    """Parameters of the model, and for each layer its numbers of experts, channels and groups; see `models.facts`."""
     text: Mapping[str, Any]
-    """What was read: tokens of each source, rows, their length."""
+    """The text that was read: tokens of each source, rows, their length."""
 
 
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
-    """A model for scoring and evaluation, in eval mode with frozen weights, and its tokenizer.
+    """Load a model for scoring and evaluation, in eval mode with frozen weights, and its tokenizer.
 
     `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model. `settings`: fields
-    of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or revision. UserError, one sentence, for
-    what cannot be loaded.
+    of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or revision. Raises UserError, with one
+    sentence, when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.load import load_model
@@ -84,13 +84,13 @@ def calibrate(
     seed: int = 42,
     **settings: Any,
 ) -> ModelStatistics:
-    """What `criteria` read of a model: sums over the tokens of a text, and over weights for those that read weights.
+    """Gather the statistics that `criteria` need: sums over the tokens of a text, and sums over weights if needed.
 
-    One forward pass serves all criteria that need no more than that, most of those of whole experts; heapr and others
-    add a backward pass. `text`: a file, a hub id, or a list of documents. `settings`: fields of
-    `moe_lab.config.CalibrationConfig`; usually tokens=32_768 in rows of length=512, packing="chunk" (one stream).
-    Weights are read from the checkpoint that the model was loaded from. The model is left as it was. UserError for a
-    criterion that does not exist, settings that cannot work, a text that is too short, and a model without routed
+    One forward pass serves most criteria of whole experts; heapr and others add a backward pass. `text`: a file, a hub
+    id, or a list of documents. `settings`: fields of `moe_lab.config.CalibrationConfig`; the defaults are
+    tokens=32_768 in rows of length=512 (less if the tokenizer's limit is lower), packing="chunk" (one stream).
+    Weights are read from the checkpoint that the model was loaded from. The model is not changed. Raises UserError for
+    a criterion that does not exist, settings that cannot work, a text that is too short, and a model without routed
     experts.
     """
     from moe_lab import criteria as registry
@@ -117,7 +117,7 @@ def calibrate(
 
 @contextmanager
 def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
-    """The path of a text; a list of documents becomes a file of JSON lines for as long as it is read."""
+    """The path of a text. A list of documents is written to a temporary file of JSON lines."""
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
@@ -162,12 +162,12 @@ def _checkpoint(model: Any) -> Path:
 def score(
     criterion: str, statistics: ModelStatistics, *, gate: str = "model", seed: int = 42, **parameters: Any
 ) -> pd.DataFrame:
-    """Scores by a criterion, fp64, higher meaning keep: columns layer, expert and score, a row per expert; with a
-    column channel, and a row per channel, for criteria of channels.
+    """Score the experts or channels of a model by a criterion; higher means keep.
 
-    `gate`: what weighs expert outputs; `seed`: of random criteria; `parameters`: the criterion's own. What the model
-    is like goes along in `attrs`, where `plan` finds it. UserError for an unknown criterion or parameter, and for
-    statistics that were not gathered for it.
+    Returns a data frame with the columns layer, expert and score (fp64), a row per expert; for criteria of channels
+    also a column channel, and a row per channel. `gate`: the weight that multiplies expert outputs; `seed`: seed of
+    random criteria; `parameters`: parameters of the criterion. The statistics are attached in `attrs`, where `plan`
+    finds them. Raises UserError for an unknown criterion or parameter, and for statistics that lack what it needs.
     """
     import numpy as np
     import pandas as pd
@@ -202,7 +202,7 @@ def score(
 
 
 class _Hidden:
-    """Statistics among the attributes of a data frame, which pandas copies and compares whenever it likes."""
+    """Wraps statistics in the attributes of a data frame, so that pandas neither copies nor compares the arrays."""
 
     def __init__(self, statistics: ModelStatistics) -> None:
         self.statistics = statistics
@@ -224,13 +224,14 @@ def plan(
     ratio_basis: str = "routed",
     **parameters: Any,
 ) -> Plan:
-    """Which experts, or which channels of them, are kept when `ratio` of the routed experts' parameters goes.
+    """Decide which experts, or which of their channels, are kept when `ratio` of the routed experts' parameters is
+    removed.
 
-    `scores`: of `score`, or of your own with the columns layer, expert, (channel,) score, one row each; higher means
+    `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row each; higher means
     keep. `allocation`: how the budget is shared among layers and experts; those that search need a study. `statistics`:
-    of the model, if they did not come with the scores. `parameters`: the allocation's own. The rest is as in
-    `moe_lab.config.AllocationConfig`. UserError for a ratio that cannot be had, naming the nearest one, and for scores
-    of another model.
+    those of the model, if they are not attached to the scores. `parameters`: parameters of the allocation. For
+    `multiple_of` and `ratio_basis` see `moe_lab.config.AllocationConfig`. Raises UserError for a ratio that is not
+    feasible, naming the nearest one, and for scores of another model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.config import AllocationConfig
@@ -264,7 +265,7 @@ def plan(
 
 
 def _in_order(rows: pd.DataFrame, of_channels: bool) -> Any:
-    """Scores of one layer, (E,), or (E, I) of channels."""
+    """Scores of one layer in the order of experts: (E,), or (E, I) for channels."""
     if of_channels:
         return rows.pivot(index="expert", columns="channel", values="score").to_numpy(float)
     return rows.sort_values("expert")["score"].to_numpy(float)
@@ -273,8 +274,8 @@ def _in_order(rows: pd.DataFrame, of_channels: bool) -> Any:
 def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
 
-    `source`: as the path of `load`. `shape`: natural (what is kept and nothing else), masked (the shape of the
-    original, with zeros), padded or padded_stock: see `moe_lab.pruning.export`. At most some 50 MB are in memory.
+    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the original, with zeros),
+    padded or padded_stock; see `moe_lab.pruning.export`. Needs at most about 50 MB of memory.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder
@@ -284,7 +285,7 @@ def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str =
 
 
 def _settings(usual: Any, given: Mapping[str, Any], function: str) -> Any:
-    """The settings with what was given; UserError for a field they do not have."""
+    """The default settings `usual`, updated by those `given`. Raises UserError for an unknown field."""
     from moe_lab.errors import unknown
 
     names = [field.name for field in fields(usual)]

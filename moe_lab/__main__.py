@@ -1,4 +1,4 @@
-"""`python -m moe_lab`: Hydra composes a configuration, a study executes it."""
+"""`python -m moe_lab`: compose the configuration with Hydra, and run it as a study."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language mode
 
 
 def give_up(sentence: str) -> NoReturn:
-    """Say what is wrong and end with exit code 2."""
+    """Print what is wrong and exit with code 2."""
     print(f"moe_lab: {mask(sentence)}", file=sys.stderr)
     sys.exit(2)
 
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """End with a sentence where Hydra, or a study, would end with a stack trace for a user's mistake."""
+    """Turn a user's mistake into a sentence and exit code 2, where Hydra or a study would print a stack trace."""
     import hydra
     from omegaconf.errors import OmegaConfBaseException
 
@@ -53,7 +53,7 @@ def _sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Compose the configuration the command line asks for, and run it. Exit code 2 for a user's mistake."""
+    """Compose the configuration of the command line, and run it. Exit code 2 for a user's mistake."""
     if len(sys.argv) == 1:
         print(START)
         return
@@ -70,18 +70,18 @@ def main() -> None:
     except UserError as error:
         give_up(str(error))
     sys.argv[1:] = map(addable, sys.argv[1:])
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come back to us instead of being printed by Hydra
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     exit_code = 0
 
     def study(config: DictConfig) -> None:
         nonlocal exit_code
-        # All that goes wrong ends here: Hydra would print the command line above it, which may hold secrets.
+        # No exception may reach Hydra: it would print the command line, which may hold secrets.
         with _sentences():
             try:
                 exit_code = max(exit_code, ask([config]))
             except (UserError, HydraException, OmegaConfBaseException, BrokenPipeError):
                 raise
-            except Exception:  # noqa: BLE001 - a fault of ours
+            except Exception:  # noqa: BLE001 - a bug in moe_lab
                 print(mask(traceback.format_exc()), file=sys.stderr)
                 sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""Between Hydra and the study: schema, typed configurations, group files, and Hydra's errors as sentences."""
+"""Interface to Hydra: schema, typed configurations, group files, and Hydra's errors as single sentences."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ def _folder_of_nothing() -> tempfile.TemporaryDirectory[str]:
 
 
 def _sweeps(store: str, dry_run: bool) -> str:
-    """Where Hydra notes a multirun: in the store, and of a dry run, which leaves nothing, until the process ends."""
+    """Folder in which Hydra records a multirun: in the store; for a dry run, a temporary one that ends with the
+    process."""
     return _folder_of_nothing().name if dry_run or not store else f"{store}/hydra"
 
 
 def register(words: Sequence[str] = ()) -> None:
-    """Tell Hydra the schema that conf/config.yaml starts from, and a choice for every criterion and allocation without
-    a file, those of plugins that a command line names included. UserError for a plugin that cannot be loaded."""
-    # Hydra copies its sources for every group that --help lists, and all schemas with them: two thirds of the time.
+    """Register with Hydra the schema of conf/config.yaml, and a choice for every criterion and allocation that has no
+    file.
+
+    Includes those of plugins that the command line `words` names. Raises UserError for a plugin that cannot be loaded.
+    """
+    # Hydra copies its sources, all schemas included, for every group that --help lists. That is two thirds of the time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
@@ -53,7 +57,7 @@ def register(words: Sequence[str] = ()) -> None:
 
 
 def offer(modules: Sequence[str]) -> None:
-    """Load plugins, and make what is registered by now a choice of its group where no file of the name is."""
+    """Load plugins, and make every registered criterion and allocation without a file a choice of its group."""
     plugins.load(modules)
     for group, names in (("criterion", CRITERIA), ("allocation", ALLOCATIONS)):
         for name in names:
@@ -72,18 +76,18 @@ PLAIN_RUN: dict[str, object] = {
     "job_logging.root": None,
     "hydra_logging.root": None,
 }
-"""Settings of Hydra with which it does nothing for a run but compose its configuration: those of conf/config.yaml."""
+"""Settings of Hydra, as in conf/config.yaml, with which it only composes the configuration of a run."""
 
 
 def compose_plain(words: Sequence[str]) -> DictConfig | None:
-    """The configuration of the command line `words`; None where Hydra has more to do, as by -m, --cfg or hydra.run.dir.
+    """Compose the configuration of the command line `words`. None when hydra.main is needed: -m, --cfg, hydra.run.dir.
 
-    `hydra.main` composes everything twice, the first time to find hydra.mode: a fifth of a start.
+    `hydra.main` composes everything twice, the first time to find hydra.mode, which is a fifth of the start-up time.
     """
     if any(word.startswith("-") or "hydra" in word for word in words):
         return None
     config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
-    if any(OmegaConf.select(config.hydra, key) != value for key, value in PLAIN_RUN.items()):  # set by a file
+    if any(OmegaConf.select(config.hydra, key) != value for key, value in PLAIN_RUN.items()):  # a file has set it
         return None
     HydraConfig.instance().set_config(config)
     return config
@@ -94,7 +98,7 @@ Choice = tuple[str, str]
 
 
 class Groups:
-    """The configuration groups as Hydra composes them, user folders and hydra.searchpath included; each choice once."""
+    """The configuration groups as Hydra composes them, hydra.searchpath included. Each choice is composed once."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
         self._words = [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
@@ -102,7 +106,7 @@ class Groups:
         self._composed: dict[Choice, DictConfig] = {}
 
     def names(self, group: str) -> list[str]:
-        """The choices of a group, those of its subgroups as subgroup/name."""
+        """The choices of a group; those in subgroups are called subgroup/name."""
         if group not in self._names:
             options = GlobalHydra.instance().config_loader().get_group_options
             folders = options(group, ObjectType.GROUP, overrides=self._words)
@@ -111,14 +115,15 @@ class Groups:
         return self._names[group]
 
     def load(self, group: str, name: str) -> DictConfig:
-        """What `group=name` puts into the group. UserError when it cannot be composed, or sets anything else."""
+        """The content of the group under `group=name`. Raises UserError when it cannot be composed, or when it sets
+        anything outside the group."""
         if (group, name) not in self._composed:
             self._compose([(group, name)])
         return self._composed[group, name].copy()
 
     def prepare(self, choices: Iterable[Choice]) -> None:
-        """Compose choices that will be loaded. Hydra takes 50 ms to compose one, and no longer for fifty."""
-        with suppress(UserError):  # loading the one at fault raises it again
+        """Compose choices that will be loaded, all at once: Hydra takes 50 ms for one, and no longer for fifty."""
+        with suppress(UserError):  # `load` of the faulty choice raises it again
             self._compose(list(dict.fromkeys(choices)))
 
     def _compose(self, choices: Sequence[Choice]) -> None:
@@ -146,12 +151,12 @@ def group_files(
     words: Sequence[str] = (),
     choices: Mapping[str, str] | None = None,
 ) -> grid.Files:
-    """The groups as the grid of one job takes them.
+    """The configuration groups for the grid of one job.
 
-    `config`: the job's composed configuration, to which interpolations refer. `several`: axes of which its grid lists
-    values. `words`: what its command line sets. `choices`: the file that Hydra took for each group. What the
-    configuration sets beyond that file, such as the body of an experiment, holds for every choice of the group, and so
-    does what the command line sets.
+    `config`: the job's composed configuration, to which interpolations refer. `several`: axes for which its grid lists
+    values. `words`: its command line. `choices`: the file that Hydra took for each group. Settings in the configuration
+    that are not from that file, such as those of an experiment, hold for every choice of the group, and so do settings
+    on the command line.
     """
     parsed = OverridesParser.create().parse_overrides(list(words))
     values = [(item.key_or_group, item.value()) for item in parsed if "." in item.key_or_group]
@@ -165,14 +170,14 @@ def group_files(
 
 
 def _plain(config: DictConfig) -> dict[Any, Any]:
-    """A configuration as plain dictionaries, interpolations as they are written."""
+    """A configuration as plain dictionaries, without Hydra's settings and with interpolations unresolved."""
     content = OmegaConf.to_container(config)
     assert isinstance(content, dict)
     return {key: value for key, value in content.items() if key != "hydra"}
 
 
 def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each value in `own` that is another one in `usual`, or missing there."""
+    """(dotted key, value) of each value in `own` that differs from `usual` or is missing there."""
     for key, value in own.items():
         if isinstance(value, dict) and isinstance(usual.get(key), dict):
             yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _differing(usual[key], value))
@@ -181,13 +186,13 @@ def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tup
 
 
 def typed(config: DictConfig) -> Config:
-    """The composed configuration as typed objects, without the secrets in it (secret_settings.py).
+    """The composed configuration as typed objects, with its secrets moved to the environment (secret_settings.py).
 
-    UserError for a value that is required and missing, and for a variable that the environment lacks.
+    Raises UserError for a required value that is missing, and for an environment variable that does not exist.
     """
     own = config.copy()
     with open_dict(own):
-        own.pop("hydra", None)  # a job of a multirun carries Hydra's own settings along
+        own.pop("hydra", None)  # the configuration of a multirun's job includes Hydra's settings
     _check_keys(own)
     written = _plain(own)
     for key in secret_settings.LATE:
@@ -206,7 +211,7 @@ def typed(config: DictConfig) -> Config:
 
 
 def _check_keys(config: DictConfig, prefix: str = "") -> None:
-    """UserError for a key that `+` or `++` has added and no setting has."""
+    """Raise UserError for a key, added by `+` or `++`, that is not a setting."""
     kind = OmegaConf.get_type(config)
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else [str(key) for key in config]
     for key in map(str, config):
@@ -218,15 +223,17 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
 
 
 def _at(document: Any, key: str) -> Any:
-    """What stands under a dotted key; None where nothing does."""
+    """The value under a dotted key; None where there is none."""
     for part in key.split("."):
         document = document.get(part) if isinstance(document, dict) else None
     return document
 
 
 def from_environment(config: DictConfig) -> dict[str, Any]:
-    """Dotted key -> the interpolation written there, of every setting that is taken from the environment now. Those of
-    `secret_settings.LATE` are taken when they are used."""
+    """Dotted key -> the interpolation, for every setting whose value is taken from the environment now.
+
+    Those of `secret_settings.LATE` are left out: they are resolved when they are used.
+    """
     late = tuple(f"{key}." for key in secret_settings.LATE)
     return {
         key: value
@@ -236,7 +243,7 @@ def from_environment(config: DictConfig) -> dict[str, Any]:
 
 
 def _leaves(document: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in a document that is no mapping itself."""
+    """(dotted key, value) of every value in a document that is not a mapping."""
     for name, value in document.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -245,7 +252,7 @@ def _leaves(document: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def ask(configs: Sequence[DictConfig]) -> int:
-    """Run one study over the cells of all `configs`, jobs of a multirun or the one that runs now; the exit code."""
+    """Run one study over the cells of all `configs`: the jobs of a multirun, or a single run. Returns the exit code."""
     from moe_lab.study.run import run
 
     hydra = [config.hydra if "hydra" in config else HydraConfig.get() for config in configs]
@@ -262,9 +269,9 @@ def ask(configs: Sequence[DictConfig]) -> int:
 def requests(
     config: DictConfig, groups: Groups, words: Sequence[str] = (), choices: Mapping[str, str] | None = None
 ) -> tuple[Config, list[grid.Request]]:
-    """What one composed configuration asks for: its settings, and its cells with their benchmarks."""
+    """Expand one composed configuration: its typed settings, and its cells with their benchmarks."""
     settings = grid.chosen(typed(config), _axes(words))
-    if settings.plugins:  # those that only a file names
+    if settings.plugins:  # plugins named in a file, not on the command line
         offer(settings.plugins)
     groups.prepare(_named(settings, groups))
     files = group_files(groups, config, grid.several(settings), words, choices)
@@ -275,7 +282,7 @@ def requests(
 
 
 def _named(settings: Config, groups: Groups) -> Iterator[Choice]:
-    """The choices that a study names, as far as there are such files: what its texts name in turn comes later."""
+    """The choices that a study names and that exist. Choices that its texts name in turn are not included."""
     for lists in (settings.grid, *settings.more):
         for group in (axis for axis in grid.AXES if is_dataclass(getattr(settings, axis, None))):
             patterns = getattr(lists, group)
@@ -285,7 +292,7 @@ def _named(settings: Config, groups: Groups) -> Iterator[Choice]:
 
 
 def _axes(overrides: Sequence[str]) -> set[str]:
-    """The axes that a command line sets to one value; a list it gives for an axis stands above that."""
+    """The axes that a command line sets to a single value, unless it also gives a list for the axis in `grid`."""
     keys = {item.key_or_group for item in OverridesParser.create().parse_overrides(list(overrides))}
     return {axis for axis in grid.AXES if f"grid.{axis}" not in keys and {axis, f"model.{axis}"} & keys}
 
@@ -301,19 +308,22 @@ _OPEN = (
 
 
 def addable(argument: str) -> str:
-    """The argument with `++` before a setting that may have names its file lacks, such as criterion.parameters.power=2:
-    Hydra then adds it, or sets it if it is there."""
+    """The argument, prefixed by `++` if its setting may have any keys, such as criterion.parameters.power=2.
+
+    Hydra then adds the key, or sets it if it exists.
+    """
     return f"++{argument}" if argument.startswith(_OPEN) else argument
 
 
 def mistake(error: Exception, words: Sequence[str]) -> str:
-    """What Hydra or OmegaConf found wrong with the command line `words`, as one sentence; any other error is raised."""
+    """An error of Hydra or OmegaConf on the command line `words`, as one sentence. Any other error is raised again."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return explain(error)
     if str(error).startswith("Config group override"):
         empty = [word for word in words if word.endswith("=null")]
         return f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices"
-    if null := re.search(r"full_key: (\S+)\n.*\n *object_type=NoneType", str(error)):  # which OmegaConf cannot add to
+    # OmegaConf cannot add keys to null
+    if null := re.search(r"full_key: (\S+)\n.*\n *object_type=NoneType", str(error)):
         return f"{null[1]} is null here, and {{...}} would add to it: expected all of it in a file of its group"
     raise error
 

@@ -1,6 +1,6 @@
-"""Errors for users: one sentence without a stack trace, and with *** for every secret in it.
+"""Errors for users: one sentence without a stack trace, in which every secret is replaced by ***.
 
-A secret is the value of a key such as api_key, the password in a URL, what follows --api-key or TOKEN= in a command
+A secret is the value of a key such as api_key, the password in a URL, the word after --api-key or TOKEN= in a command
 line, and the value of an environment variable with such a name.
 """
 
@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a disk without room, and of a quota that is used up."""
+"""Error numbers of a full disk and of an exhausted quota."""
 
 
 class UserError(ValueError):
@@ -37,7 +37,7 @@ def nearest(value: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name, with the nearest known name and all of them."""
+    """The error for an unknown name, with the nearest known name and a list of all."""
     names = sorted(known)
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
@@ -45,7 +45,7 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """The sentence of the UserError that `check` raises when called with `arguments`, or nothing."""
+    """Call `check` with `arguments`; yield the sentence of the UserError that it raises, if any."""
     try:
         check(*arguments)
     except UserError as error:
@@ -53,8 +53,11 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its exit code: 130 after Ctrl-C, and 141 when the reader of the output has
-    closed it, as `head` does. Neither prints a stack trace."""
+    """Run a command and end the process with its exit code.
+
+    The code is 130 after Ctrl-C, and 141 when the reader of the output has closed it, as `head` does. Neither prints a
+    stack trace.
+    """
     try:
         try:
             code = main() or 0
@@ -66,7 +69,7 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
         print("\nstopped", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        for stream in (sys.stdout, sys.stderr):  # Python flushes them once more when it ends
+        for stream in (sys.stdout, sys.stderr):  # Python flushes both again at exit, which would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
     sys.exit(code)
@@ -93,13 +96,13 @@ _PATTERNS = (
     re.compile(r"\bBearer\s+(?P<value>[^\s\"']+)"),
 )
 _SHORTEST = 4
-"""Characters of a secret that is masked in any text; a shorter one cannot be told from other text."""
+"""Fewest characters of a secret that is masked wherever it occurs; a shorter one cannot be told from other text."""
 _known: set[str] = set()
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of this name is a secret: of api_key, HF_TOKEN, Authorization; not of max_tokens, eos_token or
-    key_variable."""
+    """Whether a key of this name holds a secret: api_key, HF_TOKEN and Authorization do; max_tokens, eos_token and
+    key_variable do not."""
     words = [word.lower() for word in _WORD.findall(name)] or [""]
     before = words[-2] if len(words) > 1 else ""
     return (
@@ -111,7 +114,7 @@ def is_secret(name: str) -> bool:
 
 
 def mask(text: str) -> str:
-    """The text with *** for every secret that this process knows, and for everything that looks like one."""
+    """Replace every secret that this process knows, and everything that looks like a secret, by ***."""
     text = ENVIRONMENT.sub(lambda match: MASK if match[1].startswith(OWN) else match[0], text)
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MASK)
@@ -119,7 +122,7 @@ def mask(text: str) -> str:
 
 
 def masked(document: Any, name: str = "") -> Any:
-    """A JSON document with *** for every secret in it. `name` is the key of the document, if it is part of another."""
+    """A JSON document with every secret replaced by ***. `name` is its key, if it is part of another document."""
     if isinstance(document, Mapping):
         return {key: masked(value, name if is_secret(name) else str(key)) for key, value in document.items()}
     if isinstance(document, list | tuple):
@@ -130,7 +133,7 @@ def masked(document: Any, name: str = "") -> Any:
 
 
 def replace_secrets(text: str, new: Callable[[str], str]) -> str:
-    """The text with `new(secret)` for everything that looks like a secret."""
+    """Replace everything in the text that looks like a secret by `new(secret)`."""
 
     def replace(match: re.Match[str]) -> str:
         value, name = match["value"], match.groupdict().get("name")

@@ -1,4 +1,4 @@
-"""From a composed configuration to cells: the product of the grid's axes, each named choice loaded once."""
+"""Expand a configuration into cells: the product of the grid's axes. Each named choice is loaded once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Group = TypeVar(
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid: what is pruned, by which criterion, on which text, how much and where, and what then."""
+    """One point of the grid: model, criterion, calibration set, ratio, allocation, recovery, gate, seed, protocol."""
 
     model: ModelConfig
     criterion: CriterionConfig
@@ -58,9 +58,9 @@ class Cell:
     gate: str
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
-    """What else is read, by what for: search (of the allocation), instructions (of the recovery), flops."""
+    """Other texts by their use: search (by the allocation), instructions (by the recovery), flops."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """How it is asked its benchmarks."""
+    """How its benchmarks are asked."""
 
     def __hash__(self) -> int:
         names = (self.model, self.criterion, self.calibration, self.allocation, self.recovery, self.protocol)
@@ -68,9 +68,9 @@ class Cell:
 
 
 ANSWERED = ("search", "instructions")
-"""What texts of a cell are read for that are of no use without answers."""
+"""Uses of a cell's texts that need answers in them."""
 RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
-"""Group -> names that stand for every study, or for what an unpruned model lacks."""
+"""Group -> reserved names: for every study, or for the choices that an unpruned model does not have."""
 
 
 def wrong_names(study: str, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
@@ -84,20 +84,20 @@ def wrong_names(study: str, cells: Sequence[Cell], benchmarks: Sequence[Benchmar
 
 
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
-"""Cells, and the benchmarks that all of them are asked."""
+"""Cells, and the benchmarks that all of them are evaluated on."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """The configuration groups as files: what they are called and what is in them."""
+    """The files of the configuration groups: their names and contents, and what the configuration sets in them."""
 
     names: Callable[[str], list[str]]
-    """Group -> the names one can choose from."""
+    """Group -> names of its files."""
     load: Callable[[str, str], DictConfig]
     """Group, name -> the content of the file."""
     overrides: tuple[tuple[str, Any], ...] = ()
-    """What is set inside groups besides the choice of a file (calibration.tokens=1000); holds for every choice of that
-    group."""
+    """Settings inside groups besides the choice of a file, such as calibration.tokens=1000. They hold for every choice
+    of their group."""
     surroundings: Mapping[str, Any] = field(default_factory=dict)
     """The configuration that interpolations in a file refer to, unresolved."""
     several: frozenset[str] = frozenset()
@@ -107,8 +107,10 @@ class Files:
 def typed(
     schema: type[Group], content: DictConfig, origin: str, surroundings: Mapping[str, Any] | None = None
 ) -> Group:
-    """`content` checked against the dataclass `schema`, its interpolations resolved inside `surroundings`. UserError
-    naming `origin`, the field and what is wrong."""
+    """Check `content` against the dataclass `schema`, and resolve its interpolations inside `surroundings`.
+
+    Raises UserError that names `origin`, the field and what is wrong.
+    """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), content)
         if surroundings and "${" in str(content):
@@ -126,11 +128,11 @@ def typed(
 
 
 LARGEST = 2**63 - 1
-"""The largest whole number that generators of chance, counters and tensors take."""
+"""The largest whole number that random generators, counters and tensors take."""
 
 
 def check_numbers(document: Any, field: str) -> None:
-    """UserError for NaN, infinity, or a whole number beyond 64 bits, anywhere in the settings: nothing takes those."""
+    """Raise UserError for NaN, infinity, or a whole number beyond 64 bits anywhere in the settings."""
     if isinstance(document, dict):
         for key, value in document.items():
             check_numbers(value, f"{field}.{key}" if field and not field.endswith(" ") else f"{field}{key}")
@@ -144,8 +146,10 @@ def check_numbers(document: Any, field: str) -> None:
 
 
 def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
-    """The file `name` of `group` as an object, with what is set inside the group. UserError with the nearest name when
-    there is none."""
+    """Load the file `name` of `group` as an object, and apply what the configuration sets inside the group.
+
+    Raises UserError, with the nearest name, when there is no such file.
+    """
     if name not in files.names(group):
         raise unknown(group, name, files.names(group))
     parts = [(key.partition("."), value) for key, value in files.overrides]
@@ -153,7 +157,7 @@ def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
 
 
 def _load(schema: type[Group], group: str, name: str, files: Files, values: Iterable[tuple[str, Any]] = ()) -> Group:
-    """The file `name` of `group`, with `values` by dotted key in place of its own, as an object."""
+    """Load the file `name` of `group` as an object; `values` by dotted key replace its own."""
     content, origin = files.load(group, name), f"{group}={name}"
     for key, value in values:
         OmegaConf.update(content, key, value, force_add=True)
@@ -162,7 +166,7 @@ def _load(schema: type[Group], group: str, name: str, files: Files, values: Iter
 
 
 def check_references(origin: str, group: str, content: DictConfig, files: Files) -> None:
-    """UserError when an interpolation in a file of `group` refers to an axis of which the grid lists values."""
+    """Raise UserError when an interpolation in a file of `group` refers to an axis for which the grid lists values."""
     for name in re.findall(r"\$\{(\w+)[.}]", str(content)):
         if name in files.several - {group}:
             raise UserError(
@@ -172,7 +176,7 @@ def check_references(origin: str, group: str, content: DictConfig, files: Files)
 
 
 def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
-    """Names for names and patterns: `*` and `m*` stand for every file that matches."""
+    """Expand patterns such as `*` and `m*` into the names of all files that match; names stay as they are."""
     names: list[str] = []
     for pattern in patterns:
         matches = [name for name in files.names(group) if fnmatch(name, pattern)] if "*" in pattern else [pattern]
@@ -183,7 +187,7 @@ def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
 
 
 def check_ratio(ratio: float) -> None:
-    """UserError for a ratio that is no share."""
+    """Raise UserError for a ratio outside [0, 1)."""
     if not 0 <= ratio < 1:
         raise UserError(
             f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
@@ -193,8 +197,8 @@ def check_ratio(ratio: float) -> None:
 def cells(config: Config, files: Files) -> list[Cell]:
     """All cells of a study: those of its grid, then those of `more`, in the order of the axes, each combination once.
 
-    An axis without a list has one value, the configuration's own. Every named file is loaded once, however many
-    cells it stands in. UserError for unknown names and values out of range.
+    An axis without a list has one value, the configuration's own. Every named file is loaded once, for all cells that
+    use it. Raises UserError for unknown names and values out of range.
     """
     choices = _Choices(config, files)
     grids = [config.grid, *(_filled(grid, config.grid) for grid in config.more)]
@@ -205,26 +209,29 @@ AXES = tuple(axis.name for axis in fields(GridConfig))
 
 
 def chosen(config: Config, axes: Iterable[str]) -> Config:
-    """The configuration without the lists of `axes` in its grids, so that its own value of each counts: a value on the
-    command line overrides the list of an experiment."""
+    """The configuration with the lists of `axes` removed from its grids, so that its single value of each axis counts.
+
+    This is how a value on the command line overrides the list of an experiment.
+    """
     without: dict[str, Any] = {axis: [] for axis in axes}
     grids = [replace(grid, **without) for grid in (config.grid, *config.more)]
     return replace(config, grid=grids[0], more=grids[1:])
 
 
 def several(config: Config) -> frozenset[str]:
-    """The axes for which a grid lists values. A list of top_k makes several models of one."""
+    """The axes for which a grid lists values. A list of top_k counts for the axis model too: it makes several models
+    of one."""
     listed = {axis for axis in AXES for grid in (config.grid, *config.more) if getattr(grid, axis)}
     return frozenset(listed | {"model"} if "top_k" in listed else listed)
 
 
 def _filled(grid: GridConfig, main: GridConfig) -> GridConfig:
-    """A further grid with the axes of the main one where it has none of its own."""
+    """A further grid, with empty axes filled from the main grid."""
     return GridConfig(**{axis.name: getattr(grid, axis.name) or getattr(main, axis.name) for axis in fields(grid)})
 
 
 class _Choices:
-    """What names on the axes stand for, each file loaded once."""
+    """Loads the choices that the axes name, each file once, and makes cells of them."""
 
     def __init__(self, config: Config, files: Files) -> None:
         self.files = files
@@ -262,7 +269,7 @@ class _Choices:
         return [replace(cell, allocation=self._searched(cell)) if cell.model.search else cell for cell in cells]
 
     def _searched(self, cell: Cell) -> AllocationConfig:
-        """The cell's allocation; one that searches, with what was published for the model."""
+        """The cell's allocation; one that searches gets the search parameters published for the model as defaults."""
         if cell.allocation.search is None:
             return cell.allocation
         key = (cell.model.name, id(cell.allocation))
@@ -272,12 +279,12 @@ class _Choices:
         return self._published[key]
 
     def _models(self, grid: GridConfig) -> list[ModelConfig]:
-        """Every model of the grid, with every number of experts a token."""
+        """Every model of the grid with every value of top_k."""
         models = self._axis(ModelConfig, "model", grid.model)
         return [self._routed(model, top_k) for model in models for top_k in grid.top_k or [model.top_k]]
 
     def _routed(self, model: ModelConfig, top_k: int | None) -> ModelConfig:
-        """The model with that many experts a token, the same object each time."""
+        """The model with that top_k; the same object on every call."""
         if top_k == model.top_k:
             return model
         key = (model.name, f"top_k={top_k}")
@@ -287,7 +294,7 @@ class _Choices:
         return model_of_top_k
 
     def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
-        """The objects that the names of an axis stand for; the configuration's own when there is no name."""
+        """The objects that an axis names; the configuration's own choice when it names none."""
         for name in (names := _expand(group, patterns, self.files)):
             if (group, name) not in self._loaded:
                 choice = choose(schema, group, name, self.files)
@@ -297,8 +304,8 @@ class _Choices:
         return [self._loaded[group, name] for name in names] or [getattr(self.config, group)]
 
     def _texts_of(self, allocation: AllocationConfig, recovery: RecoveryConfig) -> dict[str, CalibrationConfig]:
-        """The texts besides the calibration set: those that the allocation and the recovery name, and the one FLOPs are
-        counted on. `calibration.X=...` does not reach them."""
+        """Texts besides the calibration set: those that the allocation and the recovery name, and the text that FLOPs
+        are counted on. Settings such as calibration.X=... do not apply to them."""
         named = {
             "search": ("allocation.search", allocation.search),
             "instructions": ("recovery.instructions", recovery.instructions),
@@ -315,9 +322,10 @@ class _Choices:
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """A calibration set with the settings of those it is a mixture of; `calibration.X=...` does not reach them.
+    """A calibration set; if it is a mixture, with the settings of its sets loaded from their files.
 
-    UserError for a name that no file has, and for a mixture in a mixture.
+    Settings such as calibration.X=... do not apply to these sets. Raises UserError for an unknown name, and for a
+    mixture in a mixture.
     """
     return (
         replace(text, sources=[_source(source, text.name, files) for source in text.sources]) if text.sources else text
@@ -325,7 +333,7 @@ def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
 
 
 def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
-    """One set of a mixture with its settings; one that is read from another path is called after the file."""
+    """One set of a mixture with its settings. A set that is read from another path is named after that file."""
     name = source.calibration
     if name not in files.names("calibration"):
         raise unknown(f"calibration={mixture}: source", name, files.names("calibration"))
@@ -340,7 +348,7 @@ def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
 
 
 def requests(config: Config, files: Files) -> list[Request]:
-    """The cells of a study, and what they are asked: those of one protocol together."""
+    """The cells of a study with their benchmarks; cells of one protocol are grouped together."""
     by_protocol: dict[int, list[Cell]] = {}
     for cell in cells(config, files):
         by_protocol.setdefault(id(cell.protocol), []).append(cell)
@@ -348,9 +356,9 @@ def requests(config: Config, files: Files) -> list[Request]:
 
 
 def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite as the protocol asks them, with what the rest of the configuration says about them.
+    """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
 
-    UserError for an unknown benchmark, and for a field of the protocol that is none.
+    Raises UserError for an unknown benchmark, and for an unknown field in the protocol.
     """
     for name in config.protocol.benchmarks:
         if name not in (EVERY, *files.names("benchmark")):
@@ -359,9 +367,9 @@ def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
 
 
 EVERY = "every"
-"""In a protocol: all benchmarks of published data."""
+"""Key of a protocol that stands for all benchmarks that have `data`."""
 _ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
-"""Fields of a benchmark that something else says."""
+"""Fields of a benchmark that a protocol cannot set."""
 
 
 def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:

@@ -1,4 +1,4 @@
-"""`python -m moe_lab.inspect model=NAME`: what moe_lab can do with a model, from its configuration alone."""
+"""`python -m moe_lab.inspect model=NAME`: whether a model is supported, and what applies to it, without its weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = tuple[str, str]
 
 
 def main(words: list[str]) -> int:
-    """Print what there is to know; exit code 0 for a model that is supported, 1 for another, 2 for a mistake."""
+    """Print the facts on a model. Exit code 0 if it is supported, 1 if it is not, 2 for a user's mistake."""
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
@@ -66,7 +66,7 @@ def _composed(words: list[str]) -> Config:
 
 
 def describe(config: Config) -> tuple[str, list[Row], bool]:
-    """(title, what there is to say of config.model in rows of two words or more, whether moe_lab can work with it)."""
+    """Describe config.model: (title, rows of (name, text), whether moe_lab supports the model)."""
     from moe_lab.calibration import settings as calibrations
     from moe_lab.grid import check_ratio
     from moe_lab.models.files import check_running, configuration_folder
@@ -100,7 +100,7 @@ _ABSENT = "neither on this machine nor to be had from the hub"
 
 
 def _sized(config: Config, about: Mapping[str, Any]) -> Config:
-    """The settings, with what config.json says taken as expected where there are no weights to tell the size from."""
+    """The settings; without weights to determine the size, the shape from config.json becomes `model.expected`."""
     from moe_lab.models.checkpoint import INDEX, SINGLE
     from moe_lab.paths import resolve
 
@@ -123,7 +123,7 @@ def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _span(layers: list[int]) -> str:
-    """Numbers as ranges: 1-26, or 0, 2-4."""
+    """Layer numbers as ranges: 1-26, or 0, 2-4."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:
@@ -134,7 +134,7 @@ def _span(layers: list[int]) -> str:
 
 
 def _costs(config: Config, about: Mapping[str, Any] | None) -> Iterator[Row]:
-    """Memory and time; of a model that is not here, as far as what is expected of it says."""
+    """Rows on memory; for a model that is not on this machine also its layers and parameters, as expected."""
     size = size_of(config.model)
     if size is None:
         return
@@ -149,7 +149,7 @@ def _costs(config: Config, about: Mapping[str, Any] | None) -> Iterator[Row]:
 
 
 def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
-    """Parameters that go with one expert of each MoE layer, router rows and, where they are known, biases included."""
+    """Parameters removed with one expert of each MoE layer, including router rows and, where known, biases."""
     if about is None:
         return size.moe_layers * (size.expert + size.hidden)
     return sum(
@@ -160,7 +160,7 @@ def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
 
 
 def _calibration(config: Config) -> Iterator[Row]:
-    """The memory that a forward pass, and a backward pass, over the configured calibration set take by estimate."""
+    """Rows on the estimated memory of a forward pass, and of a forward and backward pass, over the calibration set."""
     from moe_lab.grid import Cell
     from moe_lab.study.estimates import gpus, memory_of
     from moe_lab.study.steps.builder import Builder

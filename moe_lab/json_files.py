@@ -1,4 +1,4 @@
-"""Write JSON files whole or not at all, and read them with a check of their shape."""
+"""Write JSON files atomically, and read them with a check of their shape."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Number = int | float
 
 
 class Damaged(ValueError):
-    """A file without the expected document."""
+    """A file does not hold the expected document."""
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` atomically: a reader sees all of it or nothing."""
+    """Write `document` atomically: a reader sees the old file or the whole new one."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     beside.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     beside.replace(path)
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """The document in a file. FileNotFoundError without the file, Damaged if it lacks the `shape`; see `fits`."""
+    """The document in a file. Raises FileNotFoundError without the file, and Damaged unless it fits `shape`."""
     try:
         document = json.loads(path.read_text())
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
-    except (IsADirectoryError, ValueError, RecursionError):  # ValueError: no JSON, or no text
+    except (IsADirectoryError, ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8
         raise Damaged(f"{path} is damaged") from None
     if not fits(document, shape):
         raise Damaged(f"{path} is damaged")
@@ -38,8 +38,8 @@ def read_json(path: Path, shape: Any) -> Any:
 def fits(document: Any, shape: Any) -> bool:
     """Whether a JSON document has a shape.
 
-    {"a": int, "b": str | None}: an object with these keys at least, and possibly without b; {str: int}: an object of
-    any keys; [int]: a list of any length; (int, str): a list of two. True and False are no numbers.
+    {"a": int, "b": str | None}: an object with at least the key a, and b a string, null or missing; {str: int}: an
+    object with any keys; [int]: a list of any length; (int, str): a list of two. True and False are not numbers.
     """
     if isinstance(shape, Mapping):
         if not isinstance(document, dict):

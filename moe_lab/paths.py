@@ -1,4 +1,4 @@
-"""Places of files that ship with moe_lab and of caches, and which names may be part of a path. No torch."""
+"""Paths of files that ship with moe_lab and of caches, and checks of names that become part of a path. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA = Path(__file__).parent / "pocket" / "data"
 
 
 def conf() -> Path:
-    """The folder of configuration groups: packed into the wheel, or at the top of a checkout."""
+    """The folder of configuration groups: inside the package in a wheel, at the top in a checkout."""
     packed = Path(__file__).parent / "conf"
     return packed if packed.is_dir() else Path(__file__).parents[1] / "conf"
 
@@ -24,7 +24,7 @@ def resolve(path: str) -> str:
     """The file or folder of `pocket:NAME`; any other path or hub id unchanged.
 
     NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as
-    pocket:calibration/general.jsonl. UserError with the nearest name for one that does not exist.
+    pocket:calibration/general.jsonl. Raises UserError, with similar names, when it does not exist.
     """
     if not path.startswith(PREFIX):
         return path
@@ -38,7 +38,7 @@ def resolve(path: str) -> str:
 
 
 def local(path: str) -> Path:
-    """The place of a file or folder on this machine, whether it is there or not; see `resolve`."""
+    """Path of a file or folder on this machine, whether it exists or not; see `resolve`."""
     return Path(resolve(path)).expanduser()
 
 
@@ -54,19 +54,19 @@ def shipped() -> dict[str, Path]:
 
 
 def cache(name: str) -> Path:
-    """The folder of this name in the user's cache of moe_lab."""
+    """The folder `name` in the user's cache of moe_lab."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base, "moe_lab", name)
 
 
 NAME = re.compile(r"\w[\w.+-]*")
 LONGEST_NAME = 100
-"""Bytes of a name at most: names of folders contain several of them, and file systems allow 255 bytes."""
+"""Most bytes of a name. Names of folders contain several names, and file systems allow 255 bytes."""
 
 
 def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
-    """UserError unless `name` can be part of a path: letters, digits and _ . + - after the first, not too long, and not
-    in `reserved`."""
+    """Raise UserError unless `name` can be part of a path: letters, digits and _, after the first also . + -; at most
+    LONGEST_NAME bytes; not in `reserved`."""
     size = len(name.encode("utf-8", "replace"))
     if size > LONGEST_NAME:
         raise UserError(
@@ -83,13 +83,13 @@ def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
 
 
 def check_folder(field: str, path: str, usual: str) -> None:
-    """UserError when the path of a folder is empty; `usual` is the example that it names."""
+    """Raise UserError when the path of a folder is empty; the message gives `usual` as an example."""
     if not path.strip():
         raise UserError(f"{field} is empty: expected a folder, such as {field}={usual}")
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:
-    """`name` in at most `longest` bytes; a longer one is cut and ends in a digest of the whole."""
+    """`name` in at most `longest` bytes: a longer name is cut, and ends in a digest of the whole name."""
     encoded = name.encode()
     if len(encoded) <= longest:
         return name

@@ -1,4 +1,5 @@
-"""Criteria and allocations that live outside this repository: modules that `plugins=[...]` or an entry point names."""
+"""Load plugins: modules outside this repository with criteria or allocations, named by `plugins=[...]` or an entry
+point."""
 
 from __future__ import annotations
 
@@ -13,19 +14,21 @@ from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError
 
 ENTRY_POINTS = "moe_lab.plugins"
-"""Group of entry points whose modules are imported in every command."""
+"""Group of entry points whose modules every command imports."""
 
 
 def load(modules: Iterable[str] = ()) -> None:
-    """Import the modules of all entry points, and these. UserError for one that cannot be imported, registers nothing,
-    or takes a name that is there already."""
+    """Import the modules of all entry points, and `modules`.
+
+    Raises UserError for one that cannot be imported, registers nothing, or registers a name that is taken.
+    """
     installed = [point.module for point in entry_points(group=ENTRY_POINTS)]
     for module in dict.fromkeys([*installed, *modules]):
         try:
             import_module(module)
         except UserError:
             raise
-        except Exception as error:  # noqa: BLE001 - a module that is not ours may raise anything
+        except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise UserError(
                 f"plugins: {module} cannot be imported ({reason}), expected a module on Python's path"
@@ -38,7 +41,7 @@ def load(modules: Iterable[str] = ()) -> None:
 
 
 def place(function: Callable[..., object]) -> dict[str, str]:
-    """Where another process finds the module of a function: its name, and the folder it is imported from."""
+    """Name of a function's module and the folder it is imported from, so that another process can import it."""
     module = sys.modules[function.__module__]
     file = Path(module.__file__ or "").absolute()
     depth = function.__module__.count(".") + (file.name == "__init__.py")
@@ -46,7 +49,7 @@ def place(function: Callable[..., object]) -> dict[str, str]:
 
 
 def bring(places: Iterable[Mapping[str, str]]) -> None:
-    """Import modules in a process that does a step; their folders come last, so that they shadow nothing."""
+    """Import modules from places given by `place`. Their folders come last on sys.path, so that they shadow nothing."""
     for where in places:
         if where["folder"] not in sys.path:
             sys.path.append(where["folder"])

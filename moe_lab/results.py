@@ -1,4 +1,7 @@
-"""What steps leave for the analysis: `result.json` and `samples.parquet` of evaluations, studies, columns of tables."""
+"""Formats of the files that steps write and the analysis reads: evaluations, records of studies, columns of tables.
+
+Evaluations write `result.json` and `samples.parquet`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from typing import Any, NotRequired, TypedDict
 from moe_lab.json_files import Number
 
 ID_DIGITS = 6
-"""Digits of the id of a model's step that are shown with its name where another model has the same name."""
+"""Digits of the id of a model's step that are added to its name when another model has the same name."""
 
 
 def with_id(name: str, step_id: str) -> str:
-    """The name of a model with the start of its step's id, which tells it from others of this name."""
-    # experts for each token and the protocol of the benchmarks stand at the end of a name, and stay there
+    """The name of a model, extended by the start of its step's id to distinguish it from others of this name."""
+    # top_k and the protocol stay at the end of the name
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
 
 
 SCHEMA = 1
-"""Version of both files; a reader refuses a higher one."""
+"""Version of result.json and samples.parquet; a reader refuses a higher one."""
 
 
 class Result(TypedDict):
@@ -27,7 +30,7 @@ class Result(TypedDict):
     benchmark: str
     """Result name, such as arc_challenge or humaneval_plus."""
     metric: str
-    """The harness's name of the number, such as acc_norm or base."""
+    """The harness's name for the number, such as acc_norm or base."""
     score: float
     """The number: the mean outcome of the items, between 0 and 1, except for metrics of perplexity."""
     stderr: float | None
@@ -35,7 +38,7 @@ class Result(TypedDict):
     n: int
     """Number of graded items."""
     expected: int | None
-    """Number of items of the whole benchmark; more than n only with a limit."""
+    """Number of items of the whole benchmark; larger than n only with a limit."""
 
 
 class Sample(TypedDict):
@@ -46,7 +49,7 @@ class Sample(TypedDict):
     item: str
     """The item's id in its data file, or its number there."""
     outcome: float
-    """1 for right, 0 for wrong, a share where there is partial credit; nats per token for perplexity's windows."""
+    """1 if right, 0 if wrong, a share for partial credit; for windows of perplexity, nats per token."""
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
     output: str
@@ -54,8 +57,8 @@ class Sample(TypedDict):
     extracted: str
     """The graded answer."""
     answer_loss: NotRequired[float | None]
-    """Loss on the right answer after the prompt, in bits per byte of it; lower is better. None or absent without
-    a reference answer or its likelihood."""
+    """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better. None or absent
+    without a reference answer or its likelihood."""
 
 
 class ResultFile(TypedDict):
@@ -89,9 +92,9 @@ STUDY_SHAPE = {
 """Shape of studies/NAME.json in a store, for `json_files.fits`: the cells of a study and where their results are."""
 
 
-# Columns of the tables that steps leave, most of them beside their large arrays, for figures.
+# Columns of the tables that steps write for figures, most of them next to large arrays.
 COVERAGE = ("layer", "expert", "tokens")
-"""coverage.parquet of a pass over a text: the tokens that the router sent to each expert."""
+"""coverage.parquet of a pass over a text: how many tokens the router sent to each expert."""
 SCORES = ("layer", "expert", "score")
 """scores.parquet of a criterion; higher means keep."""
 FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
@@ -99,8 +102,8 @@ FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
 """convergence.parquet: scores of experts from the first `tokens` of a calibration set."""
 CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
-"""convergence.parquet of channels: tokens read, and those of the whole set; channels of the layer; the share of them
-that is kept; the part of those kept in the end that is kept after `tokens`."""
+"""convergence.parquet of channels: tokens read, and tokens of the whole set; channels of the layer; the share of them
+that is kept; `same`: the part of the channels kept with the whole set that is also kept after `tokens`."""
 PROFILES = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
 """profile.parquet:
 variance         of the residual stream after the layer over tokens, the mean over its coordinates
@@ -113,10 +116,10 @@ output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), me
 
 Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also without a plan."""
 TIMINGS = ("batch_size", "prompt_length", "new_tokens", "repeat", "prefill_seconds", "decode_seconds", "working_bytes")
-"""timing.parquet, a row a request:
+"""timing.parquet, one row per request:
 prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of each
 decode_seconds    for new_tokens further tokens of each, one after the other
-working_bytes     of memory beyond the weights at the largest moment of a request; NaN where the system does not tell"""
+working_bytes     of memory beyond the weights at the peak of a request; NaN where the system does not report it"""
 EXPERTS = (
     "layer",
     "expert",
@@ -131,23 +134,23 @@ EXPERTS = (
     "channel_root_sum",
 )
 """experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the gate, of the output's
-norm and of its attributions of first and second order; the sum of its squared channels and the largest; channels;
-the sum over channels of their root mean squares."""
+norm and of its attributions of first and second order; the sum of its squared channels, and the maximum over its
+channels; number of channels; the sum over channels of their root mean squares."""
 LOSSES = ("layer", "layer_loss")
-"""layers.parquet of such a pass: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the layer, y
-the residual stream after it."""
+"""layers.parquet of a pass over a text: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the
+layer, y the residual stream after it."""
 ABLATIONS = ("layer", "expert", "ablation")
-"""ablation.parquet: what the model's loss gains without the expert, nats per token."""
+"""ablation.parquet: the rise of the model's loss without the expert, in nats per token."""
 ENTROPIES = ("layer", "entropy", "tokens")
-"""entropy.parquet of a pass: tokens by the entropy of the layer's router, in equal bins that end at `entropy`, as a
-share of the logarithm of the number of experts."""
+"""entropy.parquet of a pass over a text: number of tokens by the entropy of the layer's router, in equal bins.
+`entropy` is the upper end of a bin, as a share of the logarithm of the number of experts."""
 GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
 """gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of the squared gradient
-of the loss at a channel; the sum over channels of the root mean squares of that gradient; channels."""
+of the loss at a channel; the sum over channels of the root mean squares of that gradient; number of channels."""
 WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
-"""weights.parquet of a reading of the weights: sum |w|, sum w^2 and how many."""
+"""weights.parquet: sum |w| and sum w^2 over the weights of each expert, and their number."""
 CONCENTRATION = ("layer", "expert", "channels", "score")
-"""expert_concentration.parquet of scores: which share of the expert's score its highest channels hold, by their
-share."""
+"""expert_concentration.parquet of scores of channels: the share of the expert's score (`score`) that its highest
+channels hold, by the share of its channels (`channels`)."""
 BUDGETS = ("layer", "coverage", "kept")
 """budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that are kept."""

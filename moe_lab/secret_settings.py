@@ -1,7 +1,8 @@
-"""Secrets in settings: kept in the environment, and no part of the identity of a step. No torch.
+"""Secrets in settings: they are kept in the environment, and are not part of the identity of a step. No torch.
 
 Settings that may contain secrets (`LATE`) keep interpolations of the environment, `${oc.env:NAME}`, until they are
-used. A secret in a command line or a file is moved to a variable of this process, which workers and jobs inherit.
+used. A secret in a command line or a file is moved to an environment variable of this process, which workers and jobs
+inherit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LATE = (
     "resources.every.setup",
     "resources.jobs",
 )
-"""Settings that are given to other programs, and may have secrets in them."""
+"""Settings that are passed to other programs, and may contain secrets."""
 STORED = (
     "model.path",
     "model.template_arguments",
@@ -45,11 +46,11 @@ STORED = (
     "interpreters",
     "resources.every.sbatch",
 )
-"""Settings that take anything, and whose values are stored as they are."""
+"""Settings that accept any text and are stored unchanged, so that they must not contain secrets."""
 
 
 def check_stored(field: str, value: Any) -> None:
-    """UserError for a secret that would be stored: results are shown to people who must not know it."""
+    """Raise UserError for a secret that would be stored, since results are shown to people who must not know it."""
     if (shown := masked(value)) != value:
         raise UserError(
             f"{field}={shown} has a secret in it and would be stored with the results: expected none, for "
@@ -58,7 +59,7 @@ def check_stored(field: str, value: Any) -> None:
 
 
 def hidden(value: Any, name: str, secret: bool = False) -> Any:
-    """`value` of the setting `name` with every secret in it moved to a variable of the environment."""
+    """`value` of the setting `name`, with every secret in it moved to an environment variable."""
     if isinstance(value, dict):
         return {key: hidden(inner, f"{name}.{key}", secret or is_secret(str(key))) for key, inner in value.items()}
     if isinstance(value, list):
@@ -74,7 +75,7 @@ def escaped(value: Any) -> Any:
 
 
 def revealed(value: Any) -> Any:
-    """`value` with interpolations of the environment resolved. UserError for a variable that does not exist."""
+    """`value` with interpolations of the environment resolved. Raises UserError for a variable that does not exist."""
     return _substituted(value, _variable)
 
 
@@ -84,8 +85,11 @@ def filled(text: str) -> str:
 
 
 def identified(value: Any) -> Any:
-    """What of `value` can change a result: without keys of secrets, *** for secrets in texts, and a digest for every
-    other variable of the environment."""
+    """The part of `value` that can change a result, for the identity of a step.
+
+    Keys of secrets are left out, secrets in texts become ***, and the values of other environment variables become
+    digests.
+    """
     if isinstance(value, dict):
         return {key: identified(inner) for key, inner in value.items() if not is_secret(str(key))}
     if isinstance(value, list):
@@ -94,7 +98,7 @@ def identified(value: Any) -> Any:
 
 
 def _substituted(value: Any, substitute: Callable[[re.Match[str]], str]) -> Any:
-    """`value` with every interpolation of the environment substituted, in nested texts as well."""
+    """`value` with `substitute` applied to every interpolation of the environment, also in nested texts."""
     if isinstance(value, dict):
         return {key: _substituted(inner, substitute) for key, inner in value.items()}
     if isinstance(value, list):
@@ -103,17 +107,17 @@ def _substituted(value: Any, substitute: Callable[[re.Match[str]], str]) -> Any:
 
 
 def shell(text: str) -> str:
-    """A line of a shell script in which the shell reads the environment, so that the script holds no secret."""
+    """The text as a line of a shell script: the shell reads the environment, so that the script holds no secret."""
     return ENVIRONMENT.sub(
         lambda match: f"${{{match[1]}}}" if match[2] is None else f"${{{match[1]}-{match[2]}}}", text
     )
 
 
 def _moved(value: str, name: str) -> str:
-    """Move the value to a new variable, whose name is made from the setting's. Returns the variable's interpolation."""
+    """Move the value to a new environment variable, named after the setting. Returns the variable's interpolation."""
     usual = f"{OWN}_{re.sub(r'[^0-9A-Za-z]+', '_', name).upper()}"
     variable, number = usual, 1
-    while os.environ.get(variable, value) != value:  # another study of this process, or another part of the text
+    while os.environ.get(variable, value) != value:  # taken by another study of this process, or for another secret
         number += 1
         variable = f"{usual}_{number}"
     os.environ[variable] = value

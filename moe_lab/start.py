@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this file's folder, some of whose modules have names of the standard library's
+    del sys.path[0]  # this file's folder: some of its modules have names of standard ones
 
 import os
 import runpy
