@@ -1,1 +1,1 @@
-"""Allocations that are found by trying them: candidates are masks on the loaded model."""
+"""Searches for plans that run the model: evolution of schedules, exhaustive choice, sequential pruning, ablation."""

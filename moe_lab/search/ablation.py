@@ -1,9 +1,9 @@
-"""What the model's loss gains when one expert falls silent, or the routed experts of one layer speak more softly.
+"""Increase of the model's loss without the output of one expert, or with the routed output of one layer scaled down.
 
-    ablation_j = (NLL with g_j f_j = 0 - NLL) / N               the truth that attribution scores stand for
+    ablation_j = (NLL with g_j f_j = 0 - NLL) / N               what attribution scores approximate
     scaling    = (NLL with m = SCALE sum_j g_j f_j - NLL) / N   the layer loss of MoE-Slimming's Appendix A.1, step 3
 
-over the N valid tokens that have a valid one before them in their row. Gates stay as they are: nothing is routed again.
+over the N valid tokens that follow a valid token in their row. The other gates of that layer are not changed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from moe_lab.statistics.observe import Batch, description, resume, save_checkpoi
 from moe_lab.statistics.sums import Statistics, check_finite
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Expert ids and gates (T, K) -> other gates (T, K)."""
+"""Expert ids and gates (T, K) -> changed gates (T, K)."""
 
 TOKENS = 4096
-"""Tokens of one forward pass: short rows are read several times side by side, each time without another expert."""
+"""Tokens of one forward pass. Copies of short rows share a pass, each copy without another expert."""
 SCALE = 0.9
-"""What the routed output of one layer is multiplied by. The paper only says that it is scaled, as noise; its code takes
-0.9, for a layer loss of another kind."""
+"""Factor of the routed output of one layer. The paper only says that it is scaled, as noise; its code uses 0.9, for
+another kind of layer loss."""
 LOGITS = 1 << 30
-"""Bytes of the logits of one forward pass, unless a single row has more."""
+"""Bytes of the logits of one forward pass at most, unless a single row has more."""
 
 
 def loss_rises(
@@ -46,18 +46,18 @@ def loss_rises(
     fingerprint: Mapping[str, Any],
     out: Path | None = None,
 ) -> Statistics:
-    """What the mean loss gains, in nats per token, for each layer; fp64. `kind` is one of KINDS:
+    """Increase of the mean loss in nats per token, fp64, for each layer. `kind` is one of KINDS:
 
     ablation (E,)  without the output of each expert
-    scaling ()     with the routed output times SCALE, shared experts and all other layers as they are
+    scaling ()     with the routed output times SCALE; shared experts and all other layers are not changed
 
     A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers from there on are
-    run again: with L MoE layers (L + 1) / 2 times all of them for scaling, and as often for each expert that got a
-    token for ablation. After every layer the sums are saved in the folder `out`, if there is one; a pass that finds
-    its own sums there goes on from them.
+    run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and as often for each expert that got a
+    token for ablation. After every layer the sums are saved in the folder `out`, if given; a pass that finds its own
+    sums there resumes from them.
 
-    UserError for no batches, for a text without two adjacent tokens, for losses that are not finite (naming layer and
-    expert), and for models whose layers cannot be run one by one.
+    Raises UserError when there are no batches or no two adjacent valid tokens, when losses are not finite (naming layer
+    and expert), and when the model's layers cannot be run one by one.
     """
     rows = _few_rows(model, batches)
     about = {**description(batches, kind, fingerprint), "pieces": len(rows)}
@@ -80,7 +80,7 @@ def loss_rises(
 
 
 class _Reader:
-    """The unpruned model on a few rows, ready to be run again from any MoE layer on with other gates in it."""
+    """The unpruned model on a few rows. It can be run again from any MoE layer on, with changed gates in that layer."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], ids: torch.Tensor, valid: torch.Tensor):
         self.decoder = Decoder(model)
@@ -96,20 +96,24 @@ class _Reader:
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
 
     def without_each(self, place: int) -> torch.Tensor:
-        """(E,) fp64: what the summed loss gains without each expert of the MoE layer number `place`, 0 for those that
-        got no token."""
+        """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`.
+
+        It is 0 for experts that got no token.
+        """
         rises = torch.zeros(self.layers[place].n_experts, dtype=torch.float64)
         for experts in self.used[self.layers[place].index].split(self.copies):
             rises[experts] = self._rises(place, len(experts), partial(_silence, experts))
         return rises
 
     def scaled(self, place: int) -> torch.Tensor:
-        """() fp64: what the summed loss gains with the routed output of the MoE layer number `place` times SCALE."""
+        """() fp64: increase of the summed loss with the routed output of the MoE layer number `place` times SCALE."""
         return self._rises(place, 1, lambda index, weights: weights * SCALE)[0]
 
     def _rises(self, place: int, copies: int, change: Change) -> torch.Tensor:
-        """(copies,) fp64: what the summed loss gains when `change` is done to the layer's gates, the rows repeated
-        `copies` times."""
+        """(copies,) fp64: increase of the summed loss of each of `copies` copies of the rows.
+
+        `change` is applied to the gates of the layer, over all copies at once.
+        """
         start = (0,) * place
         states = {start: self.states[start].repeat(copies, 1, 1)}
         changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
@@ -118,7 +122,7 @@ class _Reader:
         return self.whole.sum() - likelihood.view(copies, -1).sum(1)
 
     def _likelihood(self, copies: int, schedule: tuple[int, ...], states: States) -> torch.Tensor:
-        """(copies * B,) fp64: the summed log-likelihood of each row, the rows repeated `copies` times."""
+        """(copies * B,) fp64: the summed log-likelihood of each row of `copies` copies of the rows."""
         ids, valid = self.ids.repeat(copies, 1), self.valid.repeat(copies, 1)
         where = _predicting(valid)
         logits, _ = self.decoder.logits(ids, valid, where, schedule, states)
@@ -128,18 +132,18 @@ class _Reader:
 
 
 KINDS = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
-"""Name of a sum, and kind of its step -> what it is of a few rows."""
+"""Name of a sum, which is also the kind of its step -> method that computes it for a few rows."""
 
 
 def _silence(experts: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gates of tokens that come in len(experts) equal parts, of which part c gets nothing from expert experts[c]."""
+    """Gates of len(experts) equal parts of the tokens, where the gates of expert experts[c] in part c are 0."""
     owner = experts.repeat_interleave(len(index) // len(experts))[:, None].to(index.device)
     return weights.masked_fill(index == owner, 0)
 
 
 @contextmanager
 def _gated(layer: MoELayer, change: Change) -> Iterator[None]:
-    """While open, the gates (T, K) of the layer's experts are what `change` makes of ids and gates."""
+    """A context in which the gates (T, K) of the layer's experts are those that `change` returns."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         index = chosen_experts(inputs, named)
@@ -167,7 +171,7 @@ def _tokens_at_once(model: PreTrainedModel) -> int:
 
 
 def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches in parts of no more than one forward pass, but at least a row."""
+    """The batches split into parts that fit one forward pass, of at least one row each."""
     tokens = _tokens_at_once(model)
     parts: list[Batch] = []
     for ids, valid in batches:

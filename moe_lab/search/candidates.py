@@ -1,4 +1,4 @@
-"""Schedules evaluated exactly, as masks on the loaded model; layers run for a related schedule are not run again."""
+"""Exact fitness of schedules, as masks on the loaded model. Reuses hidden states of schedules with a common prefix."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from moe_lab.search.settings import FitnessSettings
 
 @dataclass
 class Cost:
-    """What has been run so far, in full forwards of the search set: decoder layers x rows / (all layers x all rows)."""
+    """Computation so far, in full forward passes over the search set: layers x rows run / (all layers x all rows)."""
 
     candidates: int = 0
     """Schedules evaluated exactly."""
     forwards: float = 0.0
-    """Run for candidates."""
+    """Forward passes for candidates."""
     full: float = 0.0
-    """Run for the unpruned model, to compare with."""
+    """Forward passes of the unpruned model, to which candidates are compared."""
     screening: float = 0.0
-    """Run to rank proposals; an expert on one token counts as its share of a layer whose experts do nothing else."""
+    """Forward passes for ranking proposals. An expert run on a token counts as 1 / top_k of its layer."""
 
 
 class Plans:
-    """Schedules as plans: each layer drops the lowest of `scores` (layer -> a score per expert)."""
+    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer -> per expert)."""
 
     def __init__(self, model: Any, scores: Mapping[int, Sequence[float]]) -> None:
         self.layers = moe_layers(model)
@@ -43,7 +43,7 @@ class Plans:
         self.routers = {layer.index: vars(layer) for layer in self.layers}
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule; UserError when a layer is left with too few experts."""
+        """The plan of one schedule. Raises UserError when a layer keeps too few experts."""
         remove = {layer.index: lost for layer, lost in zip(self.layers, schedule, strict=True)}
         return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
 
@@ -54,7 +54,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of the search set, cut after the last position that matters (what follows it cannot be seen from it)."""
+    """Rows of the search set, cut after the last position that is evaluated, which later tokens do not affect."""
 
     ids: torch.Tensor
     valid: torch.Tensor
@@ -62,12 +62,13 @@ class Batch:
 
 
 class Candidates:
-    """A fitness over a search set, of any schedule for one model and one ranking of its experts.
+    """The fitness of schedules over a search set, for one model and one ranking of its experts.
 
-    `rows` as from answer_batches. The numbers are those of masking the model and running all of it on all of the set.
-    What is spared: layers before the first one that differs from a schedule evaluated in the same call or from the
-    `elites` best before it; positions without an answer in the vocabulary head; and the unpruned model's
-    log-probabilities, which are kept if they fit `settings.memory_budget`, as are the elites' states in what is left.
+    `rows` are as from answer_batches. Values equal those of masking the model and running all of it on the whole set.
+    Three things are not computed again: layers before the first one that differs from a schedule of the same call or
+    from the `elites` best schedules so far; the vocabulary head at positions that are not evaluated; and the unpruned
+    model's log-probabilities, if they fit `settings.memory_budget`. Hidden states of the elites take what is left of
+    it.
     """
 
     def __init__(
@@ -87,14 +88,16 @@ class Candidates:
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self.known: dict[Schedule, float] = {}
         self._sums: list[dict[Schedule, list[float]]] = [{} for _ in self.batches]
-        """Batch -> schedule -> the fitness summed over each row, of schedules that are not yet in `known`."""
+        """Batch -> schedule -> sum of the fitness over each row, for schedules that are not yet in `known`."""
         self._full: dict[int, torch.Tensor] = {}
         self._keeps_full, left = self._divide(settings.memory_budget)
         self._relatives = Relatives(len(self.batches), left)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better. UserError for one that no router can work with, and for a
-        fitness that is not finite."""
+        """The fitness of each schedule, higher is better.
+
+        Raises UserError for a schedule that the routers cannot work with, and for a fitness that is not finite.
+        """
         self.cost.forwards += self._read(schedules, range(len(self.batches)))
         self.cost.candidates += len(set(schedules))
         values = self._values(schedules, range(len(self.batches)))
@@ -105,12 +108,12 @@ class Candidates:
         return values
 
     def preview(self, schedules: Sequence[Schedule], batches: Sequence[int]) -> list[float]:
-        """The fitness of each schedule on some batches only, which evaluating it next will not read again."""
+        """The fitness of each schedule on some batches only. Evaluating it next does not read these batches again."""
         self.cost.screening += self._read(schedules, batches)
         return self._values(schedules, batches)
 
     def _read(self, schedules: Iterable[Schedule], batches: Iterable[int]) -> float:
-        """Fill in what is missing of `_sums`; gives the forwards it took."""
+        """Compute the entries that `_sums` lacks. Returns the forward passes this took."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
         return sum(self._read_batch(number, plans) for number in batches)
 
@@ -130,7 +133,7 @@ class Candidates:
         return self._forwards(layers, batch)
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor:
-        """log p (N, V) of the unpruned model at the judged positions of one batch."""
+        """log p (N, V) of the unpruned model at the evaluated positions of one batch."""
         if number in self._full:
             return self._full[number]
         batch = self.batches[number]
@@ -143,7 +146,7 @@ class Candidates:
         return log_p
 
     def _forwards(self, layers: int, batch: Batch) -> float:
-        """Layers run on one batch, as a share of all layers on all rows."""
+        """`layers` run on one batch, as a share of a full forward pass over the search set."""
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
     def _divide(self, budget: int) -> tuple[bool, int]:
@@ -155,7 +158,7 @@ class Candidates:
         return needed <= budget, budget - needed if needed <= budget else budget
 
     def _values(self, schedules: Iterable[Schedule], batches: Sequence[int]) -> list[float]:
-        """The averages of what is in `_sums`."""
+        """The fitness of each schedule, averaged from `_sums` over these batches."""
         counts = [int(n) for number in batches for n in self.batches[number].at.where.sum(1)]
         values = []
         for schedule in schedules:
@@ -166,7 +169,7 @@ class Candidates:
 
 
 def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
-    """UserError for a fitness that is NaN or infinite."""
+    """Raise UserError for a fitness that is NaN or infinite."""
     if not math.isfinite(value):
         raise UserError(
             f"{fitness} of the model that loses {list(schedule)} experts in its layers is {value}: expected a finite "
@@ -175,7 +178,7 @@ def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
 
 
 def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:
-    """The rows with the positions to judge; UserError when there is none."""
+    """The rows with the positions to evaluate. Raises UserError when there is none."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for ids, valid, answers in rows:

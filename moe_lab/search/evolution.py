@@ -1,29 +1,29 @@
-"""EvoESAP's evolutionary search: how many experts each layer loses, so that a fitness is highest. No torch.
+"""EvoESAP's evolutionary search for the number of experts each layer loses that maximises a fitness. No torch.
 
-**Problem.** Given are L layers, n_l experts each, and a budget B. A schedule r = (r_1, ..., r_L) says how many experts
-each layer loses; which ones is somebody else's order. Sought is
+**Problem.** Given are L layers, layer l with n_l experts, and a budget B. A schedule r = (r_1, ..., r_L) is the number
+of experts each layer loses; which ones is decided by a ranking outside this module. The search is for
 
     argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple of step
 
 where step is the least common multiple of the problem's steps (allocation.multiple_of, the groups of a group-limited
-router) and of `granularity`. The paper's "even only" is granularity=2; when n_l is odd, then so is r_l. f is the
-caller's (ESAP, KL, NLL, ...) and **higher is better, always**: negate a loss.
+router) and of `granularity`. The paper's "even only" is granularity=2; when n_l is odd, then so is r_l. The caller
+gives f (ESAP, KL, NLL, ...), and **higher is always better**: negate a loss.
 
 **Search** (EvoESAP, Algorithm 1).
 
 1. The first population, P schedules: one for each of `patterns`, then schedules drawn uniformly from *all* feasible
    ones, as the paper says. (The released code instead repeats its pattern `random`, which is proportional to random
-   weights and so close to uniform over layers; `patterns` may name one several times, which gives just that.)
+   weights and so close to uniform over layers; to do the same, name it several times in `patterns`.)
 2. Evaluate what has not been evaluated before.
-3. The m best of all schedules so far are the elites; of equals, the one evaluated first.
+3. The m best of all schedules so far are the elites; of equal ones, that evaluated first ranks higher.
 4. P - m children: a parent drawn uniformly from the elites, then tau = min(U{1..tau_max}, U{1..tau_max}) transfers. A
    transfer draws an ordered pair of distinct layers and Delta out of {step, 2 step, ... <= Delta_max}, again until the
    outcome is feasible; the first layer loses Delta experts fewer, the second Delta more. (The released code gives a
    child up to 32 attempts and lets it be its parent when they fail.) Go to 2.
 
 T generations are T populations evaluated, the first one included, as in the released code; the paper's Algorithm 1
-would evaluate T + 1. So no more than P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. Fewer, because a
-child that is already known costs nothing; and the search ends early once every feasible schedule is known.
+would evaluate T + 1. So at most P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. Usually there are fewer,
+because known children are not evaluated again. The search ends early when all feasible schedules are known.
 
 | model | P | m | T | Delta_max | tau_max | granularity | B at 25 % / 50 % |
 |---|---|---|---|---|---|---|---|
@@ -32,15 +32,15 @@ child that is already known costs nothing; and the search ends early once every 
 | ERNIE-4.5-21B-A3B | 32 | 4 | 20 | 4 | 3 | 2 | 432 / 864 |
 | Qwen3-30B-A3B | 32 | 4 | 10 | 4 | 3 (5 with REAP) | 2 | 1536 / 3072 |
 
-**Elites** are distinct schedules. The papers do not say; copies of one schedule would only narrow the search.
+**Elites** are distinct schedules. The papers do not specify this; copies of one schedule would only narrow the search.
 
-**Screening** (`proposals` > 1, not in the paper). In step 4, proposals * (P - m) children are made, `screen` says
-cheaply how good those look that are not known yet, and the best P - m of them are evaluated. What was skipped stands
-in the history with its screened value. The first population is not screened.
+**Screening** (`proposals` > 1, not in the paper). In step 4, proposals * (P - m) children are made, `screen` ranks
+those that are not known yet by a cheap estimate, and the best P - m of them are evaluated. Skipped children are in the
+history with their screened values. The first population is not screened.
 
-**Killed and resumed.** With a `checkpoint`, the state is written after every generation: generations done, random
-state, history. Population, elites and cache are in the history, so they are not written a second time. A search that
-finds its checkpoint goes on to the very history, result and file of one that was never stopped.
+**Resuming.** With a `checkpoint`, the state is written after every generation: generations done, random state, history.
+Population, elites and cache follow from the history, so they are not written separately. A search that resumes from its
+checkpoint gives the same history, result and file as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found, and what it tried."""
+    """Result of a search: the best schedule, and all schedules that were tried."""
 
     best: Schedule
     fitness: float
@@ -79,7 +79,7 @@ class Outcome:
 
 
 class _Proposal(NamedTuple):
-    """A schedule and where it comes from."""
+    """A schedule and its origin."""
 
     schedule: Schedule
     origin: str
@@ -87,7 +87,7 @@ class _Proposal(NamedTuple):
 
 
 def check(problem: Problem, settings: EvolutionSettings) -> None:
-    """UserError for settings that cannot work, alone or on this problem, and for a budget that is not feasible."""
+    """Raise UserError for settings that cannot work, alone or on this problem, and for an infeasible budget."""
     _space(problem, settings)
 
 
@@ -102,17 +102,17 @@ def evolve(
 ) -> Outcome:
     """Search for the schedule of highest fitness, as this module describes.
 
-    `evaluate` is called once per generation, with schedules that it has not seen before; `screen` likewise, with
-    children nobody has evaluated yet (it may see one again in a later generation). `checkpoint` is a file, written
-    after every generation and gone on from when it is there (None: neither). `fingerprint` is JSON that says what
-    `evaluate` depends on: model, data, scores.
+    `evaluate` is called once per generation, with schedules that it has not been given before; `screen` likewise, with
+    children that have not been evaluated (a later generation may give it the same child again). `checkpoint` is a file
+    that is written after every generation, and from which the search resumes if it exists (None: neither).
+    `fingerprint` is JSON data about all that `evaluate` depends on: model, data, scores.
 
     Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
-    pattern's name, uniform_feasible or mutation), screened (float, None when it was not), evaluated (bool: in this
-    generation, for the first time), fitness (float; None for what was skipped), elite (bool: among the m best once the
-    generation was evaluated).
+    pattern's name, uniform_feasible or mutation), screened (float; None if it was not screened), evaluated (bool: in
+    this generation, for the first time), fitness (float; None if it was skipped), elite (bool: among the m best once
+    the generation was evaluated).
 
-    UserError for what `check` refuses, a fitness that is not finite (naming the schedule), `proposals` without
+    Raises UserError for what `check` rejects, a fitness that is not finite (naming the schedule), `proposals` without
     `screen`, and a checkpoint of another search (naming the setting that differs, with both values).
     """
     space = _space(problem, settings)
@@ -122,7 +122,7 @@ def evolve(
             "allocation.parameters.filter, or proposals=1"
         )
     document = {"problem": asdict(problem), "settings": asdict(settings), "fingerprint": dict(fingerprint)}
-    search = json.loads(json.dumps(document))  # as it comes back from the checkpoint
+    search = json.loads(json.dumps(document))  # in the form that is read from a checkpoint
     state = (load(checkpoint, search) if checkpoint else None) or State(Generator(PCG64(settings.seed)))
     while state.generations < settings.generations and len(state.known) < space.size:
         if state.generations == 0:
@@ -148,7 +148,7 @@ def _space(problem: Problem, settings: EvolutionSettings) -> Space:
 
 
 def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Proposal]:
-    """The first population: patterns, then uniform over what is feasible."""
+    """The first population: patterns, then schedules drawn uniformly from all feasible ones."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
     return [
@@ -158,7 +158,7 @@ def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Pro
 
 
 def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_Proposal]:
-    """`proposals` children for each place beside the elites."""
+    """Children of random elites: `proposals` for each place in the population that is not an elite's."""
     elites = state.elites(settings.elites)
     parents = state.random.integers(len(elites), size=settings.proposals * (settings.population - settings.elites))
     return [
@@ -170,7 +170,7 @@ def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_
 def _judge_generation(
     proposals: Sequence[_Proposal], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
 ) -> None:
-    """Evaluate what is new, or the best of it by `screen`, and note down the generation."""
+    """Evaluate new schedules, or the best of them by `screen`, and add the generation to the history."""
     new = [
         schedule
         for schedule in dict.fromkeys(proposal.schedule for proposal in proposals)
@@ -179,7 +179,7 @@ def _judge_generation(
     screened = _values(new, screen, "screened value") if screen else {}
     if screen:
         best = sorted(new, key=lambda schedule: -screened[schedule])[: settings.population - settings.elites]
-        new = sorted(best, key=new.index)  # in the order of the history, which is where ties are read from again
+        new = sorted(best, key=new.index)  # in the order of the history, from which a resumed search breaks ties
     fitness = _values(new, evaluate, "fitness")
     state.known.update(fitness)
     elites = set(state.elites(settings.elites))
@@ -200,7 +200,7 @@ def _judge_generation(
 
 
 def _values(schedules: Sequence[Schedule], judge: Judge, word: str) -> dict[Schedule, float]:
-    """What `judge` says of each schedule; UserError, naming the schedule, for what is not finite."""
+    """The value that `judge` gives each schedule. Raises UserError naming a schedule whose value is not finite."""
     if not schedules:
         return {}
     values = {schedule: float(value) for schedule, value in zip(schedules, judge(schedules), strict=True)}
@@ -245,8 +245,8 @@ def _transfer(
 ) -> tuple[int, int, int]:
     """(layer that gets units back, another one that loses them, how many units).
 
-    The paper draws ordered pairs of distinct layers and sizes until a feasible one comes up. That is one draw,
-    uniform over all feasible ones, of which there is always one of size 1 when the space has two schedules.
+    The paper draws ordered pairs of distinct layers and sizes until one is feasible. That is the same as one uniform
+    draw from all feasible ones. There is always one of size 1 when the space has two schedules.
     """
     sizes = numpy.arange(1, largest + 1)[:, None]
     gives, takes = taken >= sizes, taken + sizes <= capacity
@@ -262,7 +262,7 @@ _SHAPE = {"search": dict, "generations": int, "random": dict, "history": [_ROW]}
 
 @dataclass
 class State:
-    """What the next generation depends on."""
+    """State of a search, on which the next generation depends."""
 
     random: Generator
     generations: int = 0
@@ -270,15 +270,15 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)
     """A row for every schedule that was made, as `evolve` describes it."""
     known: dict[Schedule, float] = field(default_factory=dict)
-    """Evaluated schedules and their fitness, in the order of evaluation; the history in another form."""
+    """Evaluated schedules and their fitness, in the order of evaluation; derived from the history."""
 
     def elites(self, count: int) -> list[Schedule]:
-        """The best schedules so far, best first; of equals the one evaluated first."""
+        """The best schedules so far, best first; of equal ones, that evaluated first comes first."""
         return sorted(self.known, key=lambda schedule: -self.known[schedule])[:count]
 
 
 def save(path: Path, search: Mapping[str, Any], state: State) -> None:
-    """Write the state, so that a killed search leaves the old one or the new one."""
+    """Write the state atomically: a search that is killed leaves the old file or the new one."""
     document = {
         "search": search,
         "generations": state.generations,
@@ -287,20 +287,23 @@ def save(path: Path, search: Mapping[str, Any], state: State) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(document, allow_nan=False))  # keys in their order, so that a resumed history is equal
+    beside.write_text(json.dumps(document, allow_nan=False))  # keys are not sorted, so that a resumed history is equal
     beside.replace(path)
 
 
 def load(path: Path, search: Mapping[str, Any]) -> State | None:
-    """The state that `save` wrote; None when there is none, or it is damaged, which is set aside and printed. UserError
-    when the file is of a search with other settings, problem or data (naming what differs)."""
+    """The state that `save` wrote; None when there is none, or when the file is damaged.
+
+    A damaged file is renamed, with a printed message. Raises UserError when the file is of a search with other
+    settings, problem or data (naming what differs).
+    """
     try:
         document = read_json(path, _SHAPE)
         state = State(Generator(PCG64()), document["generations"], document["history"])
         state.random.bit_generator.state = document["random"]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):  # of a wrong document, or of a wrong state of the random numbers
+    except (ValueError, KeyError, TypeError):  # not the expected document, or not a state of PCG64
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:6]}.damaged")
         path.rename(aside)
         print(f"{path} is damaged: moved to {aside}, and the search begins again", flush=True)
@@ -324,6 +327,6 @@ def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any,
 
 
 def _shown(value: Any) -> str:
-    """A value for a sentence; long ones cut."""
+    """A value as text for a message; cut if it is long."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

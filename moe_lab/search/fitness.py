@@ -1,7 +1,7 @@
-"""What a candidate is worth: how close its next-token distribution is to the full model's, position by position.
+"""Fitness of a candidate: how close its next-token distribution is to the full model's, position by position.
 
-p is the full model's distribution and q the candidate's at one context, y the token that follows there. Everything is
-turned so that higher is better. Log-probabilities are fp32, sums over tokens and positions fp64.
+p is the full model's distribution and q the candidate's at one context, y the token that follows there. Higher is
+always better: divergences are negated. Log-probabilities are fp32, sums over tokens and positions fp64.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 CHUNK = 512
-"""Positions whose vocabulary is worked on at once."""
+"""Positions whose (N, V) log-probabilities are computed at once."""
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """The positions of a batch that are judged, in row-major order."""
+    """The positions of a batch at which the fitness is computed, in row-major order."""
 
     where: torch.Tensor
     """(B, S) bool."""
@@ -56,7 +56,7 @@ def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch
 
 
 def nll(log_p: torch.Tensor, log_q: torch.Tensor, at: Contexts) -> torch.Tensor:
-    """log q_y of the token y that follows. Does not look at p."""
+    """log q_y of the token y that follows. Does not use p."""
     return log_q.gather(1, at.targets[:, None]).double()[:, 0]
 
 
@@ -67,25 +67,25 @@ POSITION_FITNESS: dict[str, PositionFitness] = {
     "kl_reversed": kl_reversed,
     "nll": nll,
 }
-"""Name -> function; spec_dec has no value at a position, see speculative_decoding.py."""
+"""Name -> function. spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
 
 WITHOUT_FULL = ("nll",)
-"""Those that need no distribution of the full model."""
+"""Names of fitness functions that do not need the full model's distribution."""
 
 
 def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """(N,) tokens from (N, V) probabilities, which need not add up to 1: the token that share `draws` (N,) falls on."""
+    """Draw tokens (N,) from probabilities (N, V), which need not sum to 1, with the uniform numbers `draws` (N,)."""
     total = probabilities.double().cumsum(-1)
     tokens = torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True)[:, 0]
     return tokens.clamp(max=total.shape[1] - 1)
 
 
 def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator) -> Contexts:
-    """The positions to judge of a batch of ids (B, S) with answer tokens marked (B, S).
+    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens marked (B, S).
 
-    `shift`: the positions just before answer tokens, whose next token is one (a row's first token has none before).
-    Otherwise the answer tokens' own positions, as the released code of EvoESAP: that misses the first token of an
-    answer and judges what comes after its end.
+    With `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row).
+    Without, they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's
+    first token is then missing, and that of the token after its end is included.
     """
     where = torch.zeros_like(answers)
     where[:, :-1] = answers[:, 1:]
@@ -98,7 +98,7 @@ def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator
 
 
 def row_sums(name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name` summed over the judged positions of each row.
+    """(B,) fp64 on the CPU: the fitness `name` summed over the positions `at` of each row.
 
     `log_p` (N, V) fp32 of the full model, None for a fitness that needs none; `logits` (N, V) of the candidate.
     """
@@ -119,8 +119,10 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def average(sums: Iterable[float], counts: Iterable[int], how: str) -> float:
-    """Sums and numbers of judged positions (or of proposed tokens) by row -> one number. Rows without any are left
-    out. macro: the mean of the rows' means; micro: the mean over all positions."""
+    """The average fitness, from its sum and its number of positions (or of proposed tokens) in each row.
+
+    `how` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows without any are left out.
+    """
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     if how == "macro":
         return sum(total / count for total, count in rows) / len(rows)

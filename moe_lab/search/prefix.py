@@ -1,7 +1,7 @@
-"""Decoder layers that need not run again: hidden states of a batch, kept by what the layers before them removed.
+"""Reuse of hidden states between schedules with a common prefix, so that their first layers run only once.
 
 A schedule says how many experts each MoE layer loses. The state at the input of MoE layer k depends on the first k
-entries alone, so schedules that begin alike share it, bit for bit.
+entries alone, so schedules with the same first k entries share it, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.partial_forward import stand_in
 
 Schedule = tuple[int, ...]
-"""Experts removed per MoE layer, in layer order; also the beginning of one."""
+"""Experts removed per MoE layer, in layer order; or the first entries of such a schedule."""
 States = dict[Schedule, torch.Tensor]
 """First k entries of a schedule -> (B, S, H) hidden states at the input of MoE layer k."""
 
@@ -38,8 +38,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, int]:
         """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many layers were run.
 
-        Starts from the longest beginning of `schedule` in `states`, and adds those it comes by. That the model really
-        loses what `schedule` says is the caller's business. `valid` (B, S) is the attention mask.
+        Starts from the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The caller
+        must have masked the model as `schedule` says. `valid` (B, S) is the attention mask.
         """
         start = next((k for k in range(len(schedule) - 1, -1, -1) if schedule[:k] in states), None)
         first = 0 if start is None else self.moe[start]
@@ -57,7 +57,7 @@ class Decoder:
 
 
 def _remember(layer: nn.Module, beginning: Schedule, states: States, undo: ExitStack) -> None:
-    """Keep a copy of what enters `layer` as the state after `beginning`."""
+    """Store a copy of the input of `layer` as the state of the prefix `beginning`."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = inputs[0] if inputs else named["hidden_states"]
@@ -75,7 +75,7 @@ def _remember(layer: nn.Module, beginning: Schedule, states: States, undo: ExitS
 
 
 def _pick(head: nn.Module, where: torch.Tensor) -> Any:
-    """A hook by which the vocabulary head sees (1, N, H), the hidden states at `where` (B, S)."""
+    """Add a hook that gives the vocabulary head only the hidden states at `where` (B, S), as (1, N, H). Returns it."""
 
     def pick(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         return (inputs[0][where.to(inputs[0].device)][None],)
@@ -84,7 +84,7 @@ def _pick(head: nn.Module, where: torch.Tensor) -> Any:
 
 
 class Relatives:
-    """Hidden states of earlier candidates that later ones may begin like, within a number of bytes for each batch."""
+    """Hidden states of earlier candidates that later ones may share, within a number of bytes for each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
@@ -93,8 +93,10 @@ class Relatives:
         self.wanted: set[Schedule] = set()
 
     def walk(self, batch: int, schedules: Iterable[Schedule], visit: Callable[[Schedule, States], None]) -> None:
-        """Call `visit` with every schedule, in an order in which those that begin alike follow each other, and with
-        all states there are for it, those of the schedule before included; it adds the ones it comes by."""
+        """Call `visit` with every schedule and all stored states of its prefixes, to which it adds new ones.
+
+        Schedules are sorted, so that those with a common prefix follow each other and share states.
+        """
         path: States = {}
         for schedule in sorted(schedules):
             known = {**path, **self.states[batch]}
@@ -104,14 +106,14 @@ class Relatives:
                 self._keep(batch, start, state)
 
     def choose(self, best: Iterable[Schedule]) -> None:
-        """Drop all states but those on the way of the schedules `best`, from which the next ones will descend."""
+        """Drop all states but those of prefixes of the schedules `best`, which are the parents of the next ones."""
         self.wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
         for batch, kept in enumerate(self.states):
             self.states[batch] = {start: kept[start] for start in kept if start in self.wanted}
             self.bytes[batch] = sum(state.nbytes for state in self.states[batch].values())
 
     def _keep(self, batch: int, start: Schedule, state: torch.Tensor) -> None:
-        """Add a state if there is room, or if it is wanted and room can be made by giving up states that are not."""
+        """Store a state if it fits the budget; for a wanted state, states that are not wanted are dropped if needed."""
         kept = self.states[batch]
         if start in kept:
             return

@@ -1,9 +1,9 @@
-"""The experts whose absence changes the output of their layer least, found by trying all choices (NAEE).
+"""Choose by exhaustive search the experts whose removal changes the output of their layer least (NAEE).
 
     kept = argmin over S, |S| = n - r, of || F(x) - F_S(x) ||_F
 
-x are the inputs of the layer in the unpruned model at the valid calibration tokens, F its routed output, F_S that with
-the experts S alone, among which the model's own routing rule chooses again. Shared experts cancel.
+x are the inputs of the layer in the unpruned model at the valid calibration tokens, F is its routed output, and F_S its
+routed output with only the experts S, among which the model's own routing rule chooses anew. Shared experts cancel.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from moe_lab.statistics.observe import Tap
 from moe_lab.statistics.sums import Layers, Statistics
 
 BUDGET = 1 << 28
-"""Bytes for the outputs of all experts, and for the products between them, of the tokens handled at once."""
+"""Bytes for the outputs of all experts, and for the products between them, for the tokens of one chunk."""
 COLUMNS = ("layer", "kept", "error", "relative", "chosen")
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What was chosen and how far each choice is from the unpruned layers."""
+    """The chosen experts, and the error of each choice."""
 
     kept: dict[int, tuple[int, ...]]
     """Layer -> ids of the experts to keep, ascending."""
     errors: list[tuple[int, list[int], float, float, bool]]
-    """Every choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, the same over || F ||_F, whether it was chosen."""
+    """A row per choice, as COLUMNS: layer, kept ids, || F - F_S ||_F, that over || F ||_F, whether it was chosen."""
 
 
 def reconstruct(
@@ -47,16 +47,16 @@ def reconstruct(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> Reconstruction:
-    """Try all choices of experts in every layer, in the one pass that `read` makes, and keep the best of each layer.
+    """Try all choices of experts in every layer, in a single forward pass, and keep the best of each layer.
 
     Each layer loses the share `ratio` as in allocation=uniform (group-limited routers equally in each group); of equal
-    errors the choice that loses the lower ids wins. `facts` are the model's. The pass runs every expert on every
-    token, a router once for each choice, and compares choices by the inner products of the experts' outputs (fp64), so
-    memory does not grow with the text or the choices. `read` sums what a tap collects in a forward pass, by `gather`
-    or `stream`.
+    errors, that of the choice that loses the lower ids wins. `facts` are those of the model. The pass runs every expert
+    on every token and a router once for each choice. Errors are computed from inner products of the experts' outputs
+    (fp64), so memory does not grow with the text or the number of choices. `read` makes the pass, by `gather` or
+    `stream`, and returns the sums that the given tap collects.
 
-    UserError before anything is run when a layer has more than `limit` choices (see check_removals), for routers that
-    cannot be repeated, and for experts that give NaN.
+    Raises UserError before anything is run when a layer has more than `limit` choices (see check_removals), for routers
+    that cannot be called again, and for experts whose outputs are not finite.
     """
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -83,14 +83,14 @@ def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Rec
 
 
 class SubsetTap(Tap):
-    """Adds `error` (S,), the squared error of each choice, and `square` (), that of losing everything."""
+    """Adds `error` (S,), the squared error of each choice, and `square` (), that of removing all routed experts."""
 
     kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
-    """Layer -> the choices: experts that stay."""
+    """Layer -> the choices, each as the ids of the kept experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep the call, to be repeated for each choice."""
+        """Record the arguments of the call, which is repeated for each choice."""
         self.call = args, kwargs
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class SubsetTap(Tap):
             used = keep[token]
             products, full = products[used], gates[token][used].double()
             square += _squares(full[:, None], products)[0]
-            for first in range(0, len(subsets), n):  # as many choices as experts take as much memory as the products
+            for first in range(0, len(subsets), n):  # n choices at a time, which take as much memory as the products
                 routed = [route(self.layer, kept, *self.call)[token][used] for kept in subsets[first : first + n]]
                 errors[first : first + n] += _squares(full[:, None] - torch.stack(routed, 1), products)
         self.add("error", errors.clamp(min=0))
@@ -120,8 +120,10 @@ class SubsetTap(Tap):
         return mixed
 
     def _products(self, hidden: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For hidden states (t, H) and gates (t, E): the routed output (t, H), and (t, E, E) fp64, the inner products
-        of the outputs of all experts."""
+        """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all experts.
+
+        `hidden` are hidden states (t, H), `gates` (t, E).
+        """
         module, n, width = self.layer.experts, self.layer.n_experts, hidden.shape[1]
         mixed, products = [], []
         for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * width))):
@@ -140,11 +142,11 @@ def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs:
     """Gates (T, E) that the layer's router gives if only the experts `kept` exist; 0 for all others.
 
     `args` and `kwargs` are those of a recorded call. The router's own code runs on the rows and biases of the kept
-    experts, as in a pruned model, and the layer is restored.
+    experts, as in a pruned model. The layer is restored afterwards.
     """
     with ExitStack() as undo:
         sliced = slice_router(layer, kept, undo)
-        # some blocks hand their router its biases; forward, so that nobody observes this call
+        # some blocks pass the biases to their router; .forward, so that no hook runs
         given = [sliced.get(id(value), value) for value in args]
         named = {name: sliced.get(id(value), value) for name, value in kwargs.items()}
         _, weights, chosen = layer.router.forward(*given, **named)
@@ -152,6 +154,8 @@ def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs:
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) fp64 and the inner products of
-    the f_j (t, E, E)."""
+    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2.
+
+    It is computed from gates (t, S, E) fp64 and the inner products (t, E, E) of the f_j.
+    """
     return (torch.bmm(gates, products) * gates).sum((0, 2))

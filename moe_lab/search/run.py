@@ -1,4 +1,4 @@
-"""The search step: from scores and a search set to the plan of the best schedule, its history, and what it cost."""
+"""The search step: find the best schedule for given scores and search set; write its plan, the history and the cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_lab.statistics.observe import digest
 
 CHECKPOINT = "evolution.json"
 SCHEMA = 1
-"""Of search.json."""
+"""Schema of search.json."""
 HISTORY = arrow.schema(
     [
         ("generation", arrow.int64()),
@@ -55,14 +55,14 @@ def search(
 ) -> None:
     """Search for the schedule of highest fitness and write plan.json, history.parquet and search.json in `out`.
 
-    `facts` of the model; `scores`: layer -> a score per expert, the lowest of which go first; `settings`: fields of
-    AllocationConfig and the ratio; `text`: the search set, tasks with answers. After every generation the state is
-    saved in the folder `partial`, and a search that finds it there goes on from it to the very plan and history of one
-    that was never stopped. `fingerprint` says in JSON what the fitness depends on besides settings, scores and the
-    search set: the model. `seed` decides all draws.
+    `facts` are those of the model; `scores`: layer -> a score per expert, of which the lowest are dropped first;
+    `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with answers. After every
+    generation the state is saved in the folder `partial`. A search that finds it there resumes from it, and gives the
+    same plan and history as one that was never stopped. `fingerprint` is JSON data about all that the fitness depends
+    on besides settings, scores and search set, which is the model. `seed` determines all random draws.
 
-    UserError for settings, a ratio or a search set that cannot work, a fitness that is not finite, and a saved state of
-    another search.
+    Raises UserError for settings, a ratio or a search set that cannot work, a fitness that is not finite, and a saved
+    state of another search.
     """
     chosen = search_settings(settings, facts, seed)
     check(chosen.problem, chosen.evolution)
@@ -94,7 +94,7 @@ def _judges(
     batch_size: int,
     ends: frozenset[int],
 ) -> tuple[Candidates | DraftingCandidates, Screen | None]:
-    """What evaluates schedules, and what ranks proposals before, if anything does."""
+    """What evaluates schedules, and what ranks proposals before that, or None."""
     fitness, seed = chosen.fitness, chosen.evolution.seed
     if fitness.fitness == "spec_dec":
         return DraftingCandidates(model, plans, rows, fitness, seed=seed, ends=ends), None
@@ -117,7 +117,7 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
 def _fingerprint(
     given: Mapping[str, Any], scores: Mapping[int, Sequence[float]], rows: Sequence[AnswerBatch], chosen: SearchSettings
 ) -> dict[str, Any]:
-    """What decides the fitness of a schedule: the model, the order of its experts, the search set, the settings."""
+    """All that determines the fitness of a schedule: model, scores of its experts, search set and settings."""
     text = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     ranked = [torch.tensor(list(map(float, scores[layer])), dtype=torch.float64) for layer in sorted(scores)]
     settings = {name: value for name, value in asdict(chosen.fitness).items() if name != "memory_budget"}
@@ -125,7 +125,7 @@ def _fingerprint(
 
 
 def _report(outcome: Outcome, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float) -> dict[str, Any]:
-    """search.json. `cost` is of this process: a search that was resumed has done the rest before."""
+    """The content of search.json. `cost` is that of this process only, not of earlier runs of a resumed search."""
     first = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""Schedules, how many experts each layer loses: all that are feasible, and those a search begins with."""
+"""Schedules (the number of experts each layer loses): the space of feasible ones, and patterns to start a search."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Schedule: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be allocated: `budget` experts, over MoE layers in layer order."""
+    """The allocation problem: remove `budget` experts from MoE layers, given in layer order."""
 
     n_experts: tuple[int, ...]
     """Routed experts of each layer."""
     fewest: tuple[int, ...]
-    """Experts each layer keeps at least, as its router needs."""
+    """Smallest number of experts each layer can keep, which its router needs."""
     steps: tuple[int, ...]
-    """Kept counts are multiples of this, per layer: the lcm of allocation.multiple_of and the router's groups."""
+    """Each layer keeps a multiple of this: the lcm of allocation.multiple_of and the router's groups."""
     budget: int
     """Experts removed from all layers together."""
 
@@ -40,23 +40,23 @@ class Space:
 
     step: int
     lowest: tuple[int, ...]
-    """What a layer loses at the least: n modulo step, so that a multiple of `step` is left."""
+    """Smallest number of experts a layer loses: n modulo step, so that it keeps a multiple of `step`."""
     capacity: tuple[int, ...]
-    """How many units a layer can lose."""
+    """Units that a layer can lose beyond `lowest`."""
     units: int
-    """How many units all layers lose together."""
+    """Units that all layers together lose beyond `lowest`."""
 
     def schedule(self, taken: tuple[int, ...]) -> Schedule:
-        """Units taken from each layer, as experts removed."""
+        """The schedule in which each layer loses `taken` units."""
         return tuple(low + self.step * count for low, count in zip(self.lowest, taken, strict=True))
 
     def taken(self, schedule: Schedule) -> tuple[int, ...]:
-        """The inverse of `schedule`."""
+        """Units that each layer loses in a schedule: the inverse of `schedule`."""
         return tuple((lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True))
 
     @cached_property
     def _ways(self) -> list[list[int]]:
-        """[l][u]: in how many ways the layers from l on lose u units; exact integers, by dynamic programming."""
+        """[l][u]: number of ways in which layers l, l + 1, ... lose u units; exact integers, by dynamic programming."""
         rows = [[1] + [0] * self.units]
         for size in reversed(self.capacity):
             sums = list(accumulate(rows[-1]))
@@ -65,7 +65,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many feasible schedules there are."""
+        """Number of feasible schedules."""
         return self._ways[0][self.units]
 
     def nth(self, number: int) -> Schedule:
@@ -81,15 +81,15 @@ class Space:
         return self.schedule(tuple(taken))
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
-        """A feasible schedule, each with the same probability 1 / size."""
+        """Draw a feasible schedule uniformly: each has probability 1 / size."""
         return self.nth(_below(self.size, random))
 
 
 def space_of(problem: Problem, granularity: int) -> Space:
-    """The schedules that leave multiples of the problem's steps and of `granularity` in every layer.
+    """The space of schedules in which every layer keeps a multiple of its step and of `granularity`.
 
-    UserError when a layer can keep no such number, when layers need different steps (a transfer between them would
-    need steps of both), and when the budget cannot be reached, naming the nearest that can.
+    Raises UserError when a layer can keep no such number, when layers need different steps (a transfer between them
+    would have to fit both), and when the budget cannot be reached, naming the nearest that can.
     """
     steps = {lcm(step, granularity) for step in problem.steps}
     if len(steps) != 1:
@@ -113,8 +113,10 @@ def space_of(problem: Problem, granularity: int) -> Space:
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
-    """The budget in units beyond what must go. UserError, naming the nearest feasible budgets, when that is not whole
-    or not within the layers' capacity."""
+    """The budget in units beyond `lowest`, the experts that must be removed anyway.
+
+    Raises UserError, naming the nearest feasible budgets, when it is no whole number or exceeds the layers' capacity.
+    """
     units, rest = divmod(budget - lowest, step)
     if rest == 0 and 0 <= units <= capacity:
         return units
@@ -127,7 +129,7 @@ def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
 
 
 def _below(limit: int, random: numpy.random.Generator) -> int:
-    """A number out of 0 ... limit - 1, each as likely as any other, however large: bits, drawn again when too large."""
+    """A uniform random integer below `limit`, of any size: random bits, drawn again while the number is too large."""
     bits = (limit - 1).bit_length()
     length = (bits + 7) // 8
     while True:
@@ -152,7 +154,7 @@ _SHAPES: dict[str, Callable[[int, int], float]] = {
 """Name -> weight of layer i of n."""
 
 PATTERNS = ("uniform", "random", *list(_SHAPES)[1:])
-"""All twelve; random draws its weights, U(0, 1) + 1e-4 (which is not uniform over the feasible schedules)."""
+"""All twelve patterns. Weights of random are U(0, 1) + 1e-4, which is not uniform over the feasible schedules."""
 
 
 def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
@@ -164,10 +166,10 @@ def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """A feasible schedule whose units are in proportion to `weights` (L,), which are positive.
+    """The feasible schedule whose units are closest to proportional to `weights` (L,), which are positive.
 
-    Every layer gets the whole part of its share, within its capacity. What is left goes out one unit each, to the
-    largest fractions first (ties: lower layer), then round-robin from the first layer on.
+    Every layer gets the integer part of its share, within its capacity. The remaining units are given out one by one,
+    to the largest fractions first (ties: lower layer), then round-robin from the first layer on.
     """
     total = sum(weights)
     shares = [space.units * weight / total for weight in weights]

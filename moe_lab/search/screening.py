@@ -1,4 +1,4 @@
-"""Ranking proposals, of which only the best are evaluated: by local reconstruction, or by successive halving."""
+"""Rank proposals, so that only the best are evaluated: by local reconstruction loss, or by successive halving."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moe_lab.search.prefix import Schedule
 from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 TOKENS = 128
-"""Tokens whose expert outputs are held at once: TOKENS x experts x hidden numbers."""
+"""Tokens whose expert outputs are in memory at a time: TOKENS x experts x hidden numbers."""
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What the experts of a layer are called with: hidden states (T, H), expert ids (T, K), gates (T, K)."""
+"""Arguments of the experts of a layer: hidden states (T, H), expert ids (T, K), gates (T, K)."""
 
 
 def local_losses(
@@ -33,8 +33,9 @@ def local_losses(
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
     removals: Sequence[Sequence[int]],
 ) -> tuple[list[dict[int, float]], int]:
-    """For each layer k, r -> loss_kr for every r in `removals[k]`; and how many (token, expert) pairs were computed.
+    """Relative squared error of the routed output of each layer alone, after removing r of its experts.
 
+    Returns r -> loss for every r in `removals[k]`, for each layer k, and the number of (token, expert) pairs computed.
     `rows`: batches (ids, valid), (B, S) each. The first of each `removals[k]` must be 0.
     """
     lost = [torch.zeros(len(choices), dtype=torch.float64) for choices in removals]
@@ -58,7 +59,7 @@ def local_losses(
 def _routings(
     model: Any, plans: Plans, ids: torch.Tensor, valid: torch.Tensor, removals: Sequence[Sequence[int]]
 ) -> list[list[Routing]]:
-    """For each layer, its routing after each of its removals; the layer's input is the unpruned model's."""
+    """For each layer, its routing after each of its removals, on its input in the unpruned model."""
     calls: list[tuple[Any, Any]] = []
     by_layer: list[list[Routing]] = [[] for _ in removals]
 
@@ -81,7 +82,7 @@ def _routings(
 
 
 def _recorder(routings: list[Routing]) -> ExpertsFunction:
-    """Stands in for the experts of a layer: notes what it is called with, and computes nothing."""
+    """An experts function that records its arguments in `routings` and computes nothing."""
 
     def experts(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         routings.append((hidden, index, weights))
@@ -93,7 +94,7 @@ def _recorder(routings: list[Routing]) -> ExpertsFunction:
 def _losses(
     layer: MoELayer, routings: Sequence[Routing], valid: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, float, int]]:
-    """Chunk by chunk of the tokens: squared losses (R,) fp64, the square of the whole output, pairs computed."""
+    """For each chunk of tokens: squared errors (R,) fp64, the squared norm of the unpruned output, pairs computed."""
     hidden = routings[0][0]
     for token in valid.nonzero()[:, 0].split(TOKENS):
         by_removal = [spread(index[token], weights[token], layer.n_experts) for _, index, weights in routings]
@@ -104,21 +105,21 @@ def _losses(
 
 
 Screen = Callable[[Sequence[Schedule]], list[float]]
-"""Schedules -> a value each, higher is better; comparable with each other only."""
+"""Schedules -> a value each, higher is better; values of different calls are not comparable."""
 
 RUNGS = (4, 2)
-"""Successive halving sees a quarter of the rows first, then half of them."""
+"""Successive halving reads a quarter of the rows first, then half of them."""
 
 
 def reconstruction(
     candidates: Candidates, rows: Sequence[AnswerBatch], removals: Sequence[Sequence[int]], *, tokens: int
 ) -> Screen:
-    """Minus the sum over layers of what their outputs lose (`local_losses`), each layer's loss in units of fitness.
+    """Rank by minus the sum of the layers' reconstruction losses (`local_losses`), each in units of fitness.
 
-    Losing a tenth of its output matters more in one layer than in another. So each layer alone is pruned as far as it
-    may be and evaluated; the fitness this costs is divided by its loss there. Losses are of the first rows with
-    `tokens` tokens; `removals`: for each layer, the numbers of experts a schedule may remove, ascending, 0 first. All
-    is computed here, once; `candidates.cost` counts it.
+    The same loss matters more in one layer than in another. So each layer alone is pruned as much as allowed and
+    evaluated, and the weight of its loss is the fitness lost divided by that loss. Losses are measured on the first
+    rows that hold `tokens` tokens. `removals`: for each layer, the numbers of experts a schedule may remove, ascending,
+    0 first. Everything is computed once, in this call, and counted in `candidates.cost`.
     """
     plans, cost = candidates.plans, candidates.cost
     read = _first_rows(rows, tokens)
@@ -137,7 +138,7 @@ def reconstruction(
 
 
 def _worth(candidates: Candidates, most: Sequence[int], table: Sequence[Mapping[int, float]]) -> list[float]:
-    """For each layer, the fitness lost by its losing `most` experts, for each unit of local loss."""
+    """For each layer, the fitness lost per unit of local loss, measured by removing `most` experts from it alone."""
     nothing = (0,) * len(most)
     alone = [tuple(lost if k == layer else 0 for k, lost in enumerate(most)) for layer in range(len(most))]
     best, *values = candidates.preview([nothing, *alone], range(len(candidates.batches)))
@@ -148,10 +149,10 @@ def _worth(candidates: Candidates, most: Sequence[int], table: Sequence[Mapping[
 
 
 def halving(candidates: Candidates) -> Screen:
-    """All proposals on a quarter of the rows, the better half of them on half of the rows.
+    """Rank by the fitness of all proposals on a quarter of the rows, then of the better half on half of the rows.
 
-    Values are the fitness on the rows read; that of a schedule that was left behind is below that of every one that
-    went on. What was read is not read again when the schedule is evaluated.
+    Values of proposals in the worse half are lowered below those of all in the better half. Rows that were read are not
+    read again when the schedule is evaluated.
     """
     ends = [_leading(candidates, part) for part in RUNGS]
 
@@ -170,15 +171,15 @@ def halving(candidates: Candidates) -> Screen:
 
 
 def _leading(candidates: Candidates, part: int) -> int:
-    """How many batches hold the first 1/part of the rows."""
+    """Number of batches that hold the first 1/part of the rows."""
     totals = accumulate(len(batch.ids) for batch in candidates.batches)
     return 1 + sum(total * part < candidates.rows for total in totals)
 
 
 def quartered(rows: Sequence[AnswerBatch], batch_size: int) -> list[AnswerBatch]:
-    """The same rows in batches that end at every quarter, whatever the batch size was; UserError for fewer than four.
+    """The same rows in batches of at most `batch_size` rows, with a boundary at every quarter.
 
-    So successive halving sees the same rows with any batch size.
+    So successive halving reads the same rows with any batch size. Raises UserError for fewer than four rows.
     """
     ids, valid, answers = (torch.cat(parts) for parts in zip(*rows, strict=True))
     if len(ids) < max(RUNGS):
@@ -192,7 +193,7 @@ def quartered(rows: Sequence[AnswerBatch], batch_size: int) -> list[AnswerBatch]
 
 
 def _first_rows(rows: Sequence[AnswerBatch], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, valid) of the rows up to the one that makes `tokens` valid tokens full; at least one row."""
+    """(ids, valid) of the first rows that together have `tokens` valid tokens or more; at least one row."""
     chosen, left = [], tokens
     for ids, valid, _ in rows:
         before = valid.sum(1).cumsum(0) - valid.sum(1)

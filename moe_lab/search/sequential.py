@@ -1,7 +1,7 @@
-"""Pruning layer after layer, each scored on what the pruned layers below it give (CAMERA-P's released code).
+"""Sequential pruning: each layer is scored on the output of the pruned layers below it (as CAMERA-P's released code).
 
-A criterion of the one-shot form scores every layer on the activations of the unpruned model. Here layer l is scored on
-the activations that it will really be given: those of a model whose layers below l are pruned already.
+One-shot criteria score every layer on the activations of the unpruned model. Here layer l is scored on the activations
+that it gets after pruning: those of a model whose layers below l are already pruned.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def prune_sequentially(
     budget: float,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """The plan of all MoE layers, from the first to the last; one decoder layer is in memory at a time.
+    """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time.
 
-    `choose` is given the number and the sums of a layer and returns a plan of that layer alone; the same sums must give
-    the same plan. Each MoE layer runs twice over `batches`: once observed, once pruned, and that output is what the
-    next layer reads. `fingerprint`, `out` and `budget` are those of `stream`: an interrupted pass goes on from its last
+    `choose` gets the number and the sums of a layer and returns a plan of that layer alone; the same sums must give the
+    same plan. Each MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the
+    next layer. `fingerprint`, `out` and `budget` are those of `stream`: an interrupted pass resumes after its last
     finished layer.
     """
     finished = FinishedLayers(out, description(batches, "sequential", fingerprint))

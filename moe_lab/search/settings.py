@@ -1,4 +1,4 @@
-"""Settings of allocation=evolutionary: how schedules evolve, and what a candidate is worth. No torch."""
+"""Settings of allocation=evolutionary: how schedules evolve, and the fitness of a candidate. No torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from moe_lab.search.schedules import PATTERNS, Problem, space_of
 
 @dataclass(frozen=True)
 class EvolutionSettings:
-    """Parameters of the search; the values are those published for OLMoE (see `evolution` for the other models)."""
+    """Parameters of the search. Defaults are those published for OLMoE; see evolution.py for other models."""
 
     population: int = 32
     """P: schedules of the first generation; later ones have the elites and P - m children."""
     elites: int = 4
-    """m: the best schedules so far, which live on and are the parents."""
+    """m: the best schedules so far, which stay in the population and are the parents."""
     generations: int = 50
     """T: populations that are evaluated, the first one included."""
     max_transfer: int = 4
     """Delta_max: the most experts one transfer moves from layer to layer."""
     max_transfers: int = 3
-    """tau_max: the most transfers that make a child."""
+    """tau_max: the most transfers between a parent and its child."""
     granularity: int = 2
     """G: layers keep multiples of it, and transfers move multiples of it; 1 for any number."""
     seed: int = 42
-    """Of numpy's PCG64, the only source of randomness."""
+    """Seed of numpy's PCG64, the only source of randomness."""
     patterns: tuple[str, ...] = PATTERNS
-    """What the first population begins with, one each (the rest is uniform over what is feasible)."""
+    """The first schedules of the first population, one each; the others are drawn uniformly from all feasible ones."""
     proposals: int = 1
-    """Children proposed for each one evaluated; with more than 1 they are screened."""
+    """Children proposed for each one that is evaluated; with more than 1, `filter` chooses among them."""
 
     def check(self) -> None:
         """UserError for a value that cannot work."""
@@ -60,25 +60,25 @@ FITNESS = ("esap", "sap", "kl", "kl_reversed", "nll", "spec_dec")
 AVERAGINGS = ("macro", "micro")
 FILTERS = ("none", "reconstruction", "halving")
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
-"""What the released code computes at the answer tokens themselves instead of at the positions that predict them."""
+"""Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that predict them."""
 
 
 @dataclass(frozen=True)
 class FitnessSettings:
-    """Parameters of `allocation=evolutionary` that say what a candidate is worth and how that is found out."""
+    """Parameters of `allocation=evolutionary` that define the fitness of a candidate and how it is computed."""
 
     fitness: str = "esap"
     """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them higher is better."""
     averaging: str = "macro"
     """macro: the mean over rows of the mean over their answer tokens, as in the paper; micro: over all tokens."""
     shift: bool = True
-    """Judge the positions that predict answer tokens; False judges the answer tokens' own, as the released code."""
+    """Compute the fitness where answer tokens are predicted; False: at the answer tokens, as EvoESAP's code does."""
     header: bool = False
-    """Count what the chat template writes around an answer as answer, as the released code."""
+    """Count what the chat template writes around an answer as part of it, as EvoESAP's code does."""
     max_new_tokens: int = 128
     """Tokens that spec_dec generates for each row."""
     memory_budget: int = 2**31
-    """Bytes for the model's own log-probabilities; what needs more is computed again for every generation."""
+    """Bytes for the unpruned model's log-probabilities. If they need more, every generation computes them again."""
     filter: str = "none"
     """How proposals are ranked before the best are evaluated: none, reconstruction or halving."""
     filter_tokens: int = 4096
@@ -125,10 +125,11 @@ class SearchSettings:
 
 
 def search_settings(settings: Mapping[str, Any], facts: Mapping[str, Any], seed: int) -> SearchSettings:
-    """`settings`: fields of AllocationConfig and the ratio. `facts` of the model, layers by number or by its JSON text.
-    `seed` is of the cell; a parameter `seed` goes before it.
+    """All settings of a search, from `settings`: fields of AllocationConfig and the ratio.
 
-    UserError for an unknown parameter, a value that cannot work, and a ratio that no schedule has.
+    `facts` are those of the model; keys of its layers are numbers or their JSON text. `seed` is that of the cell, which
+    a parameter `seed` overrides. Raises UserError for an unknown parameter, a value that cannot work, and a ratio that
+    no schedule has.
     """
     evolution, fitness = parse(settings["parameters"], seed)
     layers = {int(layer): about for layer, about in facts["layers"].items()}
@@ -136,8 +137,10 @@ def search_settings(settings: Mapping[str, Any], facts: Mapping[str, Any], seed:
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> tuple[EvolutionSettings, FitnessSettings]:
-    """The parameters of allocation=evolutionary; `seed` where they name none. UserError for an unknown one, and for a
-    value that cannot work."""
+    """The parameters of allocation=evolutionary as settings; `seed` is used if they name none.
+
+    Raises UserError for an unknown parameter, and for a value that cannot work.
+    """
     for name in parameters:
         if name not in PARAMETERS:
             raise unknown("allocation.parameters", name, PARAMETERS)
@@ -161,11 +164,11 @@ def _of(kind: type, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PARAMETERS = tuple(sorted(field.name for kind in (EvolutionSettings, FitnessSettings) for field in fields(kind)))
-"""What `allocation.parameters` of allocation=evolutionary may name."""
+"""Names of all parameters in `allocation.parameters` of allocation=evolutionary."""
 
 
 def _problem(settings: Mapping[str, Any], facts: Mapping[str, Any], layers: Mapping[int, Mapping[str, Any]]) -> Problem:
-    """What is to be allocated; UserError when the routers cannot bear the ratio."""
+    """The problem to search. Raises UserError when the routers cannot work with the ratio."""
     allowed = limits(layers, settings["multiple_of"])
     ratio = routed_ratio(settings["ratio"], settings.get("ratio_basis", "routed"), {**facts, "layers": layers})
     order = sorted(allowed)

@@ -1,8 +1,8 @@
-"""True speculative decoding: how often the full model accepts what a candidate drafts, one token at a time.
+"""The fitness spec_dec: the share of drafted tokens that the full model accepts, in real speculative decoding.
 
 At a context x the candidate drafts y ~ q(.|x); the full model accepts it with probability min(1, p_y / q_y) and then
-adds a token of its own, z ~ p(.|x, y); otherwise the next token is drawn from max(p - q, 0). So the text is the full
-model's at temperature 1, whatever the candidate is. The fitness of a row is accepted / proposed.
+adds a token of its own, z ~ p(.|x, y); otherwise the next token is drawn from max(p - q, 0). So the text is distributed
+as the full model's at temperature 1, whatever the candidate is. The fitness of a row is accepted / proposed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moe_lab.search.prefix import Decoder, Schedule
 from moe_lab.search.settings import FitnessSettings
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(ids (B, S), valid (B, S), where (B, S) bool) -> fp64 next-token probabilities (N, V) on the CPU there."""
+"""(ids (B, S), valid (B, S), where (B, S) bool) -> next-token probabilities (N, V) at `where`, fp64 on the CPU."""
 
 
 class DraftingCandidates:
-    """The fitness spec_dec of any schedule: the loaded model drafts under the schedule's mask and verifies without.
+    """The fitness spec_dec of schedules: the loaded model drafts under the schedule's mask and verifies without it.
 
-    `rows` as from answer_batches, one task a row; `ends` are the tokens that end a text. Nothing is shared between
-    candidates: their texts differ.
+    `rows` are as from answer_batches, with one task per row; `ends` are the tokens that end a text. Candidates share no
+    hidden states, because their texts differ.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DraftingCandidates:
         self._check_room()
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """Accepted / proposed of each schedule, averaged as the settings say."""
+        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging` says."""
         self.cost.candidates += len(schedules)
         return [self._evaluate(schedule) for schedule in schedules]
 
@@ -94,11 +94,11 @@ class DraftingCandidates:
 
 @dataclass
 class Row:
-    """One text as it grows."""
+    """One text while it is generated."""
 
     ids: list[int]
     draws: torch.Tensor
-    """(steps, 3) fp64 in [0, 1): of the draft, its acceptance, and the token after it; the same for all candidates."""
+    """(steps, 3) fp64 in [0, 1): draws for draft, acceptance and next token of each step, the same for all."""
     ends: frozenset[int]
     room: int
     """Tokens that may still be added."""
@@ -115,9 +115,9 @@ class Row:
 
 
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
-    """The tokens before the first answer token of each row (B, S); none for a row without an answer or a prompt.
+    """The tokens before the first answer token of each row (B, S); [] for a row without an answer or a prompt.
 
-    UserError for rows with several documents, whose prompts would hold other answers.
+    Raises UserError for rows with several documents, whose prompts would contain other answers.
     """
     texts = []
     for row, flags, marks in zip(ids, valid, answers, strict=True):
@@ -136,10 +136,10 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """(accepted, proposed) tokens for each text, which grows up to one of the tokens `ends` or by the number of steps
-    in `draws` (texts, steps, 3), which decides all draws. An empty text proposes nothing.
+    """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none.
 
-    Two forward passes a step over the texts that are not finished, without a cache.
+    A text grows up to one of the tokens `ends`, or by the number of steps in `draws` (texts, steps, 3), the random
+    numbers of all draws. Every step takes two forward passes over the unfinished texts, without a cache.
     """
     rows = [
         Row(list(text), draws[number], ends, draws.shape[1], finished=not text) for number, text in enumerate(texts)
@@ -169,7 +169,7 @@ def _step(rows: Sequence[Row], candidate: Probabilities, full: Probabilities) ->
 
 
 def _padded(texts: Sequence[Sequence[int]], last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, valid and where (B, S): texts padded on the right, where being the `last` positions of each."""
+    """ids, valid and where (B, S) of texts padded on the right; `where` marks the `last` positions of each."""
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     place = torch.arange(longest)[None]

@@ -1,4 +1,4 @@
-"""All the ways to keep some experts of a layer, and when there are too many of them. No torch."""
+"""All subsets of experts that a layer can keep, and the check that there are not too many. No torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe_lab.allocation.uniform import same_share
 from moe_lab.errors import UserError
 
 LIMIT = 10_000
-"""Choices per layer that are still tried."""
+"""Largest number of subsets per layer that are tried by default."""
 
 
 def check_removals(
     layers: Mapping[int, Mapping[str, Any]], ratio: float, *, limit: int = LIMIT, multiple_of: int = 1
 ) -> dict[int, int]:
-    """How many experts each layer loses, the same share everywhere, if at most `limit` choices per layer follow.
+    """Number of experts that each layer loses, the same share in all, checked to leave at most `limit` choices a layer.
 
-    `layers`: layer -> n_experts, top_k, n_group, topk_group, as in a model's facts. UserError for an infeasible ratio,
-    and for one with more choices in a layer, which says how many and the largest feasible ratio.
+    `layers`: layer -> n_experts, top_k, n_group, topk_group, as in a model's facts. Raises UserError for an infeasible
+    ratio, and for a layer with more choices, naming their number and the largest feasible ratio.
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise UserError(f"allocation.parameters.limit={limit}: expected a whole number of at least 1")
@@ -40,13 +40,13 @@ def check_removals(
 
 
 def count_subsets(n_experts: int, removed: int, n_group: int = 1) -> int:
-    """How many ways there are to lose `removed` of `n_experts`, an equal share in each group of adjacent experts."""
+    """Number of ways to remove `removed` of `n_experts`, equally many from each group of adjacent experts."""
     in_one_group = comb(n_experts // n_group, removed // n_group)
     return int(in_one_group**n_group)
 
 
 def kept_subsets(n_experts: int, removed: int, n_group: int = 1) -> list[tuple[int, ...]]:
-    """All of them: the ids that stay, ascending. The choice that loses the lowest ids comes first."""
+    """The kept ids, ascending, of all choices that `count_subsets` counts; first the one that loses the lowest ids."""
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
     lost = product(*(combinations(group, removed // n_group) for group in groups))
@@ -64,7 +64,7 @@ def _largest(layers: Mapping[int, Mapping[str, Any]], ratio: float, limit: int, 
     for share in sorted(shares, reverse=True):
         if share >= ratio:
             continue
-        with suppress(UserError):  # no such share with these groups and multiples
+        with suppress(UserError):  # this share is infeasible with these groups and multiples
             removed = same_share(limits(layers, multiple_of), share)
             if all(
                 count_subsets(about["n_experts"], removed[layer], about["n_group"]) <= limit
