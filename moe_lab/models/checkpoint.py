@@ -1,4 +1,4 @@
-"""What is in the safetensors files of a folder, from their headers alone, and whether the files are whole. No torch."""
+"""List the tensors in the safetensors files of a folder from the headers, and check the files. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit the safetensors format sets."""
 OF_EXPERT = re.compile(r"(?P<layer>.*\bexperts\.)(?P<expert>\d+)(?P<part>\..*\bweight)")
-"""A weight that belongs to one numbered expert. Not whatever a quantisation stores beside it."""
+"""Name of a weight that belongs to one numbered expert. Tensors that a quantisation stores beside it do not match."""
 BITS = {
     "BOOL": 8,
     "C64": 64,
@@ -61,15 +61,15 @@ class Checkpoint:
     folder: Path
     shards: tuple[str, ...]
     metadata: dict[str, dict[str, str]]
-    """Shard -> the free text of its header."""
+    """Shard -> the metadata of its header."""
     tensors: dict[str, Entry]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the headers of all shards.
 
-    UserError when one is missing, cut or damaged, when they contradict the index, or when an expert is of another shape
-    than the others of its layer.
+    UserError when one is missing, truncated or damaged, when they contradict the index, or when an expert has another
+    shape than the others of its layer.
     """
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
@@ -88,7 +88,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     """Metadata and tensors of one safetensors file, in the order of their bytes.
 
-    UserError naming the file, with expected and found size, when it is cut, longer than it says, or not safetensors.
+    UserError naming the file, with expected and found size, when it is truncated, too long, or not safetensors.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -115,7 +115,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError when it is missing or no JSON object."""
+    """Read a JSON object from a file; UserError when the file is missing or holds no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def stated_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """Names of the weight files, and tensor -> file as the index says, or None without an index."""
+    """Names of the weight files, and the index (tensor -> file), or None without an index."""
     if (folder / SINGLE).exists():
         return (SINGLE,), None
     if not (folder / INDEX).exists():
@@ -156,7 +156,7 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
 
 
 def _lacking(folder: Path, shards: tuple[str, ...], metadata: Any) -> str:
-    """What the bytes of the shards that are there leave open of the total that the index states, if it does."""
+    """Words that compare the bytes of the shards present with the total of the index; empty if it states none."""
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(total, int):
         return ""
@@ -177,7 +177,7 @@ def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, E
 def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
     """Raise UserError naming the first expert weight that is missing or differs from the other experts of its layer.
 
-    A shape differs where most experts of the layer have another one.
+    The expected shape is that of most experts of the layer.
     """
     alike: dict[tuple[str, str], dict[str, Entry]] = {}
     numbers: dict[str, set[str]] = {}

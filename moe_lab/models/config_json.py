@@ -17,7 +17,8 @@ from moe_lab.models.files import has_pickles_only
 from moe_lab.paths import local
 
 UNPACKED = ("mxfp4",)
-"""Quantised formats whose experts transformers would run by kernels that nobody can watch: loaded as plain numbers."""
+"""Quantised formats that are dequantised on loading, because transformers would run their experts by kernels that
+cannot be observed."""
 FIELDS = {
     "layers": ("num_hidden_layers",),
     "experts": COUNT_FIELDS,
@@ -25,17 +26,17 @@ FIELDS = {
     "hidden": ("hidden_size",),
     "width": WIDTH_FIELDS,
 }
-"""Name in model.expected -> fields of config.json, of which the first that is there states it."""
+"""Name in model.expected -> fields of config.json that may state it; the first one present counts."""
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
 """A tensor of routed experts in a checkpoint, with the number of its decoder layer."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer; None where their number is not known.
+    """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is not known.
 
-    They are those of config.json, or of `model.expected` for a model that is not on this machine. `model.top_k`
-    overrides both.
+    Read from config.json, or from `model.expected` for a model that is not on this machine. `model.top_k` overrides
+    both.
     """
     folder = local(settings.path)
     if not folder.is_dir():
@@ -62,7 +63,7 @@ def _numbers(text: Mapping[str, Any], fields: Mapping[str, Sequence[str]]) -> di
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts a layer can keep, of whose facts top_k, n_group and topk_group are read.
+    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and topk_group.
 
     A router needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group`
     groups; the `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are
@@ -80,9 +81,9 @@ def has_uneven_layers(settings: ModelConfig) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """How config.json says the weights are quantised, such as fp8 or gptq.
+    """The quantisation method of the weights that config.json states, such as fp8 or gptq.
 
-    None for plain ones, and for a model that is not on this machine.
+    None for plain weights, and for a model that is not on this machine.
     """
     config = _config(settings)
     stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
@@ -109,7 +110,7 @@ def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
 
 
 def check_plain_weights(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when the weights are quantised: they can be run, but `user` needs them as numbers."""
+    """Raise UserError when the weights are quantised: such a model can be run, but `user` needs plain weights."""
     if (method := quantization(settings)) is not None:
         raise UserError(
             f"{user} needs plain weights, but model={settings.name} is stored as {method}: expected a checkpoint "
@@ -118,7 +119,7 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
 
 
 def check_top_k(settings: ModelConfig) -> None:
-    """Raise UserError when a layer has fewer experts than model.top_k, as far as its size is known."""
+    """Raise UserError when model.top_k is not between 1 and the number of experts of a layer, if that is known."""
     shape = expert_shape(settings)
     if settings.top_k is not None and shape and not 1 <= settings.top_k <= shape["n_experts"]:
         raise UserError(
@@ -127,7 +128,7 @@ def check_top_k(settings: ModelConfig) -> None:
 
 
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when model.top_k is set: it is applied to a loaded model, and `user` works with files."""
+    """Raise UserError when model.top_k is set: it only changes a loaded model, and `user` works with files."""
     if settings.top_k is not None:
         raise UserError(
             f"{user} gives a checkpoint that routes as it was trained, not by model.top_k={settings.top_k}: "
@@ -166,9 +167,9 @@ class Size:
     experts: int
     """Routed experts of such a layer."""
     top_k: int
-    """Routed experts a token is given to."""
+    """Routed experts that process a token."""
     hidden: int
-    """Numbers in the residual stream of a token."""
+    """Hidden size: width of the residual stream."""
     width: int
     """Channels of a routed expert."""
     bytes_per_parameter: int
@@ -181,7 +182,7 @@ class Size:
 
     @property
     def active(self) -> int:
-        """Parameters a token is multiplied with, and the embeddings; biases of experts are left out."""
+        """Parameters that one token uses, with all embeddings; biases of experts are left out."""
         return self.parameters - self.moe_layers * (self.experts - self.top_k) * self.expert
 
     @property
@@ -193,7 +194,8 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model; None when it is neither on this machine nor described by `model.expected`.
 
-    What is expected counts before what is there: a folder that differs from it is refused (`check_expected`).
+    `model.expected` takes precedence over the folder, since a folder that differs from it is refused
+    (`check_expected`).
     """
     if (expected := settings.expected) is None:
         return _size_of_folder(settings.path, settings.dtype)

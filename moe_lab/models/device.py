@@ -1,4 +1,4 @@
-"""What `model.device` and `model.dtype` stand for on this machine, and whether a model fits there.
+"""Resolve `model.device` and `model.dtype` on this machine, and check that a model fits into the memory.
 
 `python -m moe_lab.models.device DEVICE` prints the name of a device.
 """
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def place(settings: ModelConfig) -> str:
-    """The device, or the way to spread over devices, that `model.device` stands for; UserError for a missing one."""
+    """Resolve `model.device` to a device or a device map; UserError for a device that this machine does not have."""
     check_running(settings)
     device = settings.device
     if device == "auto":
@@ -41,7 +41,7 @@ def place(settings: ModelConfig) -> str:
 
 
 def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype of the weights once loaded; auto for that of the checkpoint."""
+    """The dtype of the weights once loaded; "auto" stands for that of the checkpoint."""
     check_running(settings)
     if settings.dtype == "auto":
         return torch.float32 if place(settings) == "cpu" else "auto"
@@ -49,9 +49,9 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
 
 
 def device_name(device: str) -> str:
-    """The name of what `model.device` stands for here: GPU, how many GPUs a device map spreads over, or processor.
+    """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device map, or processor.
 
-    UserError for a device that is not there.
+    UserError for a device that this machine does not have.
     """
     target = place(ModelConfig(name="any", path="any", device=device))
     if target in DEVICE_MAPS:
@@ -72,11 +72,11 @@ if __name__ == "__main__":
 
 
 def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> None:
-    """Raise UserError when the weights of a model alone are larger than the free memory of where it is to be loaded.
+    """Raise UserError when the weights of a model alone are larger than the free memory of its device.
 
-    The error says what is needed, what is free and what to change. `skeleton` is the model on the meta device, `folder`
-    its files, `dtype` and `device` what `settings` stand for; a `device` that is neither the CPU nor one CUDA device
-    spreads over all CUDA devices.
+    The error states what is needed, what is free and what to change. `skeleton` is the model on the meta device,
+    `folder` its files; `dtype` and `device` are resolved from `settings`. A `device` that is neither the CPU nor one
+    CUDA device spreads the model over all CUDA devices.
     """
     free, where = _free(device, settings.device)
     needed = _bytes(skeleton, folder, settings, dtype)
@@ -90,7 +90,7 @@ def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.
 
 
 def _free(device: str, setting: str) -> tuple[float, str]:
-    """Bytes that can be had on a device, and the words for it."""
+    """Free bytes of a device, and its name for the error message."""
     if device == "cpu":
         return free_memory(), "main memory"
     numbers = [int(device.partition(":")[2] or 0)] if device.startswith("cuda") else range(torch.cuda.device_count())
@@ -98,7 +98,7 @@ def _free(device: str, setting: str) -> tuple[float, str]:
 
 
 def _ways(dtype: torch.dtype | str, device: str) -> Iterator[str]:
-    """What can be set where a model does not fit."""
+    """Settings that help when a model does not fit."""
     if dtype == torch.float32:
         yield "model.dtype=bfloat16"
     if device.startswith("cuda") and torch.cuda.device_count() > 1:

@@ -1,4 +1,4 @@
-"""Find the MoE layers of a loaded model by what their modules look like, and say why when they cannot be handled."""
+"""Find the MoE layers of a model by the shape of its modules, and report why a model cannot be handled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_lab.models.families import (
 )
 
 ATTENTION = ("attn", "attention")
-"""What the names of attention modules contain."""
+"""Parts of module names by which attention is recognised."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RoutingTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor as it is now."""
+        """The current tensor."""
         value = getattr(self.module, self.name)
         assert isinstance(value, torch.Tensor)
         return value
@@ -60,15 +60,15 @@ class MoELayer:
     widths: tuple[int, ...]
     """Channels of each expert."""
     n_group: int
-    """Groups a group-limited router divides its experts into; 1 if it does not."""
+    """Groups into which a group-limited router divides its experts; 1 for other routers."""
     topk_group: int
-    """Groups a token may reach; 1 if there are no groups."""
+    """Groups that a token can be routed to; 1 if there are no groups."""
     routing: tuple[RoutingTensor, ...]
     """Everything pruning has to slice besides the experts' own weights."""
 
     @property
     def stack(self) -> str:
-        """Module path of the list of all decoder layers, those without experts too, such as model.layers."""
+        """Module path of the list of all decoder layers, including those without experts, such as model.layers."""
         path = self.name.split(".")
         return ".".join(path[: path.index(str(self.index))])
 
@@ -79,9 +79,9 @@ class MoELayer:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """All layers of `model` with routed experts, in the order of the decoder, all of which can be scored and pruned.
+    """Find all layers of `model` with routed experts, in decoder order, and check that they can be scored and pruned.
 
-    Works on the meta device, so that a model can be judged before its weights are read. Raises UserError naming the
+    Works on the meta device, so that a model can be checked before its weights are read. Raises UserError naming the
     reason when the model has no routed experts, or has experts or routers of a kind that moe_lab does not handle.
     """
     layers = routed_layers(model)
@@ -95,7 +95,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def routed_layers(model: nn.Module) -> list[MoELayer]:
-    """All layers of `model` with routed experts, for running it only: widths inside a layer may differ (ragged)."""
+    """Find all layers of `model` with routed experts; unlike in `moe_layers`, widths in a layer may differ (ragged)."""
     kind = _kind(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
@@ -114,7 +114,7 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module dispatches through transformers' experts registry: its decorator leaves these three marks."""
+    """Whether a module dispatches through transformers' experts registry: its decorator sets these three attributes."""
     return all(hasattr(module, mark) for mark in ("is_concatenated", "is_transposed", "has_gate"))
 
 
@@ -181,7 +181,7 @@ def _shape(experts: Any, refuse: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _groups(router: nn.Module) -> tuple[int, int]:
-    """Groups of a router and how many of them a token reaches."""
+    """Number of groups of a router, and how many of them a token can be routed to."""
     n_group: Any = getattr(router, "num_group", None) or 1
     topk_group: Any = getattr(router, "topk_group", None) or 1
     if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
@@ -190,9 +190,9 @@ def _groups(router: nn.Module) -> tuple[int, int]:
 
 
 def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse: Any) -> tuple[RoutingTensor, ...]:
-    """Tensors of the router and of the block itself that have an expert axis; any other one is refused.
+    """Tensors of the router and of the block itself that have an expert axis; UserError for any other tensor.
 
-    The axis is told by name, not by size: the number of experts may equal the hidden size.
+    The axis is recognised by the tensor's name, not by its size: the number of experts may equal the hidden size.
     """
     routing: list[RoutingTensor] = []
     weights = 0
@@ -214,9 +214,9 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
 
 
 def route(router: Any, hidden: torch.Tensor, *passed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates and expert ids, (T, K) each, that a router gives hidden states (T, H).
+    """Route hidden states (T, H): gates and expert ids, (T, K) each.
 
-    Routers differ in whether they take a batch. `passed` are tensors of the block that it hands to its router.
+    Some routers expect a batch axis, hence the second try. `passed`: tensors of the block that it passes to its router.
     """
     try:
         _, gates, chosen = router(hidden, *passed)
@@ -238,14 +238,14 @@ def part_of(name: str) -> str:
 
 
 def decoder_layer(name: str) -> int:
-    """The number of the decoder layer that a module of one belongs to: the first in its path."""
+    """The number of the decoder layer that a module belongs to: the first number in its path."""
     return next(int(word) for word in name.split(".") if word.isdigit())
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
     """(path, module) of the linear maps of a part: shared_experts or attention.
 
-    A map to one number is the gate of a shared expert: it counts as a router.
+    A map to a single number is left out: it is the gate of a shared expert and counts as a router.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:

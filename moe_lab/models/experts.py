@@ -1,8 +1,8 @@
-"""How experts modules compute: one expert, tokens sorted by expert, hooks on their calls, a faster forward on the CPU.
+"""Compute routed experts: one expert, tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
 
-`cpu_experts` gives what the eager loop of transformers computes in fp32, bit for bit, in less time. That loop looks
-for its tokens once per expert. Here routed tokens are sorted by expert once. Each matrix product has the same rows in
-the same order as there, and outputs are added in the same order, so the bits are the same.
+`cpu_experts` gives the same bits as the eager loop of transformers in fp32, in less time. That loop searches for the
+tokens of each expert in turn; here all routed tokens are sorted by expert once. Each matrix product has the same rows
+in the same order as in the eager loop, and outputs are added in the same order, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from moe_lab.models.transformers_private import activation
 
 CPU_EXPERTS = "moe_lab_cpu"
 FEW = 256
-"""Tokens up to which one operation for all experts is faster than one for each; see benchmarks/generation.py."""
+"""Up to this many tokens, one operation for all experts is faster than one per expert; see benchmarks/generation.py."""
 ALIGNMENT = 64
-"""Bytes. A matrix product may round differently when its rows do not start at a multiple of so many, as fresh tensors
-do."""
+"""Bytes. New tensors start at a multiple of this; a matrix product whose rows do not may round differently."""
 TRIED = 16
-"""Tokens on which a family's experts are tried."""
+"""Number of tokens on which `cpu_experts` is compared with the model's own experts."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k, then by token.
 
-    That is the order in which the eager forward of transformers meets them, so equal bits come out of equal matrix
-    products.
+    The eager forward of transformers uses the same order, so the same matrix products give the same bits.
     """
 
     token: torch.Tensor
@@ -47,7 +45,7 @@ class Rows:
     expert: torch.Tensor
     """(S,) expert id, ascending."""
     ends: list[int]
-    """Per expert, where its rows end; they start where those of the expert before end."""
+    """For each expert, the end of its rows; they start where those of the previous expert end."""
 
     def parts(self) -> Iterator[tuple[int, slice]]:
         """(expert, slice of its rows) for every expert that has rows."""
@@ -75,20 +73,20 @@ def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
 
 
 def intermediate(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
-    """phi (n, I): what enters down_proj of `expert`, for its rows of the hidden states (n, H)."""
+    """Compute phi (n, I), the input of down_proj of `expert`, from its rows of the hidden states (n, H)."""
     projected = _project(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", expert)
     return activation(module)(projected)
 
 
 def output(module: torch.nn.Module, phi: torch.Tensor, expert: int) -> torch.Tensor:
-    """f (n, H): the output of `expert` before the gate."""
+    """Compute f (n, H), the output of `expert` before the gate, from phi (n, I)."""
     f = _project(module, phi, "down_proj", expert)
     norm = post_expert_norm(module)
     return f if norm is None else norm(f)
 
 
 def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm that follows every expert; None for families without one, and before transformers 5.21, for all."""
+    """The norm applied to the output of every expert; None for families without one, and before transformers 5.21."""
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
@@ -119,9 +117,9 @@ def routed_output(
 
 
 def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Each row of `gates` (t, R, E) applied to the outputs of the experts for `hidden` (t, H): (t, R, H), fp32 or more.
+    """Sum expert outputs for `hidden` (t, H), weighted with each row of `gates` (t, R, E): (t, R, H), at least fp32.
 
-    Only experts with a gate somewhere are run.
+    Only experts with a nonzero gate are run.
     """
     n_experts = gates.shape[2]
     used = (gates != 0).any(1)
@@ -139,13 +137,13 @@ def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tens
 
 
 def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Gates (T, K) at expert ids (T, K) as (T, E), at least fp32, 0 elsewhere."""
+    """Scatter gates (T, K) to their expert ids (T, K): (T, E), at least fp32, 0 elsewhere."""
     gates = wide(weights)
     return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """At least fp32: sums and squares of half precision numbers are not taken in half precision."""
+    """Convert half precision to fp32, so that sums and squares are not taken in half precision."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
@@ -180,7 +178,7 @@ def cpu_experts(
 ) -> torch.Tensor:
     """Gated sum (T, H) of the outputs of experts `index` (T, K) with gates `weights` (T, K), for hidden states (T, H).
 
-    For gated experts without biases, not transposed, without a norm behind them, as `use_cpu_experts` makes sure.
+    Only for gated experts without biases, not transposed, without a norm after them; `use_cpu_experts` checks this.
     """
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
@@ -193,17 +191,17 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
-    """Let `model`, loaded with eager experts, compute them by `cpu_experts` from now on, if that is the same.
+    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if that gives the same bits.
 
-    It is where all `layers` hold fp32 weights in a plain form and the first one, tried on a few tokens, gives the same
-    bits both ways. Otherwise the model stays eager.
+    It does if the experts of all `layers` have fp32 weights and the form that `cpu_experts` handles, and the first
+    layer, tried on a few tokens, gives the same bits both ways. Otherwise the model stays eager.
     """
     if layers and all(_is_plain(layer.experts) for layer in layers) and _same_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
 
 def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
-    """All that is not a matrix product in one operation for all experts."""
+    """Compute all experts at once: everything but the matrix products is one operation."""
     gathered = hidden.index_select(0, rows.token)
     parts = list(rows.parts())
     projected = torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in parts])
@@ -213,7 +211,7 @@ def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tens
 
 
 def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
-    """One expert after the other; needs no memory for the outputs of all."""
+    """Compute one expert after the other, which needs no memory for the outputs of all experts."""
     return routed_output(hidden, rows, weights, lambda expert, _, states: expert_output(module, states, expert))
 
 
@@ -224,7 +222,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def _same_bits(layer: MoELayer) -> bool:
-    """Whether both ways to compute the experts of `layer` give what its own forward gives."""
+    """Whether both ways to compute the experts of `layer` give the same bits as its own forward."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, layer.hidden, generator=random)
     weights, index = torch.rand(TRIED, layer.n_experts, generator=random).topk(layer.top_k)

@@ -1,4 +1,4 @@
-"""What a configuration alone tells about a model: layers, experts, parameters by part, and the rule of each router."""
+"""Facts of a model from its configuration alone: layers, experts, parameters by part, and the rule of each router."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
 _TOKENS = 64
 _SAME = 1e-4
-"""Spread of the ratios of gates to a rule's, relative to their mean, up to which they are the rule's."""
+"""A router follows a rule if the ratios of its gates to those of the rule have at most this relative spread."""
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """Layers, experts and parameters of the model, built on the meta device: no weight is read.
+    """Count layers, experts and parameters of the model, built on the meta device: no weight is read.
 
-    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width; `decoder_layers` counts those
-    without experts too. `shared_width`: channels of a layer's shared experts together, 0 where there are none.
-    `parameters`: all of them, and those of one routed expert by layer, so that the size of any plan follows. Where
-    experts of a layer have unequal widths, `width` and `expert_parameters` are rounded means, and `widths` lists them
-    all. Raises UserError for a model that is not supported, is not what is expected, or has weights of another size.
+    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the parameters of one routed
+    expert, from which the size of any plan follows. `decoder_layers` includes layers without experts. `shared_width`:
+    channels of all shared experts of a layer together, 0 if there are none. `parameters`: of the whole model. Where
+    experts of a layer have unequal widths, `width` and `expert_parameters` are rounded means, and `widths` lists all
+    widths. Raises UserError for a model that is not supported, differs from `model.expected`, or has weights of
+    another size.
     """
     folder = local_folder(settings)
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
@@ -41,7 +42,7 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """The facts of a model that is built, with weights or on the meta device."""
+    """The facts of a model object, with weights or on the meta device."""
     shape = architecture(model)
     return {
         "model_type": model.config.model_type,
@@ -54,7 +55,7 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def architecture(model: Any) -> ExpectedConfig:
-    """The numbers of a model in the form of `model.expected`; where layers differ, the largest of each."""
+    """The sizes of a model in the form of `model.expected`; where layers differ, the largest of each."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
@@ -92,9 +93,9 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     """Describe a model from its configuration alone; it is built on the meta device.
 
     `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and gate rule in words;
-    `parameters`: part -> how many, each counted once; `shape`: see `architecture`; `moe_layers`: without weights;
-    `routing`: names of all tensors that decide where tokens go. UserError, with the reason, for a model that is not
-    supported or differs from `model.expected`.
+    `parameters`: part -> number of parameters, each counted once; `shape`: see `architecture`; `moe_layers`: its
+    MoELayer objects, without weights; `routing`: names of all tensors that decide where tokens go. UserError, with the
+    reason, for a model that is not supported or differs from `model.expected`.
     """
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     shape = architecture(model)
@@ -122,7 +123,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 
 
 def _gate_rules(layers: list[MoELayer]) -> list[str]:
-    """The gate rule of each layer; routers of one class and the same numbers have one, and are run once."""
+    """The gate rule of each layer. Routers of one class and the same sizes share it, so only one of them is run."""
     by_router: dict[tuple[object, ...], str] = {}
     rules = []
     for layer in layers:
@@ -146,9 +147,9 @@ def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
 def gate_rule(layer: MoELayer) -> str:
     """The rule of a router in words, such as "softmax of all experts, the best 8, renormalized".
 
-    A copy of the router with random weights routes random tokens on the CPU, so a model on the meta device will do. Its
-    gates are compared with the softmax and the sigmoid of its logits, as they are or renormalized over the chosen
-    experts, times a constant; "a rule of its own" where neither fits.
+    A copy of the router with random weights routes random tokens on the CPU, so the model may be on the meta device.
+    Its gates are compared with the softmax and the sigmoid of its logits, plain or renormalized over the chosen
+    experts, times a constant; "a rule of its own" if none of them fits.
     """
     draws = torch.Generator().manual_seed(0)
     router = copy.deepcopy(layer.router).to_empty(device="cpu").float().eval()
@@ -168,7 +169,7 @@ def gate_rule(layer: MoELayer) -> str:
 
 
 def _logits(layer: MoELayer, router: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What the router's linear map gives, (T, E)."""
+    """Logits (T, E): the output of the router's linear map."""
     parameters = dict(router.named_parameters())
     paths = {id(module): path for path, module in layer.router.named_modules()}
     linear = {}

@@ -1,7 +1,7 @@
-"""The exceptions: everything moe_lab has to know about a model family by name. No torch.
+"""Exceptions by model family: everything that moe_lab has to know about a family by name. No torch.
 
-What a family shares with the others is found by looking at the model, not listed here. Model names appear in this
-file, in the ports named below and in conf/model, nowhere else.
+Everything else is found by looking at the modules of a model. Model names appear only in this file, in the ports named
+below and in conf/model.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ UNSUPPORTED = {
     "switch_transformers": CROSS,
     "zaya": "has a router with one class more than experts",
 }
-"""model_type -> why it is refused. A family missing here is judged by what its modules look like."""
+"""model_type -> why it is refused. A family that is not listed is judged by its modules."""
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
 """Configuration fields that hold the number of routed experts; which one is canonical differs by family."""
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Configuration fields that hold the number of experts a token is routed to."""
 WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
-"""Configuration fields that hold the channels of a routed expert; the first that is there counts."""
+"""Configuration fields that hold the number of channels of a routed expert; the first one present counts."""
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
-"""Count fields that readers of config.json look up besides the one that is there: transformers 5 writes
-num_local_experts, transformers 4 and servers read num_experts and would take its default."""
+"""model_type -> all count fields that programs look up in its config.json: transformers 5 writes num_local_experts, but
+transformers 4 and servers read num_experts and would use its default."""
 UNGROUPED_METHODS = ("greedy",)
 """Values of a router's topk_method that ignore its groups."""
 ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
-"""Names of routing tensors with one entry per expert, in memory and on disk, beside the router's weight."""
+"""Names of routing tensors with one entry per expert, in memory and on disk, besides the router's weight."""
 ROUTERS = ("gate", "router")
 """Names a MoE block gives its router."""
 DISK_ROUTER_WEIGHTS = (
@@ -81,15 +81,15 @@ DISK_FUSED_EXPERTS = (
 )
 """Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
-"""How tensors of a MoE block start that pruning leaves alone."""
+"""Prefixes of the tensors of a MoE block that pruning does not change."""
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
-"""How tensors start that belong to extra prediction layers with a numbering of their own."""
+"""Prefixes of the tensors of extra prediction layers, which have a numbering of their own."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not load."""
 CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""transformers' list of model types and the classes of their causal language models."""
+"""Name of the table in transformers that maps model types to the classes of their causal language models."""
 ROOT = "PreTrainedConfig"
-"""The configuration class from which no other names of fields are inherited."""
+"""The base class of configurations, from which no attribute_map (alternative field names) is inherited."""
 
 
 @dataclass(frozen=True)
@@ -97,29 +97,29 @@ class Port:
     """Code for a family that transformers cannot load."""
 
     file: str
-    """Its name in moe_lab/models/ports, without suffix; exports have it as modeling_<file>.py."""
+    """Its file name in moe_lab/models/ports, without suffix; exports contain it as modeling_<file>.py."""
     base: str
-    """How its classes begin: <base>Config and <base>ForCausalLM."""
+    """Prefix of its class names: <base>Config and <base>ForCausalLM."""
 
 
 PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
-"""model_type -> the port that is used for it, whatever code lies beside the weights."""
+"""model_type -> the port that is used for it, even if the checkpoint brings code of its own."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is named in code."""
+    """Names of the classes and configuration fields of a family."""
 
     base: str
-    """How its classes begin: its causal language model is <base>ForCausalLM."""
+    """Prefix of its class names: its causal language model is <base>ForCausalLM."""
     config: str
-    """Its configuration class."""
+    """Name of its configuration class."""
     canonical: dict[str, str]
-    """Other name of a configuration field -> the one under which the class holds it."""
+    """Alternative name of a configuration field -> the name under which the class stores it."""
 
 
 def port_of(kind: str) -> dict[str, str]:
-    """Name -> text of the code file that a family needs which transformers cannot load; empty for all others."""
+    """File name -> source code of the port of a family that transformers cannot load; empty for all other families."""
     return {f"modeling_{PORTS[kind].file}.py": _port(kind).read_text(encoding="utf-8")} if kind in PORTS else {}
 
 
@@ -127,7 +127,7 @@ def port_of(kind: str) -> dict[str, str]:
 def read_family(kind: str) -> Family | None:
     """The family of a model type with a causal language model in the installed transformers or among our ports.
 
-    None where their files do not say it in plain literals, as for a type that they do not know.
+    None when the type is unknown, or when their source files do not state its names in plain literals.
     """
     if kind in PORTS:
         base, files = PORTS[kind].base, [_port(kind)]
@@ -144,8 +144,8 @@ def _port(kind: str) -> Path:
 
 
 def _base(file: Path, kind: str) -> str:
-    """How the classes of a model type begin; empty where transformers has no causal language model of it."""
-    # the statement alone: the syntax tree of the whole file takes 7 MB, a tenth of what an export needs
+    """Prefix of the class names of a model type; empty if transformers has no causal language model of that type."""
+    # parse this statement alone: the syntax tree of the whole file takes 7 MB, a tenth of what an export needs
     statement = re.search(rf"^{CAUSAL_MODELS}\b.*?(?=^[^\s)]|\Z)", file.read_text(encoding="utf-8"), re.M | re.S)
     listed = _assigned(ast.parse(statement[0]).body).get(CAUSAL_MODELS) if statement else None
     pairs = _literal(listed.args[0]) if isinstance(listed, ast.Call) and listed.args else None
@@ -153,7 +153,7 @@ def _base(file: Path, kind: str) -> str:
 
 
 def _configurations(text: str, kind: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Name, and canonical names of fields, of each configuration class of a model type."""
+    """(class name, canonical names of fields) of each configuration class of a model type."""
     for node in ast.parse(text).body:
         assigned = _assigned(node.body) if isinstance(node, ast.ClassDef) else {}
         if isinstance(node, ast.ClassDef) and _literal(assigned.get("model_type")) == kind:
@@ -164,7 +164,7 @@ def _configurations(text: str, kind: str) -> Iterator[tuple[str, dict[str, str]]
 
 
 def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
-    """Name -> value of the assignments that stand in a module or class."""
+    """Name -> value of the assignments in the body of a module or class."""
     assigned: dict[str, ast.expr] = {}
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -175,7 +175,7 @@ def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
 
 
 def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression of literals; None for any other."""
+    """The value of an expression of literals; None for any other expression."""
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

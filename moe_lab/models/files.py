@@ -1,4 +1,4 @@
-"""The folder of a model: where it is, whether it can be loaded, and what identifies it. No torch."""
+"""The folder of a model: find or download it, check that it can be loaded, and compute its fingerprint. No torch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from moe_lab.paths import local
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
-"""Fields of config.json that say in what layers, or experts of a layer, differ."""
+"""Fields of config.json that describe how layers, or experts of a layer, differ."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
 BESIDE = ("generation_config.json", "tokenizer_config.json")
-"""Files beside the weights that are JSON objects, where they are."""
+"""Optional files beside the weights; each must be a JSON object."""
 SHORTEST_COMMIT = 7
-"""Digits of a commit that tell it from others."""
+"""Fewest digits of a commit by which model.revision can name it."""
 HASHED_WHOLE = 1 << 30
-"""Bytes of weights up to which a fingerprint reads all of them."""
+"""Up to this many bytes of weights, a fingerprint reads all of them."""
 TENSOR_WHOLE = 8 << 20
-"""Beyond, bytes of a tensor up to which it is read whole: routers, norms, biases. Not so those of one expert, which are
-most of a checkpoint."""
+"""In larger checkpoints, tensors of up to this many bytes are read whole: routers, norms, biases. Tensors of a single
+expert, which are most of a checkpoint, are read whole only up to 3 * SAMPLE bytes."""
 SAMPLE, STRIDE = 1 << 14, 4 << 20
-"""Of others, samples of so many bytes: from the start, the middle and the end, and no further than STRIDE apart."""
+"""Larger tensors are read in samples of SAMPLE bytes: from the start, the middle and the end, at most STRIDE apart."""
 ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-"""What model.dtype can be."""
+"""Values of model.dtype."""
 DEVICES = ("auto", "cpu", "cuda")
-"""What model.device can be; cuda also with a number."""
+"""Values of model.device; cuda may have a number, as in cuda:1."""
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
-"""What model.device can be to spread a model over devices."""
+"""Values of model.device that spread a model over devices."""
 MOST_THREADS = 4096
 SIZES = {
     "num_hidden_layers": 1000,
@@ -50,22 +50,23 @@ SIZES = {
     "max_position_embeddings": 1 << 40,
     **dict.fromkeys((*WIDTH_FIELDS, *COUNT_FIELDS, *TOP_K_FIELDS), 1 << 20),
 }
-"""Field of config.json -> the most it can be: building a model of more takes minutes, or all memory."""
+"""Field of config.json -> its largest accepted value: building a larger model takes minutes, or all memory."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
-"""How fields of config.json end, at any depth, that name code: a name with a slash is fetched from the hub and run."""
+"""Endings of the fields of config.json, at any depth, that name code: transformers fetches a name with a slash from the
+hub and runs it."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 ADAPTER = "adapter_config.json"
-"""A file that makes transformers fetch the model that it names, and load that."""
+"""A file that makes transformers fetch and load another model, which it names."""
 LARGEST_TOKENIZER = 1 << 27
-"""Bytes of a tokenizer.json that is looked into before anything is loaded."""
+"""Largest tokenizer.json, in bytes, that is checked before anything is loaded."""
 
 
 def check(settings: ModelConfig) -> None:
     """Check everything about a model that needs neither torch nor network; raises UserError.
 
-    A folder must be of model.revision, if that is set, hold config.json, whole safetensors files that agree with their
-    index (or pickles, if they are allowed), a family that is not known to be unsupported, and layers of one shape
-    unless its own code may be run. A hub id is only looked at as a name.
+    A folder must be of model.revision, if that is set. It must hold config.json and complete safetensors files that
+    agree with their index (or pickles, if they are allowed). Its family must not be known to be unsupported, and its
+    layers must have one shape unless its own code may be run. Of a hub id, only the form of the name is checked.
     """
     check_running(settings)
     if not settings.path:
@@ -81,7 +82,7 @@ def check(settings: ModelConfig) -> None:
 
 
 def check_running(settings: ModelConfig) -> None:
-    """Raise UserError for a precision, a device or a number of threads that no machine has."""
+    """Raise UserError for a precision, a device or a number of threads that is not valid on any machine."""
     if settings.dtype not in PRECISIONS:
         raise unknown("model.dtype", settings.dtype, PRECISIONS)
     kind, separator, number = settings.device.partition(":")
@@ -93,7 +94,7 @@ def check_running(settings: ModelConfig) -> None:
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError when a file of the folder makes transformers fetch code or a model nobody trusts."""
+    """Raise UserError when a file of the folder makes transformers fetch code or another model that is not trusted."""
     if trust_remote_code:
         return
     for field, value in _named_code(read_json(folder / "config.json")):
@@ -109,9 +110,9 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) of what names code that is not part of transformers.
+    """(field, value) of each field that names code which is not part of transformers.
 
-    Flash attention is fetched where it is not installed.
+    Flash attention counts as such when it is not installed, because transformers would fetch it.
     """
     if isinstance(config, dict):
         for key, value in config.items():
@@ -126,7 +127,7 @@ def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a number of config.json that no model has."""
+    """Raise UserError for a number in config.json that is not valid for any model."""
     file, text = folder / "config.json", config.get("text_config", config)
     if not isinstance(text, dict):
         raise UserError(f"{file} is damaged: text_config={text!r:.40} is no object")
@@ -146,7 +147,7 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raise UserError for a tokenizer.json that is none; one without it may be of another kind."""
+    """Raise UserError for a tokenizer.json without a model. Without that file, the tokenizer may be of another kind."""
     file = folder / "tokenizer.json"
     if (
         file.is_file()
@@ -167,9 +168,9 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, or of what describes it, downloaded from the hub without the weights.
+    """The folder of a model, with at least its configuration and tokenizer, which are downloaded from the hub.
 
-    None when the hub cannot be reached or has no such model. UserError for a folder that cannot be known to be of
+    None when the hub cannot be reached or has no such model. UserError for a folder that is not known to be of
     model.revision.
     """
     path = local(settings.path)
@@ -192,10 +193,10 @@ def has_pickles_only(folder: Path) -> bool:
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
 
-    Weights of up to 1 GiB are read whole. Of larger ones the headers, every small tensor whole and samples of every
-    large one, so that no tensor can be replaced unseen; what changes a few bytes of a large one may be missed.
-    Independent of the folder's place and of file times. `path` may be `pocket:NAME`; UserError when it is no folder,
-    and for damaged safetensors files.
+    Weights of up to 1 GiB are read whole. Of larger ones, the headers, every small tensor and samples of every large
+    tensor are read: a replaced tensor is always noticed, but a change of a few bytes in a large one may be missed.
+    Independent of where the folder is and of file times. `path` may be `pocket:NAME`. UserError when it is not a
+    folder, and for damaged safetensors files.
     """
     folder = local(str(path))
     if not folder.is_dir():
@@ -221,10 +222,10 @@ def fingerprint(path: str | Path) -> str:
 
 
 def _check_revision(folder: Path, settings: ModelConfig) -> None:
-    """Raise UserError unless no revision is given, or the folder is a snapshot of it in the hub's cache.
+    """Raise UserError when a revision is given and the folder is not a snapshot of it in the hub's cache.
 
-    There a folder is named by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit that a
-    branch or tag was at when it was downloaded. A commit may be given by its first seven digits or more.
+    In the cache a folder is named by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit
+    that a branch or tag had when it was downloaded. A commit may be given by its first seven digits or more.
     """
     revision = settings.revision
     if revision is None:
@@ -293,7 +294,10 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """The header of a file of weights, and what of its tensors is read; pickles count as one tensor."""
+    """The bytes of a weight file that a fingerprint reads: its header, small tensors, and samples of large ones.
+
+    A pickle counts as one tensor.
+    """
     size = file.stat().st_size
     with file.open("rb", buffering=0) as opened:
         if file.suffix == ".safetensors":
@@ -312,7 +316,7 @@ def _samples(file: Path) -> Iterator[bytes]:
 
 
 def _read_of(size: int, whole: int) -> list[tuple[int, int]]:
-    """(first byte, how many) of what is read of `size` bytes, all of up to `whole` of them."""
+    """(first byte, number of bytes) of the parts of a tensor of `size` bytes to read; all of it up to `whole` bytes."""
     if size <= max(whole, SAMPLE):
         return [(0, size)]
     gaps = max(2, -(-(size - SAMPLE) // STRIDE))

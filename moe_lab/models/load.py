@@ -33,14 +33,13 @@ from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttribute
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token).
 
-    Sets `settings.threads` CPU threads where that is given.
+    Sets the number of CPU threads to `settings.threads` if that is given.
 
     Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that gives the same bits
-    (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Models that an export left with uneven
-    layers are loaded too, if their code may be run. Everything that can be is judged before weights are read. Raises
-    UserError, one sentence, for a folder that is incomplete or damaged, pickles that are not allowed, an unsupported
-    architecture, weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device, a GPU that
-    is too small.
+    (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Exports with uneven layers are loaded
+    too, if their code may be run. Everything that does not need the weights is checked before they are read. Raises
+    UserError for a folder that is incomplete or damaged, pickles that are not allowed, an unsupported architecture,
+    weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device, a GPU that is too small.
     """
     dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
@@ -65,9 +64,9 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 
 
 def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """The model of a folder without its weights, on the meta device; UserError for what transformers does not know.
+    """Build the model of a folder on the meta device, without weights; UserError when transformers cannot build it.
 
-    `dtype` is the precision its weights would be of; None leaves it to the configuration.
+    `dtype` is the precision of its weights; None takes that of the configuration.
     """
     config = _configuration(folder, trust_remote_code)
     try:
@@ -78,17 +77,17 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
             f"model_type={config.model_type} is not supported with layers of different shapes, as {folder} has, "
             "without code of its own: export the plan it was pruned by"
         ) from None
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # sizes and names in it
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # from its sizes and names
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{folder / 'config.json'} describes no model that can be built ({reason})") from None
 
 
 def set_top_k(model: Any, top_k: int | None) -> None:
-    """Let every router of `model` choose `top_k` experts, in place; None leaves the model as it was trained.
+    """Make every router of `model` choose `top_k` experts, in place; None leaves the model as it was trained.
 
-    Gates follow the router's own rule, normalised over the chosen ones where it normalises. The configuration says the
-    new number too. Works on the meta device. UserError unless every router has so many experts to choose from, and for
-    one whose number is fixed by its formula.
+    Gates follow the router's own rule: if it normalises, then over the chosen experts. The configuration is updated
+    too. Works on the meta device. UserError when a router has fewer experts to choose from, or when its formula fixes
+    the number.
     """
     if top_k is None:
         return
@@ -113,7 +112,7 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 @torch.no_grad()
 def _experts_of_a_token(layer: MoELayer) -> int:
-    """How many experts the router of `layer` gives a token."""
+    """Number of experts to which the router of `layer` sends a token."""
     weight = layer.routing[0].tensor
     hidden = torch.zeros(2, layer.hidden, dtype=weight.dtype, device=weight.device)
     passed = [part.tensor for part in layer.routing if part.module is layer.block]
@@ -121,7 +120,7 @@ def _experts_of_a_token(layer: MoELayer) -> int:
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """Raise UserError naming the tensor, and where it can the layer and expert, if a weight is NaN or infinite.
+    """Raise UserError naming the tensor, and for experts also layer and expert, if a weight is NaN or infinite.
 
     All tensors are checked, or those whose names begin with `within`.
     """
@@ -132,8 +131,8 @@ def check_finite(model: nn.Module, within: str = "") -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(within):
             continue
-        # The sum of a tensor with NaN or Inf is never finite; looking closer only then keeps this one pass of reading.
-        # It is added up in fp32 anyway: to ask for that takes thirty times as long.
+        # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
+        # It is accumulated in fp32 even without dtype=float32, which would take thirty times as long.
         if not tensor.is_floating_point() or tensor.is_meta or bool(tensor.sum().isfinite()):
             continue
         bad = ~tensor.isfinite()
@@ -149,7 +148,7 @@ def check_finite(model: nn.Module, within: str = "") -> None:
 
 
 def _expert(layer: MoELayer, tensor: torch.Tensor, row: int) -> int:
-    """The expert to which a row of one of the tensors of `layer` belongs, packed or stacked."""
+    """The expert that a row of a tensor of `layer` belongs to, whether experts are packed or stacked."""
     if not is_ragged(layer.experts):
         return row
     channel = row * sum(layer.widths) // len(tensor)
@@ -160,7 +159,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     check_code(folder, trust_remote_code)
     raw = read_json(folder / "config.json")
     kind, remote = raw["model_type"], "auto_map" in raw
-    if remote and trust_remote_code:  # transformers prefers a port of ours all the same
+    if remote and trust_remote_code:  # transformers still prefers our port, if there is one
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if causal_language_model(kind) is None:
         reason = "transformers has no causal language model of that type"
@@ -204,9 +203,9 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
 
 
 def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> None:
-    """Raise UserError when a tensor that is stored plainly has not as many numbers as config.json asks for.
+    """Raise UserError when an unquantised tensor has another number of elements than config.json asks for.
 
-    Numbers are compared, not shapes: some experts are stored transposed.
+    Shapes are not compared, because some experts are stored transposed.
     """
     if has_pickles_only(folder) or quantization(settings) is not None:
         return
@@ -232,7 +231,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain ones
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})") from None
-    if not tokenizer.encode("a", add_special_tokens=False):  # which transformers makes up where there are no files
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers made it up: there are no files
         raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

@@ -1,4 +1,4 @@
-"""Main memory of this machine, or of the part of it that a job was given. No torch."""
+"""Total and free main memory, of the machine or of the control group that a job runs in. No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LIMITS = Path("/sys/fs/cgroup")
 
 
 def main_memory() -> float:
-    """Bytes of main memory that this process may use at most: of the machine, or of its control group."""
+    """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group."""
     return min([_stated("MemTotal"), *(limit for limit, _ in _limits())])
 
 
 def free_memory() -> float:
-    """Bytes of main memory that can be had now without swapping, what the system caches included."""
+    """Bytes of main memory available now without swapping, including what the system uses for caches."""
     return min([_stated("MemAvailable"), *(limit - used for limit, used in _limits())])
 
 

@@ -1,4 +1,4 @@
-"""Run the decoder of a model by its own code: all of it, from the middle on, or up to some layer."""
+"""Run the decoder of a model by its own code: all of it, from some layer on, or up to some layer."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from transformers import PreTrainedModel
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
     """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
 
-    Returns the decoder's output, whose last_hidden_state (B, S, H) is what the vocabulary is read from.
+    Returns the decoder's output, whose last_hidden_state (B, S, H) is the input of the vocabulary head.
     """
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
-    # All ones mean the same as no mask, which is the faster attention.
+    # Without a mask attention is faster, and a mask of ones would have no effect.
     mask = None if bool(valid.all()) else valid.to(device, torch.int64)
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 
 def stand_in(layer: nn.Module, state: Any, undo: ExitStack) -> None:
-    """Let `layer` return `state` without computing anything, until `undo` is closed."""
+    """Make `layer` return `state` without computing anything, until `undo` is closed."""
     replace_forward(layer, lambda *inputs, **named: state, undo)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    """Let `module` compute `forward` until `undo` is closed."""
+    """Replace the forward of `module` by `forward` until `undo` is closed."""
     own = vars(module).get("forward")
 
     def restore() -> None:
@@ -42,9 +42,9 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitSt
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """Run the model by `run()` as far as `layer` and return that layer's output.
+    """Run the model by `run()` up to `layer`, and return that layer's output.
 
-    Other hooks of the layer run first. TypeError where the output is no tensor of hidden states.
+    Other hooks of the layer run first. TypeError when the output is not a tensor of hidden states.
     """
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -63,7 +63,7 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
 
 
 class _Reached(Exception):
-    """The layer has run; the rest of the model need not."""
+    """Raised when the layer has run, to skip the layers after it."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()

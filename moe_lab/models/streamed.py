@@ -1,4 +1,4 @@
-"""Models larger than the memory: one decoder layer at a time has its weights, read from safetensors when needed."""
+"""Run models larger than the memory: one decoder layer at a time holds its weights, read from safetensors on demand."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
 """Bytes of one read."""
 Ranges = Sequence[tuple[Path, int, int]]
-"""(file, first byte, how many)."""
+"""(file, first byte, number of bytes)."""
 REST = -1
-"""What belongs to no decoder layer: embeddings, the last norm, the vocabulary head."""
+"""Used as a layer number for the tensors outside decoder layers: embeddings, the last norm, the vocabulary head."""
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """The model of `settings`, to be read layer by layer, and its tokenizer.
+    """Open the model of `settings` for reading it layer by layer, and load its tokenizer.
 
     UserError as in `load_model`, and for models that are spread over devices, pickled or quantised.
     """
@@ -55,20 +55,20 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype
     trust = settings.trust_remote_code
     streamed = StreamedModel(folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k)
-    moe_layers(streamed.model)  # which says what cannot be scored
+    moe_layers(streamed.model)  # raises for models that cannot be scored
     return streamed, load_tokenizer(folder, trust_remote_code=trust)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision a checkpoint says its weights are stored in; fp32 where it says none."""
+    """The precision in which config.json says the weights are stored; fp32 if it states none."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
 class StreamedModel:
-    """A causal language model on the meta device, except what belongs to no decoder layer.
+    """A causal language model whose decoder layers are on the meta device; everything else holds its weights.
 
         with streamed.layer(3):
-            ...   # layer 3 of streamed.model computes; all others cannot
+            ...   # layer 3 of streamed.model has its weights; all others cannot be run
 
     `layers`: the decoder layers. UserError for damaged checkpoints, architectures that are not supported, quantised or
     pickled weights.
@@ -89,7 +89,7 @@ class StreamedModel:
         set_top_k(self.model, top_k)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         self.path = next(iter(self.moe.values())).stack
-        """Where the decoder layers are in the model, such as model.layers."""
+        """Module path of the decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self._names = self._by_layer()
         self._ahead, self._memory = ReadAhead(), Memory(device)
@@ -100,7 +100,7 @@ class StreamedModel:
         self._fill(REST, self.model)
 
     def _by_layer(self) -> dict[int, list[str]]:
-        """Number of a decoder layer, or REST -> its tensors in the checkpoint, prediction layers beyond left out."""
+        """Number of a decoder layer, or REST -> its tensors in the checkpoint. Extra prediction layers are left out."""
         by_layer: dict[int, list[str]] = {}
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
@@ -111,7 +111,7 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, number: int, *, then: int = -1) -> Iterator[nn.Module]:
-        """Load the weights of one decoder layer while open; those of the layer `then` are read ahead meanwhile.
+        """Load the weights of one decoder layer while open, and read ahead those of the layer `then`.
 
         UserError naming a weight that is missing, of the wrong shape, NaN or infinite.
         """
@@ -129,10 +129,10 @@ class StreamedModel:
             self._memory.give_back(weights)
 
     def through(self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """Output (B, S, H) of layer `number`, which has its weights, for `state` (B, S, H); None: for the embeddings.
+        """Run layer `number`, whose weights are loaded, on `state` (B, S, H), or on the embeddings if that is None.
 
-        `ids` and `valid` (B, S) are the batch, from which the model makes its masks and positions. UserError for layers
-        that give something else than hidden states.
+        Returns the layer's output (B, S, H). From the batch, `ids` and `valid` (B, S), the model makes its masks and
+        positions. UserError for layers that return something else than hidden states.
         """
         with ExitStack() as undo:
             if state is not None:
@@ -147,7 +147,7 @@ class StreamedModel:
                 ) from None
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Logits (B, S, V) that the model reads from `state` (B, S, H), the output of its last decoder layer."""
+        """Compute logits (B, S, V) from `state` (B, S, H), the output of the last decoder layer."""
         with ExitStack() as undo:
             for layer in self.layers:
                 stand_in(layer, state, undo)
@@ -156,8 +156,8 @@ class StreamedModel:
             return logits
 
     def _fill(self, number: int, module: nn.Module) -> None:
-        """Give `module` its weights, converted from the layout of the checkpoint to that of the model."""
-        self._ahead.wait(number)  # converted from the system's cache, which leaves the disk to the next layer
+        """Load the weights of `module`, converted from the layout of the checkpoint to that of the model."""
+        self._ahead.wait(number)  # then conversion reads the system's cache, and the disk is free for the next layer
         with ExitStack() as files, quiet():
             tensors = self._slices(number, files)
             mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device, memory=self._memory)
@@ -179,7 +179,7 @@ class StreamedModel:
         self._ahead.start(number, [(folder / entry.shard, entry.start, entry.size) for entry in entries])
 
     def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
-        """Tensors of the checkpoint that are read when they are converted."""
+        """Name -> slice of each tensor of a layer; its bytes are read when it is converted."""
         opened: dict[str, Any] = {}
         slices = {}
         for name in self._names.get(number, []):
@@ -193,8 +193,7 @@ class StreamedModel:
 class ReadAhead:
     """Reads ranges of files into the system's cache, in a thread of its own, in the order of the requests.
 
-    Advice to the system (posix_fadvise) would do for a few MB: of each range it follows no more than the disk's
-    read-ahead.
+    posix_fadvise is not enough: of each range the system then reads no more than the disk's read-ahead, a few MB.
     """
 
     def __init__(self) -> None:
@@ -207,12 +206,12 @@ class ReadAhead:
             self._pending[number] = self._thread.submit(_read_ranges, _joined(ranges))
 
     def wait(self, number: int) -> None:
-        """Wait until `number` is read. Errors are ignored: whoever uses the bytes meets them again."""
+        """Wait until `number` is read. Errors are ignored, since they occur again when the bytes are used."""
         wait([self._pending.pop(number)])
 
 
 def _joined(ranges: Ranges) -> list[tuple[Path, int, int]]:
-    """The same bytes in order, ranges that touch as one."""
+    """Sort ranges and merge adjacent ones."""
     joined: list[tuple[Path, int, int]] = []
     for file, start, size in sorted(ranges):
         if joined and joined[-1][0] == file and joined[-1][1] + joined[-1][2] == start:

@@ -1,4 +1,4 @@
-"""All that moe_lab uses of transformers beyond its public interface, in one place.
+"""Everything that moe_lab uses of transformers beyond its public interface.
 
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
 tests/models/test_transformers_private.py:
@@ -10,17 +10,17 @@ tests/models/test_transformers_private.py:
     PreTrainedModel._init_weights
         compute the buffers that no checkpoint holds, such as rotary frequencies
     the experts' _apply_gate, _is_expert_parallel, and their configuration's _experts_implementation
-        compute one expert by the family's own activation; see what computes a module's experts now
+        compute one expert by the family's own activation; know which function computes a module's experts
     GradientCheckpointingLayer's gradient_checkpointing, _gradient_checkpointing_func
         recompute decoder layers in the backward pass while modules stay in eval mode
     integrations.heterogeneity.AmbiguousGlobalPerLayerAttributeError
-        tell a checkpoint whose layers differ from one that is damaged
+        distinguish a checkpoint whose layers differ from a damaged one
     models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         know which families have a causal language model without importing their code
 
-Files that are written beside the weights of an export cannot import this one (models/ports, pruning/uneven_layers.py,
-pruning/ragged.py): each names what it uses itself, and the exports' tests run it. families.py reads source files of
-transformers as text, and compares in tests what it reads with the classes.
+Files that are written beside the weights of an export cannot import this module (models/ports,
+pruning/uneven_layers.py, pruning/ragged.py): each names itself what it uses, and the tests of exports run it.
+families.py reads source files of transformers as text; its tests compare the result with the classes.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def activation(experts: Any) -> Activation:
 
 @contextmanager
 def with_activation(experts: Any, function: Activation) -> Iterator[None]:
-    """While open, gated `experts` use `function` between their projections, whatever computes them."""
+    """Make gated `experts` use `function` between their projections while open, in every experts implementation."""
     experts._apply_gate = function
     try:
         yield
     finally:
-        del experts._apply_gate  # the method of the class
+        del experts._apply_gate  # restores the method of the class
 
 
 def experts_implementation(experts: Any) -> str | None:
-    """The name in the registry of what computes an experts module now; None where it says nothing."""
+    """Registered name of the function that computes an experts module; None if its configuration states none."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
     return name
 
@@ -89,13 +89,13 @@ def is_expert_parallel(experts: Any) -> bool:
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
     """While open, each decoder layer keeps only its input and runs again in the backward pass, still in eval mode.
 
-    ValueError for a model without layers that can.
+    ValueError for a model without layers that support this.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"the layers of {type(model).__name__} cannot be computed again")
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    # transformers asks the layer whether it is training; what is inside the layer must not see it, or dropout acts
+    # transformers recomputes only layers in training mode; the modules inside must stay in eval mode, or dropout acts
     flags = {"training": True, "gradient_checkpointing": True, "_gradient_checkpointing_func": again}
     before = [{name: layer.__dict__[name] for name in flags if name in layer.__dict__} for layer in layers]
     try:
@@ -110,7 +110,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
-    """Give all buffers below `root` that no checkpoint holds their values, as loading a whole model does."""
+    """Compute all buffers below `root` that no checkpoint holds, as loading a whole model does."""
     for module in root.modules():
         own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         computed = {name: buffer for name, buffer in own.items() if buffer is not None}
@@ -125,8 +125,8 @@ def load_tensors(
 ) -> Iterable[tuple[str, Any, Any]]:
     """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained would.
 
-    Stacks of experts are made in `memory`. Gives (name, found shape, expected shape) of weights that do not fit, which
-    stay as they were.
+    Stacks of experts are allocated from `memory`. Returns (name, found shape, expected shape) of weights that do not
+    fit; the model keeps its own there.
     """
     plan = dict(model._get_dtype_plan(dtype))
     settings = LoadStateDictConfig(
@@ -142,12 +142,11 @@ def load_tensors(
 
 
 class Memory:
-    """Tensors on a device that are lent, and those that can be lent again.
+    """Pool of tensors on a device, which are lent, given back and lent again.
 
-    transformers casts every expert, stacks all experts of a projection, then joins projections, each time in fresh
-    memory, which the system hands out zeroed and page by page: that takes ten times as long as to copy the numbers.
-    With a Memory they are copied once, from the mapped file to where they stay, and one layer after the other uses the
-    same memory.
+    transformers casts every expert, stacks all experts of a projection, then joins projections, each time in newly
+    allocated memory. The system zeroes that page by page, which takes ten times as long as copying the numbers. With a
+    Memory they are copied once, from the mapped file to their destination, and all layers use the same memory in turn.
     """
 
     def __init__(self, device: str) -> None:
@@ -156,7 +155,7 @@ class Memory:
         self._lent: list[torch.Tensor] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Lend an uninitialised tensor, a free one of that shape and dtype if there is one."""
         for place, tensor in enumerate(self._free):
             if tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype:
                 self._lent.append(self._free.pop(place))
@@ -165,17 +164,17 @@ class Memory:
         return self._lent[-1]
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take back those of `tensors` that are lent, to lend them again; what was free until now is released."""
+        """Take back those of `tensors` that are lent, to lend them again; those that were free before are released."""
         places = {tensor.data_ptr() for tensor in tensors}
         self._free = [tensor for tensor in self._lent if tensor.data_ptr() in places]
         self._lent = [tensor for tensor in self._lent if tensor.data_ptr() not in places]
 
 
 def assemble(mapping: Iterable[Any], memory: Memory, plan: dict[str, Any]) -> list[Any]:
-    """The conversion `mapping` of a model, changed so that its stacks of experts are made in `memory`.
+    """Change the conversion `mapping` of a model so that its stacks of experts are allocated from `memory`.
 
-    `plan` says in which precision tensors are read, by pattern of their names. It learns that experts are read as they
-    are stored, to be cast when they are copied, where it said nothing of them.
+    `plan`: pattern of tensor names -> precision in which they are read. Experts that it does not mention get the entry
+    None: they are read as they are stored, and cast when they are copied.
     """
     converters = list(mapping)
     for converter in converters:
@@ -183,7 +182,7 @@ def assemble(mapping: Iterable[Any], memory: Memory, plan: dict[str, Any]) -> li
             (target,) = converter.target_patterns
             if not any(re.search(pattern.replace("*", ".*"), f"layers.0.{target}") for pattern in plan):
                 converter.operations = [_Assemble(converter.operations, memory)]
-                converter.force_cpu = True  # until it is copied to the memory's device
+                converter.force_cpu = True  # tensors stay there until they are copied to the memory's device
                 plan[target] = None
     return converters
 
@@ -194,13 +193,13 @@ def _stacks(operations: Sequence[Any]) -> bool:
 
 
 class _Assemble(ConversionOps):
-    """What MergeModulelist along the first axis, perhaps followed by Concatenate along another one, gives."""
+    """Same result as MergeModulelist along the first axis, optionally followed by Concatenate along another one."""
 
     def __init__(self, operations: list[Any], memory: Memory) -> None:
         self.operations, self.memory = operations, memory
 
     def __deepcopy__(self, memo: Any) -> _Assemble:
-        return self  # converters are copied for every tensor they make, and all use one memory
+        return self  # converters are copied for every tensor they make, and all copies must use one memory
 
     @torch.no_grad()
     def convert(  # type: ignore[override]  # its operations give tensors too
@@ -213,7 +212,7 @@ class _Assemble(ConversionOps):
         model: Any,
         **named: Any,
     ) -> dict[str, torch.Tensor]:
-        """Target -> experts (E, ...) from source -> a tensor per expert."""
+        """Stack the experts of each source (one tensor per expert) and join sources: target -> (E, ...)."""
         parts = [input_dict[source] for source in source_patterns if source in input_dict]
         dtype = model.get_parameter(full_layer_name).dtype
         if not _fit(parts):
@@ -230,7 +229,7 @@ class _Assemble(ConversionOps):
     def _by_transformers(
         self, tensors: Any, sources: list[str], targets: list[str], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Experts that differ in shape or number get what its operations make of them, mostly an error."""
+        """Apply transformers' own operations to experts that differ in shape or number; mostly they raise an error."""
         for operation in self.operations:
             tensors = operation.convert(tensors, sources, targets)
         return {name: tensor.to(self.memory.device, dtype) for name, tensor in tensors.items()}
