@@ -1,1 +1,1 @@
-"""Tables, maps and the report made from a store of results: pandas only, never torch."""
+"""Tables, figures and the report, made from a store of results with pandas and without torch."""

@@ -32,9 +32,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line as names, store, study, out, format and compare; options are written key=value, or --key=value.
+    """Parse the command line into names, store, study, out, format and compare; options are key=value or --key=value.
 
-    UserError for an unknown option or format. Shows the help, and exits, where it is asked for.
+    Raises UserError for an unknown option or format. Prints the help and exits when the words include help.
     """
     help_wanted = {"-h", "--help", "help"} & set(words)
     parser = _Parser(
@@ -70,7 +70,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _dashed(word: str) -> str:
-    """`store=x` as `--store=x`, which argparse reads."""
+    """Rewrite `store=x` as `--store=x`, which argparse reads."""
     if word == "--compare":
         return "--compare=true"  # or argparse would take the next word for its value
     key, equals, value = word.removeprefix("--").partition("=")
@@ -94,7 +94,7 @@ def _names() -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the command line asks; returns the exit code."""
+    """Run the command line; returns the exit code."""
     try:
         return _run(parse(words))
     except UserError as error:
@@ -103,7 +103,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _diff(request: argparse.Namespace) -> int:
-    """Write what changed as a page, tables and figures; 1 when a cell is on one side only or a result is missing."""
+    """Write the differences of two studies as a page, tables and figures.
+
+    Returns 1 when a cell is on one side only or a result is missing."""
     from analysis.diff import report
 
     if request.compare:
@@ -120,14 +122,14 @@ def _diff(request: argparse.Namespace) -> int:
 
 
 def _unwritable(out: Path, error: OSError) -> Exception:
-    if isinstance(error, BrokenPipeError):  # of whoever reads what is printed
+    if isinstance(error, BrokenPipeError):  # the reader of stdout went away; `out` is not to blame
         return error
     way = "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
     return UserError(f"out={out} cannot be written ({error.strerror}): {way}")
 
 
 def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write published numbers beside measured ones; returns whether every named table has some."""
+    """Write tables of published and measured numbers; returns whether every named table has published numbers."""
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
 
@@ -146,7 +148,7 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
 
 
 def _comparable(wanted: Sequence[str]) -> list[str]:
-    """The requested tables that have published numbers. UserError when none has."""
+    """The requested tables that have published numbers. Raises UserError when none has."""
     from analysis.published.numbers import TABLES
 
     printed = [name for name in (TABLES if {"all", "report"} & set(wanted) else wanted) if name in TABLES]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 FIGURE_FORMATS = ("svg", "pdf", "png")
-"""File formats of figures. The page shows SVG, so that it is drawn in any case."""
+"""File formats of figures. SVG is always drawn as well, because the page shows it."""
 
 NUMERALS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -47,7 +47,7 @@ CRITERIA = {
     "snip": "SNIP",
     "channel_random": "Random channels",
 }
-"""Registry name -> spelling of the papers, in the order of every table."""
+"""Registry name -> the papers' spelling, in the order of every table."""
 
 ALLOCATIONS = {
     "uniform": "uniform",
@@ -61,7 +61,7 @@ ALLOCATIONS = {
     "list": "list",
     "evolutionary": "evolutionary",
 }
-"""Allocation of a study's record -> spelling, in the order of every table; others stand as they are."""
+"""Allocation in a study's record -> display name, in the order of every table; others are shown as they are."""
 
 RECOVERIES = {
     "none": "",
@@ -71,7 +71,7 @@ RECOVERIES = {
     "dora_nf4": "DoRA, NF4",
     "pocket_dora_nf4": "DoRA, NF4",
 }
-"""Recovery of a study's record -> spelling."""
+"""Recovery in a study's record -> display name."""
 
 METHODS = {
     ("heapr", "global"): "HEAPr-G",
@@ -79,10 +79,10 @@ METHODS = {
     ("camera", "sequential"): "CAMERA-P",
     ("camera", "layerwise"): "CAMERA-P (one-shot)",
 }
-"""Criterion and allocation -> the name they have together."""
+"""Criterion and allocation -> the papers' name of their combination."""
 
 _BETWEEN = "\x1f"
-"""Between the parts of a method's key."""
+"""Separator of the parts of a method's key."""
 
 BASELINES = ("frequency", "seer", "ean", "reap", "mone")
 """The five criteria of the published winner map (Unified Expert Pruning Fig. 2)."""
@@ -113,7 +113,7 @@ BENCHMARKS = {
     "piqa": "PIQA",
     "mathqa": "MathQA",
 }
-"""Result name -> spelling of the papers."""
+"""Benchmark in results -> the papers' spelling."""
 
 COLUMNS = {
     "Eval+": ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"),
@@ -126,28 +126,28 @@ COLUMNS = {
 """The six displayed columns of the papers, each the unweighted mean of its benchmarks."""
 
 MULTIPLE_CHOICE = COLUMNS["MC Avg"]
-"""The eight of Unified Expert Pruning, EvoESAP and AIMER."""
+"""The eight multiple-choice benchmarks of Unified Expert Pruning, EvoESAP and AIMER."""
 
 HEAPR = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "arc_challenge", "piqa", "mathqa")
-"""The seven of HEAPr, whose Average is their mean."""
+"""The seven benchmarks of HEAPr, whose Average is their mean."""
 
 COMMON_SENSE = ("piqa", "arc_challenge", "arc_easy", "boolq", "hellaswag", "winogrande")
-"""The six of MoE-Slimming's Table 10, whose mean its Table 8 calls CSQA Avg."""
+"""The six benchmarks of MoE-Slimming's Table 10, whose mean its Table 8 calls CSQA Avg."""
 
 GENERAL = (*COMMON_SENSE, "mmlu")
-"""The seven of MoE-Slimming's Tables 3 and 5, whose Avg is their mean."""
+"""The seven benchmarks of MoE-Slimming's Tables 3 and 5, whose Avg is their mean."""
 
 REASONING = ("gsm8k", "humaneval", "math500", "aime25", "gpqa", "livecodebench")
-"""Those of MoE-Slimming's Table 4."""
+"""The benchmarks of MoE-Slimming's Table 4."""
 
 ABLATION = (*COMMON_SENSE, "gsm8k", "humaneval")
-"""The eight of MoE-Slimming's other tables of scores, whose Avg is their mean."""
+"""The eight benchmarks of MoE-Slimming's other tables of scores, whose Avg is their mean."""
 
 CODE_COLUMNS = ("Eval+", "LiveCode")
 MATH_COLUMNS = ("GSM8K", "MATH-500")
 
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
-"""Benchmarks that grade the same answers again: their items are resampled together."""
+"""Benchmark -> the benchmark whose answers it grades again; their items are resampled together."""
 
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss")
 """Endings of metric names where less is better."""
@@ -155,11 +155,11 @@ LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss")
 _FAMILY = re.compile(r"s_family\((.*)\)")
 _ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
 _SHORT = ("code", "math", "general", "stories")
-"""Shipped calibration sets that captions call by a word."""
+"""Shipped calibration sets (without their prefix) that captions call by one word."""
 
 
 def criterion(name: str) -> str:
-    """The papers' spelling of a criterion; members of the S family by their numbers: S(1,0,2)."""
+    """The papers' spelling of a criterion; members of the S family are written S(1,0,2)."""
     member = _FAMILY.fullmatch(name)
     if member is None:
         return CRITERIA.get(name, name)
@@ -168,27 +168,27 @@ def criterion(name: str) -> str:
 
 
 def routed(model: str) -> tuple[str, int | None]:
-    """The model as it was trained, and the experts it gives a token instead: qwen_top2 becomes qwen, 2."""
+    """Split off a changed number of experts per token: qwen_top2 becomes (qwen, 2), qwen becomes (qwen, None)."""
     named = _ROUTED.fullmatch(model)
     return (named["trained"], int(named["top_k"])) if named else (model, None)
 
 
 def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
-    """A method as one word: the criterion's name alone, or with the allocation and recovery that tell it from others.
+    """The key of a method: the criterion's name, with the allocation and recovery where these distinguish methods.
 
-    Methods are what competes. Keys are spelled for people by `method`.
+    Tables compare methods. `method` gives the display name of a key.
     """
     return _BETWEEN.join((criterion_name, allocation, recovery)).rstrip(_BETWEEN)
 
 
 def parts(method_key: str) -> tuple[str, str, str]:
-    """Criterion, allocation and recovery of a method's key; "" where they say nothing."""
+    """Criterion, allocation and recovery of a method's key; "" for those that are not part of it."""
     criterion_name, allocation, recovery = (method_key + 2 * _BETWEEN).split(_BETWEEN)[:3]
     return criterion_name, allocation, recovery
 
 
 def method(method_key: str) -> str:
-    """A method in the papers' words: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage, NF4."""
+    """Display name of a method: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage, NF4."""
     criterion_name, allocation, recovery = parts(method_key)
     published = METHODS.get((criterion_name, allocation))
     chosen = (published,) if published else (criterion(criterion_name), allocated(allocation))
@@ -196,12 +196,12 @@ def method(method_key: str) -> str:
 
 
 def allocated(allocation: str) -> str:
-    """An allocation in a word or a few."""
+    """Display name of an allocation."""
     return ALLOCATIONS.get(allocation, allocation.replace("_", " "))
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Methods by criterion, allocation and recovery, each in its usual order, the unusual last."""
+    """Sort methods by criterion, allocation and recovery in the order of tables; unknown ones last."""
     groups = [list(CRITERIA), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def place(method_key: str) -> list[tuple[int, str]]:
@@ -217,7 +217,7 @@ def benchmark(name: str) -> str:
 
 
 def calibration(name: str) -> str:
-    """A calibration set in a word: pocket_code becomes Code, none becomes no data."""
+    """Display name of a calibration set: pocket_code becomes Code, none becomes no data."""
     if name == "none":
         return "no data"
     short = name.removeprefix("pocket_")
@@ -225,7 +225,7 @@ def calibration(name: str) -> str:
 
 
 def domain(calibration_set: str) -> str | None:
-    """What a calibration set is about (code, math or general), read from its name; None when the name does not say."""
+    """Domain of a calibration set (code, math or general), read from its name; None when the name has none."""
     lowered = calibration_set.lower()
     if "code" in lowered:
         return "code"
@@ -250,13 +250,13 @@ def signed(value: float) -> str:
 
 
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
-    """`values` without repetition, those of `order` first and in that order, the rest by alphabet."""
+    """`values` without repetition: those in `order` first and in that order, then the others alphabetically."""
     rank = {name: position for position, name in enumerate(order)}
     return sorted(set(values), key=lambda value: (rank.get(value, len(rank)), value))
 
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
-    """Calibration sets as the papers list them: general, code, math, then the rest."""
+    """Sort calibration sets as the papers list them: general, code, math, then all others."""
     rank = {"general": 0, "code": 1, "math": 2, None: 3}
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 

@@ -1,7 +1,7 @@
-"""Tables and figures by name, and what several of them are made from.
+"""Registry of tables and figures by name, and the results that several of them share.
 
-`@output(NAME, ...)` above a function of `analysis.outputs` registers what makes NAME. Everything else derives from it:
-the help, what an output needs, the chapters of the report and what `all` makes. Names follow the papers (unified.fig2).
+`@output(NAME, ...)` above a function in `analysis.outputs` registers it as the maker of NAME. The help, what an output
+needs, the chapters of the report and what `all` makes derive from this. Names follow the papers (unified.fig2).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_lab.errors import UserError, nearest
 
 
 class Results:
-    """A study and what several outputs need of it, computed once."""
+    """A study, and results derived from it that several outputs need, each computed once."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -44,7 +44,7 @@ class Results:
 
     @cached_property
     def pruned(self) -> list[Comparison]:
-        """Models with at least one pruned cell, evaluated or not: for what is made without scores."""
+        """Models with at least one pruned cell, evaluated or not: for outputs that do not need scores."""
         return [comparison for comparison in self._models if comparison.panels]
 
     @cached_property
@@ -64,7 +64,7 @@ class Results:
 
     @cached_property
     def decided_pairs(self) -> pd.DataFrame:
-        """Pairs of criteria that are told apart, by scores and by answer losses: see `winners.decided_pairs`."""
+        """Pairs of criteria that differ significantly, by scores and by answer losses: see `winners.decided_pairs`."""
         return winners.decided_pairs(self.comparisons, self.by_answer_loss.comparisons)
 
     @cached_property
@@ -75,7 +75,7 @@ class Results:
 
     @cached_property
     def overlaps(self) -> pd.DataFrame:
-        """Overlap over calibration sets of every S(b, alpha, beta)."""
+        """Overlap of every S(b, alpha, beta) across calibration sets."""
         return overlap.calibration_overlap(self.study.family)
 
     @cached_property
@@ -86,7 +86,7 @@ class Results:
 
 Item = Table | Figure
 Make = Callable[[Results, str], Item | Iterable[Item | None] | None]
-"""Makes the tables and figures of a study, given the name of the output; nothing, or None, where there is no data."""
+"""Makes the tables and figures of a study, given the name of the output; nothing, or None, when there is no data."""
 Builder = TypeVar("Builder", bound=Make)
 MakeOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
 """The same for one model."""
@@ -117,30 +117,30 @@ class Output:
     name: str
     make: Make
     needs: str
-    """What a run must have had for it to have numbers: said when it has none."""
+    """What a run must include for this output to have data; shown to the user when there is none."""
     chapter: str
-    """The chapter of the report that shows it (see `analysis.report`); "" where only its files are written."""
+    """The chapter of the report that shows it (see `analysis.report`); "" when only its files are written."""
     shown: Shown
     """Which of its tables and figures the chapter shows."""
     filters: str
-    """Columns by which the page filters its tables, with | between; the first block alone is shown at first when it
-    starts with a star."""
+    """Columns by which the page filters its tables, separated by |. With a leading star, the page shows only the first
+    block at first."""
     also: tuple[str, ...]
-    """Published tables and figures that have the same numbers here: all models of a study stand in one table."""
+    """Names of other published tables and figures that this output contains, as it has all models of a study."""
 
     @property
     def title(self) -> str:
-        """What it shows: the first line of its function's docstring."""
+        """Title of the output: the first line of its function's docstring."""
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
     def items(self, results: Results) -> list[Item]:
-        """Its tables and figures; a table without a row is left out."""
+        """Make its tables and figures; a table without rows is left out."""
         with style.look():
             return with_content(_listed(self.make(results, self.name)))
 
 
 def with_content(items: Iterable[Item | None]) -> list[Item]:
-    """Figures, and tables that have a row."""
+    """Leave out tables without rows, and None."""
     return [item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))]
 
 
@@ -151,9 +151,9 @@ def _listed(items: Item | Iterable[Item | None] | None) -> Iterable[Item | None]
 def per_model(
     models: Literal["comparisons", "pruned"] = "comparisons",
 ) -> Callable[[MakeOfModel], Callable[[Results, str], list[Item]]]:
-    """Make the items of each model, those that `Results` has under `models`.
+    """Call the decorated function once for each model in `Results.comparisons` or `Results.pruned`.
 
-    The function below is given the model, and the output's name: NAME, or NAME.MODEL where there are several models.
+    It gets the model's comparison and the name of its item: NAME, or NAME.MODEL when there are several models.
     """
 
     def of_each(make: MakeOfModel) -> Callable[[Results, str], list[Item]]:
@@ -172,7 +172,7 @@ def per_model(
 
 
 REGISTERED: dict[str, Output] = {}
-"""What the modules imported so far register; `outputs` imports all of them."""
+"""Outputs of the modules imported so far; `outputs` imports all of them."""
 
 
 def output(
@@ -184,7 +184,7 @@ def output(
     needs: str = DEFAULT,
     also: Sequence[str] = (),
 ) -> Callable[[Builder], Builder]:
-    """Register the function below as what makes `name`. The other arguments: see `Output`."""
+    """Register the decorated function as the maker of `name`. The other arguments: see `Output`."""
 
     def register(make: Builder) -> Builder:
         REGISTERED[name] = Output(name, make, needs, chapter, shown, filters, tuple(also))
@@ -194,14 +194,14 @@ def output(
 
 
 PARTS: dict[str, list[Callable[[Results], Iterable[Any]]]] = {}
-"""What the report shows besides tables and figures, as the modules imported so far register it."""
+"""Makers of the report's texts and interactive maps, registered by the modules imported so far."""
 
 
 def part(name: str) -> Callable[[Callable[[Results], Iterable[Any]]], Callable[[Results], Iterable[Any]]]:
-    """Register the function below as one that makes a part of the report's page; several stand in module order.
+    """Register the decorated function as a maker of a part of the report's page; several are shown in module order.
 
-    name: `text.headline` for the findings at its head, each a word on its subject and a sentence; `text.CHAPTER` for a
-    chapter's sentences; `views.CHAPTER` for its interactive maps.
+    name: `text.headline` for the findings at its head, each a subject and a sentence; `text.CHAPTER` for a chapter's
+    sentences; `views.CHAPTER` for its interactive maps.
     """
 
     def register(make: Callable[[Results], Iterable[Any]]) -> Callable[[Results], Iterable[Any]]:
@@ -212,22 +212,21 @@ def part(name: str) -> Callable[[Callable[[Results], Iterable[Any]]], Callable[[
 
 
 def parts(name: str, results: Results) -> list[Any]:
-    """What the modules of `analysis.outputs` make for this part of the report's page."""
+    """Make this part of the report's page by all functions registered for it in `analysis.outputs`."""
     _import_modules()
     makers = sorted(PARTS.get(name, ()), key=lambda make: make.__module__)
     return [item for make in makers for item in make(results)]
 
 
 def outputs() -> Mapping[str, Output]:
-    """Every output by name: those of one module stand together, modules in the order of their names; gaps, which the
-    others add to, are last."""
+    """All outputs by name, ordered by module name. `gaps` is last, because making the others can add gaps."""
     _import_modules()
     return dict(sorted(REGISTERED.items(), key=_place))
 
 
 @cache
 def _import_modules() -> None:
-    """Let every module of analysis.outputs register what it makes; looked for once, as each name asks for it."""
+    """Import all modules of analysis.outputs, which register their outputs; cached, as every look-up calls this."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
@@ -239,12 +238,12 @@ def _place(named: tuple[str, Output]) -> tuple[bool, str]:
 
 
 def also() -> dict[str, str]:
-    """Published table or figure -> the output that has its numbers too."""
+    """Published table or figure -> the output with another name that contains it."""
     return {name: output.name for output in outputs().values() for name in output.also}
 
 
 def find(name: str) -> Output:
-    """The output that has the numbers of `name`. UserError for an unknown name."""
+    """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
     known, others = outputs(), also()
     found = known.get(others.get(name, name))
     if found is None:
@@ -255,5 +254,5 @@ def find(name: str) -> Output:
 
 
 def make(wanted: Iterable[str], results: Results) -> dict[str, list[Item]]:
-    """The named outputs, each made once. UserError for an unknown name."""
+    """Make the named outputs, each once. Raises UserError for an unknown name."""
     return {one.name: one.items(results) for one in dict.fromkeys(map(find, wanted))}

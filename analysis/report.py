@@ -27,28 +27,28 @@ from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
 UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
-"""Error numbers of a folder that takes no file."""
+"""Error numbers raised when the output folder cannot be written."""
 FAILED = "failed"
-"""Folder beside the tables and figures: NAME.log has the traceback of what could not be made."""
+"""Folder beside the tables and figures with a traceback, NAME.log, for each output that could not be made."""
 
 
 class Publisher:
-    """Writes outputs of a study into `out`, figures in `figure_format`, and remembers what failed."""
+    """Writer of a study's outputs into `out`, with figures in `figure_format`; keeps a list of what failed."""
 
     def __init__(self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]) -> None:
         self.results = results
         self.out = out
         self.figure_format = figure_format
         self.attempted: dict[str, Exception | None] = {}
-        """Name -> its error, None where it succeeded."""
+        """Name -> its error, or None when it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """The result of `make`; None, and a gap with the reason, where it raises. That the disk is full or read-only is
-        raised, as it concerns all outputs."""
+        """Call `make` and return its result; None, with a gap, when it raises. A full or read-only disk is raised,
+        because it concerns all outputs."""
         self.attempted.setdefault(name, None)
         try:
             return make()
-        except Exception as error:  # a bug in one output must not take the others with it
+        except Exception as error:  # a bug in one output must not prevent the others
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
             self.attempted[name] = error
@@ -58,11 +58,11 @@ class Publisher:
 
     @property
     def failed(self) -> list[str]:
-        """Names of what could not be made."""
+        """Names of the outputs that could not be made."""
         return [name for name, error in self.attempted.items() if error]
 
     def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
-        """Make the named outputs and write their files: name -> those that were written, and all files."""
+        """Make the named outputs and write their files. Returns name -> written tables and figures, and all files."""
         items_by_name: dict[str, list[Item]] = {}
         written: list[Path] = []
         for output in dict.fromkeys(map(find, wanted)):
@@ -74,7 +74,7 @@ class Publisher:
         return items_by_name, written
 
     def log_failures(self) -> None:
-        """Write OUT/failed/NAME.log for what could not be made, and remove that of what could be made this time."""
+        """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that succeeded this time."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -86,7 +86,7 @@ class Publisher:
 
 PAGE = "report.html"
 GAPS = "gaps"
-"""The table of what is missing, made last."""
+"""The output that lists missing results; made last."""
 Made = Mapping[str, Sequence[Item]]
 """Output -> its tables and figures that were written."""
 
@@ -99,7 +99,7 @@ def write(store: Path | str, study: str, out: Path | str) -> Path:
 def write_report(publisher: Publisher) -> Path:
     """Write all tables and figures of a study, and the page that shows them; returns the page's path.
 
-    What cannot be made is a gap on the page; its traceback is in OUT/failed.
+    An output that cannot be made is a gap on the page, with its traceback in OUT/failed.
     """
     items_by_name, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
@@ -155,7 +155,7 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of the page. It shows the outputs that are registered with its anchor, and the parts `text.ANCHOR` and
+    """A chapter of the page: shows the outputs registered with its anchor, and the parts `text.ANCHOR` and
     `views.ANCHOR`."""
 
     anchor: str
@@ -174,12 +174,12 @@ def _section(chapter: Chapter, publisher: Publisher, items_by_name: Made) -> Sec
 
 
 def _part(name: str, publisher: Publisher) -> list[Any]:
-    """The part of the page that is registered under this name; one that fails is a gap, like an output."""
+    """Make the part of the page that is registered under this name; one that fails is a gap, like an output."""
     return publisher.attempt(name, lambda: parts(name, publisher.results)) or []
 
 
 def _shown(anchor: str, study: Study, items_by_name: Made) -> Section:
-    """The tables and figures of the section `anchor`, and by which columns they are filtered."""
+    """The section `anchor` with its tables and figures and their filter columns."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -230,7 +230,7 @@ CHAPTERS = (
     Chapter("criteria", "Criteria", "Criteria: definitions, inputs and cost"),
     Chapter("memory", "Memory", "Architectures and loading memory"),
 )
-"""In the order of the page; published numbers, missing results and provenance follow."""
+"""Chapters in the order of the page; published numbers, missing results and provenance follow."""
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:
@@ -269,7 +269,8 @@ def _details(study: Study) -> list[tuple[str, str]]:
 
 
 def what_was_run(study: Study) -> str:
-    """Models, criteria, allocations, calibration sets, ratios, bits, benchmarks and items in two or three sentences."""
+    """Describe the models, criteria, allocations, calibration sets, ratios, recoveries, benchmarks and items in two or
+    three sentences."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     sizes = sorted(study.results["n"].unique())
     items = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
@@ -290,13 +291,13 @@ def _who_chose(pruned: pd.DataFrame) -> str:
 
 
 def _how_much(pruned: pd.DataFrame) -> str:
-    """Ratios, of what, and the calibration sets."""
+    """Ratios, whether of each layer or in all, and the calibration sets."""
     ratios = names.listing(names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})) or "none"
     return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"
 
 
 def _by_data(pruned: pd.DataFrame) -> str:
-    """The calibration sets, of each model where they differ."""
+    """The calibration sets, listed by model when they differ between models."""
     models: dict[str, list[str]] = {}
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
@@ -308,7 +309,7 @@ def _by_data(pruned: pd.DataFrame) -> str:
 
 
 def _stored(pruned: pd.DataFrame) -> str:
-    """How weights were treated after pruning, where that differs."""
+    """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when there are none."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
     spelled = (names.RECOVERIES.get(word, word).replace(", ", " + ") for word in recoveries)
     words = [f"with {word}" if word else "as they are" for word in spelled]
@@ -316,7 +317,7 @@ def _stored(pruned: pd.DataFrame) -> str:
 
 
 def completeness(study: Study) -> str:
-    """Whether anything is missing."""
+    """A sentence that says whether results are missing."""
     if not study.gaps:
         return "Nothing is missing: every result that was asked for is here."
     return capitalised(

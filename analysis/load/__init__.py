@@ -1,6 +1,6 @@
-"""A study in a store as data frames."""
+"""Load a study from a store as data frames."""
 
 import pandas as pd
 
-# frames here have at most some thousand rows, which strings of Python serve faster than pyarrow's
+# frames here have a few thousand rows at most; for these, Python's strings are faster than pyarrow's
 pd.options.mode.string_storage = "python"

@@ -16,7 +16,7 @@ from moe_lab.results import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
 _LOSS = "answer_loss"
-"""A column of samples that older stores, and benchmarks without reference answers, do not have."""
+"""Optional column of samples.parquet: missing in older stores and for benchmarks without reference answers."""
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
 _OTHER_STEPS = ("cost", "profile")
 """Other steps of a cell whose errors are recorded."""
@@ -26,9 +26,9 @@ _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_lon
 def evaluations(
     document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Results, samples and origins (see `Study`) of every evaluation that can be read, each result once.
+    """Read results, samples and origins (see `Study`) of every evaluation that can be read, each result once.
 
-    labels: cell -> its words.
+    labels: cell -> its label in gaps.
     """
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
@@ -85,7 +85,7 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
 
 
 def _compare_suites(document: Mapping[str, Any], labels: Mapping[int, str], reader: Reader) -> None:
-    """A gap for every cell without a task that other cells of its model and study have."""
+    """Record a gap for every cell that lacks a task which other cells of its model and study have."""
     for cell, words in labels.items():
         entry = document["cells"][cell]
         lacking = [task for task in entry["suite"] if task not in (entry.get("evaluate") or {})]
@@ -94,7 +94,7 @@ def _compare_suites(document: Mapping[str, Any], labels: Mapping[int, str], read
 
 
 def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: Reader) -> None:
-    """A gap for every benchmark that a task reports for other cells but not for this one."""
+    """Record a gap for every benchmark that a task reports for some cells but not for all."""
     for key, found in groups(results, ["task"]):
         reported = found.groupby("cell")["benchmark"].agg(set)
         every = set(found["benchmark"])
@@ -118,25 +118,25 @@ def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 ROUNDING = 1e-3
-"""A score this close to the mean of its outcomes is that mean."""
+"""A score counts as the mean of its outcomes when it differs from that mean by less than this."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of one model's cells, rows in their order; NaN rows are cells without any that add up to their score."""
+    """Outcomes of one model's cells, one row per cell; the row is NaN when a cell's score is not their mean."""
 
     shared: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> outcomes (cells, items) on the items that all evaluated cells were asked."""
+    """Benchmark -> outcomes (cells, items) on the items that all evaluated cells answered."""
     own: dict[str, np.ndarray] = field(default_factory=dict)
-    """The same on all items, NaN where a cell was not asked; only benchmarks whose cells were asked different items."""
+    """The same on all items, NaN where a cell did not get an item; only benchmarks whose cells got different items."""
     odd: list[tuple[int, str]] = field(default_factory=list)
     """(cell, benchmark) whose score is not the mean of its outcomes although other cells' scores are."""
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """The outcomes of cells from `Study.samples` and their scores (cells, benchmarks).
+    """Arrange `Study.samples` as matrices of outcomes; scores: (cells, benchmarks).
 
-    A benchmark of which most scores are no means of outcomes (perplexity, say) has none.
+    A benchmark is left out when most of its scores are not means of outcomes, as for perplexity.
     """
     found = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -161,12 +161,12 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
 
 
 def binary(outcomes: np.ndarray) -> bool:
-    """Whether items are right or wrong, none of them graded."""
+    """Whether all outcomes are 0 or 1, without partial credit."""
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 
 
 NAMESPACES = "namespaces"
-"""The sandbox that isolates programs fully: no remark."""
+"""The sandbox that isolates programs fully; results made with it need no remark."""
 
 
 def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
@@ -205,7 +205,7 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
-    """A sentence for every benchmark whose scores are not comparable, because its metrics differ in a model's cells."""
+    """A sentence for every benchmark whose metric differs between cells of one model, so that scores do not compare."""
     models = results["cell"].map(cells["model"])
     by_model = results.groupby([results["benchmark"], models], sort=True)["metric"]
     mixed = by_model.transform("nunique") > 1

@@ -1,6 +1,7 @@
-"""What passes over calibration sets left: statistics of experts, the S family, exact damage, coverage and convergence.
+"""Results of calibration passes: statistics of experts, the S family, exact damage, coverage and convergence.
 
-Of several gates and seeds one is shown: the first that a model's cells have, if the pass was made with it."""
+When a study has several gates and seeds, those of the model's first pruned cell are shown where a pass was made with
+them, and another pass otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Reports = Mapping[str, Mapping[str, Any]]
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """Of the cells whose pass is known one for each model and calibration set, the shown gate and seed preferred."""
+    """One cell with a calibration pass for each model and calibration set, preferably of the shown gate and seed."""
     with_pass = cells[cells["statistics_folder"].notna()]
     usual = shown_settings(cells)
     pairs = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
@@ -40,8 +41,8 @@ def steps_by_pass(
 ) -> dict[tuple[str, str], str | None]:
     """(Calibration, model) -> its step, from a record's steps by "calibration@model@gate@seed".
 
-    Of several gates and seeds that of `usual` (of the model) is taken, or the first. Older records, by
-    "calibration@model", kept one without saying which: it is taken where there is no other.
+    When there are several gates and seeds, those in `usual` (model -> gate and seed) are preferred, then the first.
+    Older records have keys "calibration@model" without gate and seed; these are used only when there is no other.
     """
     ranked: dict[tuple[str, str], tuple[int, str | None]] = {}
     for key, step in (steps or {}).items():
@@ -54,7 +55,7 @@ def steps_by_pass(
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """model, calibration, layer, expert, tokens; and the reports of the passes."""
+    """Read the tokens per expert (model, calibration, layer, expert, tokens) and the reports of the passes."""
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
     for row in records(shown_passes(cells)):
@@ -71,22 +72,22 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """model, calibration and FAMILY: every S(b, alpha, beta)."""
+    """Read the scores S(b, alpha, beta) of every expert: model, calibration and FAMILY."""
     return _per_calibration(document.get("families"), "family.parquet", results.FAMILY, cells, reader)
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """model, calibration and SCORES: the exact damage of removing one expert."""
+    """Read the exact damage of removing one expert: model, calibration and SCORES."""
     return _per_calibration(document.get("damages"), "scores.parquet", results.SCORES, cells, reader)
 
 
 def convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """model, calibration and CONVERGENCE: scores from parts of the calibration sets."""
+    """Read scores from parts of the calibration sets: model, calibration and CONVERGENCE."""
     return _per_calibration(document.get("convergences"), "convergence.parquet", results.CONVERGENCE, cells, reader)
 
 
 def channel_convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """model, calibration and CHANNEL_CONVERGENCE: which channels plans from parts of the calibration sets keep."""
+    """Read which channels plans from parts of the calibration sets keep: model, calibration, CHANNEL_CONVERGENCE."""
     by_criterion: dict[str, dict[str, str | None]] = {}
     for key, step in (document.get("channel_convergences") or {}).items():
         criterion, _, calibration_and_model = key.partition("@")
@@ -101,7 +102,7 @@ def channel_convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader
 def _per_calibration(
     steps: Mapping[str, str | None] | None, file: str, columns: Sequence[str], cells: pd.DataFrame, reader: Reader
 ) -> pd.DataFrame:
-    """One frame of the same file from the steps of every calibration set and model, of one gate and seed."""
+    """Read `file` from the step of every calibration set and model (of one gate and seed) into one frame."""
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(steps, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
@@ -112,7 +113,7 @@ def _per_calibration(
 
 
 ROOTS = "channel_root_sum"
-"""A column that experts.parquet of an older moe_lab lacks."""
+"""A column that experts.parquet does not have when an older moe_lab wrote it."""
 TABLES = {
     "experts.parquet": ("statistics.safetensors", EXPERTS),
     "layers.parquet": ("statistics.safetensors", LOSSES),
@@ -123,14 +124,14 @@ TABLES = {
     "expert_concentration.parquet": ("scores.safetensors", CONCENTRATION),
     "budgets.parquet": ("scores.safetensors", BUDGETS),
 }
-"""Table -> the arrays that it was made from, and its columns."""
+"""Table -> the file of arrays that it was made from, and its columns."""
 
 
 def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None = None) -> pd.DataFrame | None:
-    """The table `file` of a step; None where there is none. `arrays_in`: the folder of its arrays, if another's.
+    """Read the table `file` of a step; None when it is missing. `arrays_in`: the folder of its arrays, if not `folder`.
 
-    A store that holds results alone has neither arrays nor tables, and that is no gap; arrays without their table are
-    of an older moe_lab, and the gap says what to do.
+    A store reduced to results has neither arrays nor tables, which is not a gap. Arrays without their table were
+    written by an older moe_lab, and the gap says what to do.
     """
     if folder is None:
         return None
@@ -155,20 +156,20 @@ MEASURES = {
 STATISTICS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 """Raw statistics of an expert -> what they are."""
 MAGNITUDES = {"size": "root mean square of channels", "largest": "largest channel"}
-"""Measures of an expert's channels, the inputs of its down projection, over its tokens."""
+"""Measures of an expert's channels (the inputs of its down projection) over the tokens routed to it."""
 ABLATION = "ablation"
-"""Kind of step behind a plan that says what the loss gains without an expert."""
+"""Kind of step that measures how much the loss rises when one expert is removed."""
 
 
 def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """One row per model, calibration set, layer and expert: KEYS, MEASURES and MAGNITUDES.
+    """Measures of experts, one row per model, calibration set, layer and expert: KEYS, MEASURES and MAGNITUDES.
 
     tokens       N, tokens that the router sent to the expert
     gate, norm   1/N sum_t g and 1/N sum_t ||f||, NaN for N = 0
     first        sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream, per calibration token
-    second       sum_t g^2 ||f||^2 / (||y||^2 + eps), per calibration token: for the loss ||m||^2 / (||y||^2 + eps)
-                 exactly what changes when the expert alone falls silent
-    ablation     what the model's loss gains without the expert, nats per token; NaN where no plan read that
+    second       sum_t g^2 ||f||^2 / (||y||^2 + eps), per calibration token: the exact change of the loss
+                 ||m||^2 / (||y||^2 + eps) when the output of this expert alone becomes 0
+    ablation     rise of the model's loss without the expert, nats per token; NaN where no plan uses an ablation
     size         sqrt(sum_t,c phi^2 / (N I)), NaN for N = 0; `largest`: max_t,c |phi|
     """
     frames = [
@@ -187,7 +188,8 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
     activation   sqrt(1/N sum_t phi^2) over its channels
     gradient     sqrt(1/N sum_t (dL/dphi)^2) over its channels, where some criterion reads gradients
 
-    mean and std over `count` weights or channels. Only experts with an ablation; without a token there is no statistic.
+    mean and std are over `count` weights or channels. Only experts with an ablation are listed; an expert without
+    tokens has no activation and no gradient.
     """
     frames = []
     for model, calibration, calibrated, sums, _ in _passes("experts.parquet", cells, calibrations, reader):
@@ -227,8 +229,10 @@ def _moments(experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count:
 
 
 def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """model, calibration, layer, entropy, tokens: how many tokens of each calibration set have a router entropy in the
-    bin that ends at `entropy`, as a share of the logarithm of the number of experts."""
+    """Histograms of router entropy: model, calibration, layer, entropy, tokens.
+
+    `tokens` counts calibration tokens in the bin that ends at `entropy`, which is a share of the logarithm of the
+    number of experts."""
     frames = [
         counts.assign(model=model, calibration=calibration)
         for model, calibration, _, counts, _ in _passes("entropy.parquet", cells, calibrations, reader)
@@ -237,8 +241,8 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
 
 
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """model, calibration, layer, loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), m the routed output
-    of the layer, y the residual stream after it."""
+    """Losses of layers (model, calibration, layer, loss): mean over calibration tokens of ||m||^2 / (||y||^2 + eps),
+    m the routed output of the layer, y the residual stream after it."""
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
         for model, calibration, _, sums, report in _passes("layers.parquet", cells, calibrations, reader)
@@ -247,7 +251,7 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """Means of experts from their sums."""
+    """MEASURES (without ablation) and MAGNITUDES of experts from sums over their tokens."""
     seen = _seen(sums)
     return pd.DataFrame(
         {
@@ -265,14 +269,14 @@ def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
 
 
 def _tokens(report: Mapping[str, Any]) -> float:
-    """Calibration tokens of a pass; NaN when its report does not say."""
+    """Calibration tokens of a pass; NaN when its report does not count them."""
     return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
 
 
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """Model, calibration set, cells, table `file` and report of each pass that left one."""
+    """Model, calibration set, cells, table `file` and report of each shown pass that has this table."""
     cells = cells[cells["statistics_folder"].notna()].assign(shown=shown_passes(cells)["statistics_folder"])
     for (model, calibration, *_), own in cells.groupby(["model", "calibration", "gate", "seed"], sort=False):
         shown = own["shown"].dropna()
@@ -286,11 +290,11 @@ def _passes(
 
 
 _BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
-"""Kind of step -> the columns of the table that it leaves, which is called by the kind."""
+"""Kind of step -> the columns of its table, KIND.parquet."""
 
 
 def _behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """The table of the first step of this kind that some plan among `cells` rests on; empty when none does."""
+    """The table of the first step of this kind among the inputs of the cells' plans; empty when there is none."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_behind(row["plan_folder"], reader).items():
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None

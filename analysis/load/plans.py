@@ -1,4 +1,4 @@
-"""What pruned models cost and keep, and how their allocations were searched for, as tidy frames from a store."""
+"""Costs, kept experts and channels, timings and searches of the pruned models in a store, as tidy frames."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ COSTS = (
     "flops_per_token_unpruned",
     "flops_ratio",
 )
-"""Numbers of cost.json: counts of parameters; shares of all parameters and of those of routed experts that are kept;
-bytes as stored (4 bits where quantised) and as loaded in bf16; FLOPs of a token, and their share of the unpruned
-model's."""
+"""Numbers of cost.json: counts of parameters; kept shares of all parameters and of those of routed experts; bytes as
+stored (4 bits where quantised) and as loaded in bf16; FLOPs per token, and their share of the unpruned model's."""
 
 FIRST_ORDER = "ala1"
-"""The prior of allocation=coverage where a plan names none."""
+"""The default prior of allocation=coverage, for plans that do not name theirs."""
 
 HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
 """Columns of history.parquet."""
 
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
-"""What timing.json says of all requests of a model."""
+"""Fields of timing.json that hold for all requests to a model."""
 
 
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -48,10 +47,10 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What plans leave: cell, layer, expert, share of the expert's channels (0..1), null.
+    """What plans keep: cell, layer, expert, share of the expert's channels (0..1), null.
 
-    All experts the layer had are listed: a dropped one has 0, and so has a null expert, which keeps no channel and is
-    still routed to; `null` tells it from a dropped one. Whole experts have 1. The unpruned model has no rows.
+    All experts of the unpruned layer are listed. A dropped expert has share 0. So has a null expert, which keeps no
+    channel and is still routed to; the column `null` marks it. Whole experts have 1. The unpruned model has no rows.
     """
     columns = ("layer", "expert", "share", "null")
     frames = {}
@@ -64,12 +63,12 @@ def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What a pass through every pruned model looks like, layer by layer: cell and PROFILES."""
+    """Hidden states and routing of every pruned model by layer: cell and PROFILES."""
     return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader, newer="output_loss")
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """How long requests of every model took: cell, TIMINGS and CONDITIONS."""
+    """Durations of requests to every timed model: cell, TIMINGS and CONDITIONS."""
     requests = _tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
     documents = _documents(cells, "timing_folder", "timing.json", reader)
     rows = [{"cell": cell, **{name: about.get(name) for name in CONDITIONS}} for cell, about in documents.items()]
@@ -77,8 +76,8 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """How plans round the channels of experts: cell, block (channels) and smallest (fewest channels of an expert), of
-    plans that do."""
+    """Rounding of channels per expert, for plans that round: cell, block (a multiple of so many channels) and smallest
+    (the fewest channels of an expert)."""
     rows = []
     for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = (plan.get("provenance") or {}).get("allocation") or {}
@@ -88,8 +87,9 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What plans of allocation=coverage divide a layer among its experts by: cell, prior, and `others`, the rest of
-    the allocation's settings in one word, which is the same for plans that differ in the prior alone."""
+    """The prior by which plans of allocation=coverage divide a layer's budget among experts: cell, prior, others.
+
+    `others` is all other settings of the allocation as JSON, equal for plans that differ in the prior alone."""
     rows = []
     for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
@@ -103,21 +103,23 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def history(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Every schedule that searches made: cell and HISTORY. Schedules are arrays of experts removed, in the order of
-    `layers` in `searches`; `fitness` is NaN for one that was never evaluated, higher is better."""
+    """Every schedule that searches proposed: cell and HISTORY.
+
+    A schedule is an array of experts removed per layer, in the order of `layers` in `searches`. `fitness` is NaN for a
+    schedule that was never evaluated; higher is better."""
     return _tables(_searched(cells), "history.parquet", HISTORY, reader)
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """One row per cell whose allocation was searched for, with its cell and:
+    """Searches, one row per cell whose allocation was searched for, with its cell and:
 
-    layers            decoder layers, tuple; `best` and `uniform` are removed experts in their order, tuples
+    layers            decoder layers, tuple; `best` and `uniform` are removed experts of these layers, tuples
     budget            experts removed in all
     samples           rows of the search set
     fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
     candidates        schedules that were evaluated
-    forwards          what that cost, in full forwards of the search set; without reuse it would be `candidates`
-    full, screening   the same for the unpruned model, and for ranking proposals that were not evaluated
+    forwards          cost of their evaluation in full forwards of the search set; equal to `candidates` without reuse
+    full, screening   the same for the unpruned model, and for ranking proposals before evaluation
     per_candidate     forwards for one candidate
     seconds           of the whole search in one process
     """
@@ -131,7 +133,7 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _samples(folder: Path | None, reader: Reader) -> float:
-    """Rows of the text a step read; NaN where its identity is not written down."""
+    """Rows of the text that a step read; NaN when the step has no record of its settings (step.json)."""
     if folder is None or not (folder / "step.json").is_file():
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
@@ -166,7 +168,7 @@ def _searched(cells: pd.DataFrame) -> pd.Series:
 
 
 def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader, newer: str = "") -> pd.DataFrame:
-    """cell and these columns of a table in the folder of each cell."""
+    """Read `columns` of the table `file` in each cell's folder, with a column `cell`."""
     frames = {}
     for cell, name in folders.items():
         frame = reader.frame(reader.folder(str(name)), file, columns, newer)
@@ -176,7 +178,7 @@ def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reade
 
 
 def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> dict[int, dict[str, Any]]:
-    """Cell -> the JSON document in one of its folders; cells that share a folder share the document."""
+    """Cell -> the JSON document in the folder named by `column`; cells that share a folder share the document."""
     by_folder: dict[str, dict[str, Any] | None] = {}
     documents = {}
     for cell, name in cells[column].dropna().items():
@@ -211,17 +213,17 @@ def _by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.D
 
 
 BYTES = 2
-"""Of one parameter in bfloat16."""
+"""Bytes of one parameter in bfloat16."""
 
 
 def removed_parameters(
     layers: Mapping[str, Mapping[str, int]], removed: Mapping[str, float], dropped: Mapping[str, int]
 ) -> int:
-    """Parameters that go with what a plan removes: matrices of experts or channels, and rows of the router.
+    """Count the parameters that a plan removes: matrices of experts or channels, and rows of the router.
 
-    layers: layer -> {expert_parameters, router_parameters_per_expert}; removed: layer -> experts removed, parts of one
-    counted by their channels; dropped: layer -> experts that are not routed to any more. The papers leave the router
-    rows out, which is less than 0.01 GiB for their models.
+    layers: layer -> {expert_parameters, router_parameters_per_expert}; removed: layer -> experts removed, counting
+    parts of experts by their channels; dropped: layer -> experts that are no longer routed to. The papers leave out
+    the router's rows, which are less than 0.01 GiB for their models.
     """
     matrices = sum(count * layers[layer]["expert_parameters"] for layer, count in removed.items())
     rows = sum(count * layers[layer].get("router_parameters_per_expert", 0) for layer, count in dropped.items())
@@ -229,8 +231,10 @@ def removed_parameters(
 
 
 def loading_memory(cells: pd.DataFrame, kept: pd.DataFrame, models: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per model, ratio, granularity and allocation: parameters and bytes before and after. Empty without facts
-    about the models. Criteria that remove different numbers under one allocation have a row each."""
+    """Parameters and bytes before and after pruning, one row per model, ratio, granularity and allocation.
+
+    Empty without facts about the models. Criteria that remove different numbers under one allocation have a row each.
+    """
     rows = []
     for cell, plan in kept.groupby("cell", sort=False):
         axes = cells.loc[int(str(cell))]

@@ -1,6 +1,6 @@
-"""Files of a store as Python objects and data frames; what cannot be read is a gap.
+"""Read the files of a store as Python objects and data frames; a file that cannot be read is recorded as a gap.
 
-Beside it: the steps that a result rests on, and rows and groups of frames.
+Also finds the steps that a result was computed from, and has helpers for rows and groups of data frames.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 from moe_lab.json_files import read_json
 
 SCHEMA = 1
-"""The newest layout this code reads."""
+"""Newest schema of a study's record that this code reads."""
 
 OLDER = "as an older moe_lab wrote none: remove this folder and run again"
-"""How gaps about files end that an older moe_lab did not write."""
+"""End of the gaps about files that an older moe_lab did not write."""
 
 ID = 12
 """Characters of a step's id at the end of its folder's name."""
@@ -38,7 +38,7 @@ class Gap:
 
 
 class Reader:
-    """Reads the folders of a store. Each file that cannot be read is noted once in `gaps`."""
+    """Reader of a store's folders. Each file that cannot be read is recorded once in `gaps`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,7 +50,7 @@ class Reader:
         self.gaps.setdefault((what, where), Gap(what, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
-        """The folder of a step that a table needs; None, with a gap saying why, when there is none."""
+        """The folder of a step that a table needs; None, with a gap that says why, when there is none."""
         if name is None:
             self.gap(f"failed: {error}" if error else "not computed", purpose)
             return None
@@ -64,7 +64,7 @@ class Reader:
         return folder
 
     def find(self, name: str) -> Path | None:
-        """The folder of a step, by name or (the label may differ between runs) by the id at its end."""
+        """The folder of a step, by its name or else by the id at its end, as the label may differ between runs."""
         path = self.root / name
         if path.is_dir():
             return path
@@ -75,7 +75,7 @@ class Reader:
         return self._by_id[kind.name].get(path.name[-ID:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
-        """A JSON document, or None with a gap; None for no folder, which has its gap already."""
+        """Read a JSON document; None, with a gap, when that fails. `folder` None adds no gap: it has one already."""
         if folder is None:
             return None
         try:
@@ -90,7 +90,7 @@ class Reader:
         return None
 
     def table(self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table | None:
-        """Columns of a Parquet file, or None with a gap; of the optional ones those that it has."""
+        """Read columns of a Parquet file, and the optional ones that it has; None, with a gap, when that fails."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
                 here = [name for name in optional if name in opened.schema_arrow.names]
@@ -107,9 +107,9 @@ class Reader:
         return table
 
     def frame(self, folder: Path | None, file: str, columns: Sequence[str], newer: str = "") -> pd.DataFrame | None:
-        """Columns of a Parquet file as a data frame, or None with a gap; None for no folder.
+        """Read columns of a Parquet file as a data frame; None, with a gap, when that fails. `folder` None gives None.
 
-        newer: one of them that an older moe_lab did not write; without it there is a gap, and it is NaN.
+        newer: one of the columns, which an older moe_lab did not write; when it is missing it is NaN, with a gap.
         """
         if folder is None:
             return None
@@ -123,7 +123,7 @@ class Reader:
         return frame.reindex(columns=list(columns))
 
     def _bytes(self, folder: Path, file: str) -> bytes:
-        """The content of a file. ValueError if it is not what its step published, as far as a manifest says so."""
+        """The content of a file. Raises ValueError when its sha256 differs from that in the step's manifest."""
         content = (folder / file).read_bytes()
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
@@ -131,7 +131,7 @@ class Reader:
         return content
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256; {} for a folder without a manifest. Damaged, a ValueError, for one that is none."""
+        """File of a step -> sha256; {} without a manifest. Raises Damaged, a ValueError, for a damaged manifest."""
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
@@ -145,13 +145,13 @@ class Reader:
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
 TIMELESS = ("model",)
-"""Steps that every study has and that only read a configuration: their time is not shown."""
+"""Steps that only read a configuration, which every study has: their time is not shown."""
 
 
 def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:
-    """The step called `name` and all steps it rests on: folder as its users call it -> where it is.
+    """The step called `name` and all its direct and indirect inputs: folder name as recorded -> its path.
 
-    Steps without a record of their inputs are taken to have none; what is gone from the store is left out.
+    A step without step.json is taken to have no inputs. Steps that are gone from the store are left out.
     """
     folders: dict[str, Path] = {}
     open_names = [name] if name else []
@@ -167,13 +167,13 @@ def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:
 
 
 def step_kind(name: str) -> str:
-    """What a step does, by the folder it is in."""
+    """Kind of a step: the first part of its folder's name."""
     return name.partition("/")[0]
 
 
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
-    """One row per step that says what it took: folder, kind, seconds, peak memory of its process in bytes, that on
-    GPUs (NaN for none), machine."""
+    """Time and memory of steps, one row per step with a provenance.json: folder, kind, seconds, peak (memory of its
+    process in bytes), gpu_peak (bytes, NaN without a GPU), machine."""
     rows = []
     for name in names:
         folder = reader.find(name)
@@ -192,14 +192,14 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """These columns of all frames, one below the other; a frame without rows where there are none."""
+    """Concatenate these columns of all frames; a frame without rows when there are no frames."""
     parts = list(frames)
     return pd.concat(parts, ignore_index=True)[list(columns)] if parts else pd.DataFrame(columns=list(columns))
 
 
 def groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Groups of rows with equal values in `columns`, in the order they first appear, with these values by name."""
-    if frame.empty:  # which may lack the columns
+    if frame.empty:  # an empty frame may lack the columns
         return
     for key, group in frame.groupby(list(columns), sort=False):
         yield dict(zip(columns, key, strict=True)), group

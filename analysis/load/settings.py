@@ -1,4 +1,4 @@
-"""Cells in words: labels, gate and seed where a study has several of them, allocations and protocols."""
+"""Describe cells in words: labels, gate and seed where a study has several of them, allocations and protocols."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def removed(cells: pd.DataFrame) -> str:
 
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cells in words: their axes that matter."""
+    """Cell -> its label for gaps: model, method, calibration set, ratio, and gate and seed where these vary."""
     varying = gate_and_seed(cells)
     rows = zip(cells.index, records(cells), varying, strict=True)
     return {int(str(cell)): " ".join(filter(None, (_label(row), words))) for cell, row, words in rows}
@@ -57,12 +57,12 @@ def pruned(cells: pd.DataFrame) -> pd.Series:
 
 
 def joined(first: str, second: str) -> str:
-    """Both words with a comma between, or the one that is not empty."""
+    """Both texts joined by a comma, or the one that is not empty."""
     return ", ".join(filter(None, (first, second)))
 
 
 def protocols(cells: pd.DataFrame) -> str:
-    """How each model was asked, where models were asked differently: `qwen by heapr, deepseek by heapr_norm`; or ""."""
+    """The protocol of each model when protocols differ: `qwen by heapr, deepseek by heapr_norm`; "" otherwise."""
     if cells["protocol"].nunique() < 2:
         return ""
     by_protocol = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
@@ -76,10 +76,10 @@ _CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>.*)\)|, (?P<after>.*))?")
 
 
 def allocation(word: str) -> tuple[str, dict[str, str]]:
-    """The allocation's name and its settings from the word of a study's record.
+    """Parse an allocation of a study's record into its name and its settings.
 
-    `coverage, prior usage` and `coverage(prior=usage)` are both ("coverage", {"prior": "usage"}); a setting without a
-    value, such as `coverage, aligned`, has "". A word of another form is a name without settings.
+    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}). A setting without a
+    value, as in `coverage, aligned`, has the value "". A text of another form is a name without settings.
     """
     match = _CALLED.fullmatch(word)
     if match is None:
@@ -103,9 +103,9 @@ def _method_label(row: dict[str, object], varying: list[str]) -> str:
 
 
 SEARCHED = "evolutionary"
-"""Start of the names of searched allocations; settings may follow."""
+"""Prefix of the names of searched allocations; settings may follow."""
 
 
 def is_searched(allocation: str) -> bool:
-    """Whether an allocation of a study's record was searched for."""
+    """Whether an allocation of a study's record was found by a search."""
     return allocation.startswith(SEARCHED)

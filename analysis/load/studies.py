@@ -1,4 +1,4 @@
-"""Which studies a store has, and what a run wrote down about one, or about several taken together."""
+"""Find the studies of a store, and read the record of one study or of several combined."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe_lab.json_files import Damaged, read_json
 from moe_lab.results import ID_DIGITS, STUDY_SHAPE, with_id
 
 EVERY = "all"
-"""Means every study of a store, unless a study has this name."""
+"""Stands for every study of a store, unless a study has this name."""
 
 _BY_NAME = ("evaluate", "errors")
 _MODEL_IN_KEY = {"families": 1, "damages": 1, "convergences": 1, "channel_convergences": 2}
-"""Steps of a record by "calibration@model@gate@seed" or "criterion@calibration@model@gate@seed" -> which of these words
-is the model."""
+"""Entry of a record whose keys are "calibration@model@gate@seed" or "criterion@calibration@model@gate@seed" -> position
+of the model in these keys."""
 
 
 def studies(store: Path) -> list[str]:
-    """Names of the studies in a store, the newest first. UserError when there is no store or no study in it."""
+    """Names of the studies in a store, newest first. Raises UserError when there is no store or no study in it."""
     if not store.is_dir():
         raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
     records = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -34,9 +34,9 @@ def studies(store: Path) -> list[str]:
 
 
 def chosen(store: Path, name: str) -> list[str]:
-    """The studies that `name` stands for: one, several with commas between, or all of the store.
+    """The studies that `name` stands for: one, several separated by commas, or all of the store.
 
-    UserError for one that is not there.
+    Raises UserError when one does not exist.
     """
     names = studies(store)
     wanted = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
@@ -47,9 +47,9 @@ def chosen(store: Path, name: str) -> list[str]:
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The record of one study, or of several as if they had been one. UserError for one that cannot be read.
+    """Read the record of one study, or of several combined into one. Raises UserError when one cannot be read.
 
-    A cell that several have counts once, with the benchmarks of all of them.
+    A cell that several studies have counts once, with the benchmarks of all of them.
     """
     by_name = {
         name: _with_suites(record)
@@ -85,8 +85,8 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 
 
 def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The records in which models of one name that are not the same have the start of their ids in it, whether one
-    study has several of them or each has its own."""
+    """Add the start of a model's id to its name where different models share a name, within one study or across
+    several."""
     ids: dict[str, set[str]] = {}
     for record in records.values():
         for entry in record["cells"]:
@@ -97,14 +97,14 @@ def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, di
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a cell's model without its id, and the start of its id; "" where its step is not there."""
+    """The name of a cell's model without its id, and the start of its id, or "" when its step is missing."""
     name, folder = str(entry["cell"].get("model")), entry.get("model")
     own_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
     return (name.replace(f"-{own_id}", "", 1) if own_id else name), own_id
 
 
 def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
-    """The record whose models have their ids in their names where these are ambiguous, and nowhere else."""
+    """The record with ids in the names of exactly those models whose names are ambiguous."""
     new_names: dict[str, str] = {}
     cells = []
     for entry in record["cells"]:
@@ -125,7 +125,7 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
 
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with each cell's `suite`: the tasks that this study asked of any cell of its model."""
+    """Add to each cell its `suite`: the tasks that this study ran on any cell of the same model."""
     suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
         suites.setdefault(entry["cell"].get("model"), {}).update(dict.fromkeys(entry.get("evaluate") or {}))
@@ -134,7 +134,7 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of all records, each once; duplicates within one record are kept, as they are reported as gaps."""
+    """The cells of all records, each once. Duplicates within one record are kept, so that they are reported as gaps."""
     cells: dict[str, dict[str, Any]] = {}
     twice: list[dict[str, Any]] = []
     for record in records:
@@ -153,6 +153,6 @@ def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Key -> its first value that is not empty."""
+    """Merge mappings: key -> its first value that is not empty."""
     keys = dict.fromkeys(key for part in parts for key in part)
     return {key: next((part[key] for part in parts if part.get(key)), None) for key in keys}

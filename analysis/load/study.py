@@ -1,4 +1,4 @@
-"""A study in a store as tidy frames."""
+"""Load a study from a store as a `Study` of tidy frames."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from analysis.load.reader import Gap, Reader, records
 from analysis.load.settings import labels
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
-"""What a cell is made of; `none` and 0 for the unpruned model.
+"""Axes of a cell; the unpruned model has `none` and 0 in them.
 
-granularity: what the criterion scores, expert or channel. allocation and recovery: the words of the study's record.
+granularity: what the criterion scores, expert or channel. allocation and recovery: as spelled in the study's record.
 """
 
 ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
@@ -27,7 +27,7 @@ ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cos
 
 
 def _of_cells(read: Callable[[pd.DataFrame, Reader], pd.DataFrame]) -> cached_property[pd.DataFrame]:
-    """A frame of a study that is read from its cells when it is first asked for."""
+    """A frame of a study that is read from its cells when it is first accessed."""
     return cached_property(lambda study: read(study.cells, study.reader))
 
 
@@ -47,26 +47,26 @@ def _of_record(
 
 @dataclass(frozen=True)
 class Study:
-    """Everything the tables and figures read. Frames are tidy; `cell` is the row label of `cells`."""
+    """The results of a study, from which all tables and figures are made. `cell` is the row label of `cells`."""
 
     name: str
     store: Path
     document: Mapping[str, Any]
-    """The study as the run wrote it, provenance included."""
+    """The study's record as the run wrote it, including provenance."""
     cells: pd.DataFrame
     """Index cell; columns AXES, method (a key of `names`, with the allocation and recovery only where they differ in
-    this study), protocol (how its benchmarks are asked, None in older records) and `<artefact>_folder` for each of
+    this study), protocol (how its benchmarks are run, None in older records) and `<artefact>_folder` for each of
     ARTEFACTS, None where there is none."""
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, stderr, n, expected, folder."""
     samples: pd.DataFrame
-    """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN: there is none)."""
+    """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if not measured)."""
     family: pd.DataFrame
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta)."""
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens; like the two above of one gate and seed, see `passes.shown_passes`."""
+    """model, calibration, layer, expert, tokens; of one gate and seed like the two above, see `passes.shown_passes`."""
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     models: Mapping[str, Mapping[str, Any]]
@@ -74,7 +74,7 @@ class Study:
     origins: pd.DataFrame
     """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions of libraries."""
     reader: Reader
-    """Reads the frames below when they are first asked for."""
+    """Reads the frames below when they are first accessed."""
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
 
@@ -83,7 +83,7 @@ class Study:
         """Missing results among what was read so far."""
         return list(self.reader.gaps.values())
 
-    # the functions say which columns these frames have
+    # the functions' docstrings list the columns of these frames
     costs = _of_cells(plans.costs)
     kept = _of_cells(plans.kept)
     profiles = _of_cells(plans.profiles)
@@ -104,9 +104,9 @@ class Study:
 
 
 def load(store: Path, name: str) -> Study:
-    """Read study `name`, or several with commas between, or `all`, as one. What cannot be read is listed in `gaps`.
+    """Read the study `name`, or several separated by commas, or `all`, as one. What cannot be read is in `gaps`.
 
-    UserError for an unknown or unreadable study.
+    Raises UserError for an unknown or unreadable study.
     """
     document = studies.document(store, studies.chosen(store, name))
     reader = Reader(store)
@@ -133,7 +133,7 @@ def load(store: Path, name: str) -> Study:
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
-    """One row a cell; a cell listed twice counts once."""
+    """One row per cell; a cell that is listed twice counts once."""
     rows = [
         {
             **entry["cell"],
@@ -154,7 +154,7 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
 
 
 def _whole(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Cells whose record says all their axes, and a gap for every other one."""
+    """The cells whose record has all axes; every other cell is recorded as a gap."""
     lacking = cells[list(AXES)].isna()
     for row, missing in zip(records(cells), lacking.to_numpy(), strict=True):
         if missing.any():
@@ -165,9 +165,9 @@ def _whole(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method: allocation and recovery are part of it where the study has several of them.
+    """The key of each cell's method: allocation and recovery are part of it when the study has several of them.
 
-    For experts the usual allocation is uniform, and is not part of the key; for channels there is no usual one.
+    For experts, the default allocation `uniform` is not part of the key; for channels there is no default.
     """
     pruned = cells[cells["criterion"] != "none"]
     places, repairs = (pruned[axis].nunique() > 1 for axis in ("allocation", "recovery"))
@@ -182,7 +182,7 @@ def _methods(cells: pd.DataFrame) -> list[str]:
 
 
 def _tells(row: Mapping[str, Any]) -> bool:
-    """Whether the allocation is another than the usual one."""
+    """Whether the cell's allocation differs from the default (see `_methods`)."""
     return bool(row["criterion"] != "none" and (row["allocation"] != "uniform" or row["granularity"] == "channel"))
 
 

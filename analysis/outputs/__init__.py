@@ -1,1 +1,1 @@
-"""Every table and figure, one module per subject."""
+"""All tables and figures, one module per subject."""

@@ -1,5 +1,5 @@
-"""What attributions say of experts: how they agree with ablation, what they take, what plans by them score, and how
-they run over depth (MoE-Slimming, Table 14 and Fig. 12)."""
+"""Attributions of experts: their agreement with ablation, their cost, the scores of plans that use them, and their
+course over depth (MoE-Slimming, Table 14 and Fig. 12)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 ESTIMATES = ("tokens", "gate", "norm", "first", "second")
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
-"""What is exact: the change of a layer's loss, and of the model's."""
+"""Exact measures that estimates are compared with: the change of a layer's loss, and of the model's loss."""
 PRIORS = {"tokens": ("usage",), "first": ("ala1",), "second": ("ala2", "true_ablation"), "ablation": ("loss",)}
-"""Measure of an expert -> the priors of allocation=coverage that are in proportion to it."""
+"""Measure of an expert -> the priors of allocation=coverage that are proportional to it."""
 PRIOR_LABELS = {
     "ala1": "Attribution, first order",
     "ala2": "Attribution, second order",
@@ -42,12 +42,12 @@ PRIOR_LABELS = {
     "none": "No prior",
 }
 ALIKE = ["ratio", "criterion", "gate", "seed", "others"]
-"""Plans that agree in these differ in the prior alone."""
+"""Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
 
 
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: how the cheap measures of an expert agree with what silencing it truly changes, and what they take."""
+    """Table 14: agreement of cheap measures of an expert with the exact effect of removing it, and their time."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study, rows, machines = results.study, [], []
@@ -89,8 +89,10 @@ def agreement_table(results: Results, name: str) -> Table:
 
 
 def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, truth: str) -> float:
-    """Pearson's correlation over experts of the share of channels that a plan by `measure` and one by `truth` keep, the
-    mean over pairs that differ in nothing else; NaN without such a pair. `by_prior`: cell, prior and ALIKE."""
+    """Correlation of kept shares between plans whose priors follow `measure` and `truth`.
+
+    Pearson's over experts, the mean over pairs of plans that differ in nothing else; NaN without such a pair.
+    `by_prior`: cell, prior and ALIKE."""
     values = []
     for _, alike in groups(by_prior, ALIKE):
         pair = [alike.loc[alike["prior"].isin(PRIORS.get(word, ())), "cell"] for word in (measure, truth)]
@@ -103,8 +105,9 @@ def channel_agreement(by_prior: pd.DataFrame, kept: pd.DataFrame, measure: str, 
 
 
 def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Seconds of the steps that measure the experts of one model and calibration set, `pass` and `ablation`, NaN where
-    the store does not say; and the machines they ran on."""
+    """Seconds of the steps that measure the experts of one model and calibration set, and the machines they ran on.
+
+    Keys of the seconds are `pass` and `ablation`; NaN when the store has no time of the step."""
     shown = shown_passes(study.cells)["statistics_folder"]
     passes = list(shown[shown.index.isin(cells.index)])
     ablations = [
@@ -126,7 +129,7 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
     "Difference: Mean minus that of the first order, paired.",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Table 14's scores: plans of allocation=coverage that differ in the prior alone, measured against first order."""
+    """Table 14's scores: plans of allocation=coverage that differ in the prior alone, compared with first order."""
     cells = comparison.cells.reset_index().merge(plans.priors(comparison.cells, results.study.reader), on="cell")
     for key, part in groups(cells, [*ALIKE, "calibration", "recovery"]):
         if part["prior"].nunique() < 2:
@@ -143,14 +146,14 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreements(results: Results, name: str) -> list[Item]:
-    """How well attributions agree with ablations, what they take, and the scores of plans by each of them."""
+    """Agreement of attributions with ablations, their time, and the scores of plans that use each of them."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
 AGAINST = ("gate", "first", "second")
-"""What routing, and what attribution, would prune by: drawn against the ablation."""
+"""Measures from routing and attribution that are drawn against the ablation."""
 SPREAD = (0.1, 0.9)
-"""Quantiles of a layer's experts between which the band of a line lies."""
+"""Quantiles over a layer's experts at the edges of a line's band."""
 
 
 @output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
@@ -199,8 +202,10 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
 def depth_figure(
     results: Results, comparison: Comparison, name: str, measures: Mapping[str, str], title: str, caption: str
 ) -> Figure | None:
-    """A panel per measure over the decoder layers: the median expert of each layer, a line per calibration set, and
-    the band in which four of five experts lie. None when no expert of the model has any of them."""
+    """Draw measures of experts over decoder layers: a panel per measure, a line per calibration set.
+
+    The line is the median expert of a layer; the band holds four of five experts. None when no expert of the model has
+    any of the measures."""
     experts = results.study.experts
     experts = experts[experts["model"] == comparison.model]
     measured = [measure for measure in measures if experts[measure].notna().any()]
@@ -244,9 +249,9 @@ def activations_by_depth(results: Results, comparison: Comparison, name: str) ->
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
 @per_model("pruned")
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Layer losses as each smoothing leaves them.
+    """Layer losses after each smoothing.
 
-    A panel per calibration set; targets with mean one.
+    A panel per calibration set; targets are scaled to mean 1.
     """
     from moe_lab.allocation.shapes import Smoothing, smooth
 

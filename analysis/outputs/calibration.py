@@ -1,4 +1,4 @@
-"""What the choice and the size of the calibration set change (HEAPr, Fig. 3; AIMER, Fig. 1; MoE-Slimming, Table 18)."""
+"""Effects of the choice and size of the calibration set (HEAPr, Fig. 3; AIMER, Fig. 1; MoE-Slimming, Table 18)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from analysis.stats.cell_scores import MEAN, averaged, differences, mean_target
 from analysis.stats.comparison import Comparison
 
 COMPETING = ["ratio", "method", "gate", "seed"]
-"""Cells that agree in these are compared over calibration sets."""
+"""Cells with equal values in these columns are compared across calibration sets."""
 
 
 def reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
-    """Calibration set -> what the pass of the model over it reports."""
+    """Calibration set -> report of the model's pass over it."""
     by_set = {}
     for key, report in study.calibrations.items():
         calibration, _, of = key.partition("@")
@@ -35,19 +35,19 @@ def reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
 
 
 def tokens(study: Study, model: str) -> dict[str, int]:
-    """Calibration set -> valid tokens that the model read of it."""
+    """Calibration set -> number of its valid tokens that the model read."""
     by_set = reports(study, model)
     return {name: sum((report.get("valid_tokens") or {}).values()) for name, report in by_set.items()}
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> what tells its text from others', whatever the number of tokens."""
+    """Calibration set -> identifier of its text, independent of the number of tokens read."""
     by_set = reports(study, model)
     return {name: str(report.get("sha256") or report.get("source") or name) for name, report in by_set.items()}
 
 
 def text_cells(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells that read a text, by ratio and method."""
+    """Pruned cells that read a calibration set, sorted by ratio and method."""
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
     order = names.methods_in_order(cells["method"])
@@ -68,7 +68,7 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     "that of the set of most tokens, the last row, paired.",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """One method under every calibration set: a block per ratio and method, differences to the one of most tokens."""
+    """One method with every calibration set: a block per ratio and method, differences to the set of most tokens."""
     read = tokens(results.study, comparison.model)
     for key, rows in groups(text_cells(comparison), COMPETING):
         if rows["calibration"].nunique() > 1:
@@ -82,7 +82,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(Label, ratio) -> cells of one text and method that differ in the tokens read, with `read`, the least first."""
+    """(Label, ratio) -> cells of one text and method that differ in the tokens read, sorted by these (column read)."""
     read, source = tokens(study, comparison.model), sources(study, comparison.model)
     cells = text_cells(comparison)
     cells = cells.assign(read=cells["calibration"].map(read), source=cells["calibration"].map(source))
@@ -102,9 +102,9 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
 )
 @per_model()
 def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Scores against the tokens that the calibration set reads.
+    """Scores against the number of calibration tokens.
 
-    A panel per ratio, a line per text and method. None where no text was read in two sizes.
+    A panel per ratio, a line per text and method. None when no text was read with two numbers of tokens.
     """
     lines = sizes(results.study, comparison)
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
@@ -139,7 +139,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
 
 POINTS = 100
 _SHADES = {"Code": "#ee7733", "WildBench": "#aa4499", "Math": "#117733", "Multiple choice": "#2277bb"}
-"""Family of benchmarks -> the colour of its lines."""
+"""Family of benchmarks -> colour of its lines."""
 _FAMILIES = {
     "Eval+": "Code", "LiveCode": "Code", "WildBench": "WildBench", "GSM8K": "Math", "MATH-500": "Math",
     "MC Avg": "Multiple choice",
@@ -148,9 +148,10 @@ _FAMILIES = {
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """What more tokens of one text change, benchmark by benchmark: label (of the text and method), ratio, benchmark,
-    read (tokens), and difference, low and high in points, against the cell that read the least of that text. Less is
-    better in some benchmarks: they are left out, since they have no points."""
+    """Change of each benchmark's score with more tokens of one text, against the cell that read the fewest.
+
+    Columns: label (of the text and method), ratio, benchmark, read (tokens), and difference, low and high in points.
+    Benchmarks in which less is better are left out, since they have no points."""
     rows = []
     for (label, ratio), line in sizes(study, comparison).items():
         first, *more = (int(str(cell)) for cell in line.index)
@@ -198,7 +199,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
-    """Benchmark -> its entry in the legend."""
+    """Draw one panel; returns benchmark -> its entry in the legend."""
     families = {benchmark: family for column, family in _FAMILIES.items() for benchmark in names.COLUMNS[column]}
     keys: dict[str, Line2D] = {}
     met: dict[str, int] = {}

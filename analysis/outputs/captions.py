@@ -1,4 +1,4 @@
-"""What captions state and outputs need: seeds, tokens, versions, and what their numbers rest on."""
+"""Texts shared by captions (seeds, gates, calibration tokens, versions), and data that several outputs need."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SUMS = "the sums of a pass over a text in the store"
 ABLATED = "cells with allocation=coverage and allocation.parameters.prior=loss, which reads the ablation"
 TIMED = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
-"""What several outputs need."""
+"""HEAPR to LOSSES: data that several outputs need, shown when a study lacks it."""
 GPU_PEAK = "Peak GPU memory (MiB)"
 MEASURED = "Seconds are of the process that finished a step: what an interrupted one had done before is not in them. "
 MEBIBYTE = 2**20
 
 
 def setting(study: Study) -> str:
-    """What captions of scores state: items, metrics, and what `reading` states, with the level of intervals."""
+    """Text for captions of scores: items, metrics, level of intervals, and the text of `reading`."""
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {reading(study)}"
@@ -41,14 +41,14 @@ def setting(study: Study) -> str:
 
 
 def reading(study: Study) -> str:
-    """What captions of numbers from a pass over a text state: seed, gate, calibration tokens, library versions."""
+    """Text for captions of numbers from calibration passes: seeds, gates, calibration tokens, library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
     parts = [f"seed {_several(cells['seed'])}", f"gate {_several(cells['gate'])}"]
     return "; ".join([*parts, *_texts(study)]) + "."
 
 
 def _texts(study: Study) -> list[str]:
-    """Calibration tokens and versions of libraries, as far as they are known."""
+    """Calibration tokens and library versions, as far as they are known."""
     tokens = sorted({sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()})
     parts = [
         f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
@@ -58,7 +58,7 @@ def _texts(study: Study) -> list[str]:
 
 
 def of_pass(study: Study) -> str:
-    """What captions of numbers from passes state where one gate and seed are shown of several."""
+    """The text of `reading` for numbers that are shown for one gate and seed of several."""
     cells = study.cells[study.cells["criterion"] != "none"]
     one = shown_passes(cells) if cells["statistics_folder"].notna().any() else cells
     parts = [_chosen("seed", one["seed"], cells["seed"]), _chosen("gate", one["gate"], cells["gate"])]
@@ -76,10 +76,10 @@ def _several(values: pd.Series) -> str:
 
 
 def measured_on(machines: Iterable[str]) -> str:
-    """A sentence for captions; empty where no step says its machine."""
+    """A sentence for captions; "" when no step has recorded its machine."""
     named = [machine for machine in dict.fromkeys(machines) if machine]
     return f"Measured on {names.listing(named)}. " if named else ""
 
 
 PANEL = ["Model", "Pruned", "Calibration"]
-"""Columns that tell the panels of a table apart."""
+"""Columns that identify the panels of a table."""

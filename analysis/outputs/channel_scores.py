@@ -1,5 +1,5 @@
-"""How the scores of an expert are spread over its channels, and what pruning channels costs a layer (MoE-Slimming,
-Figs. 4, 15 and 16)."""
+"""Distribution of an expert's scores over its channels, and the output loss of layers with pruned channels
+(MoE-Slimming, Figs. 4, 15 and 16)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 
 PANELS = 6
-"""Sets of scores, and methods, that are drawn at most."""
+"""Largest number of panels: of sets of scores, and of methods."""
 PIECES = 10
-"""Pieces of an expert's bar: a tenth of its channels each."""
+"""Number of pieces of an expert's bar, each a tenth of its channels."""
 WIDE = 64
-"""Experts side by side in a panel, at most."""
+"""Largest number of experts in one panel."""
 ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
 """The two channel scores that the published Fig. 16 compares."""
 KEPT, MARK = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """layer, expert, channels, score: the share of an expert's score that this share of its channels holds."""
+    """Concentration of channel scores: layer, expert, channels (share, highest first), score (share that they hold)."""
     return passes.read(study.reader.find(scores_folder), "expert_concentration.parquet", study.reader)
 
 
@@ -48,13 +48,13 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 )
 @per_model("pruned")
 def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """How concentrated the channel scores of experts are, and the loss of layers against the kept share."""
+    """Concentration of channel scores within experts, and the loss of layers against the kept share."""
     study = results.study
     return [concentration_figure(study, comparison, name), output_loss_figure(study, comparison, f"{name}.loss")]
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): how much of an expert's score its best channels hold, a panel per set of scores and a line per
+    """Fig. 4 (a): share of an expert's score that its best channels hold, a panel per set of scores and a line per
     expert."""
     cells = plain(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
@@ -91,8 +91,9 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """label, cell, layer, kept (share of the layer's channels), loss: what pruning a layer alone takes from its routed
-    output, of channel criteria that were run at three ratios."""
+    """Error of each layer's routed output when this layer alone is pruned, for channel criteria run at three ratios.
+
+    Columns: label, cell, layer, kept (share of the layer's channels), loss."""
     measured = study.profiles[["cell", "layer", "output_loss"]].dropna().rename(columns={"output_loss": "loss"})
     shares = study.kept.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     measured = measured.merge(shares, on=["cell", "layer"])
@@ -105,7 +106,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (b): the loss of each layer's output against the share that is kept, a panel per method."""
+    """Fig. 4 (b): loss of each layer's output against the kept share of its channels, a panel per method."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
@@ -131,8 +132,10 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
 
 
 def expert_stacks(curves: pd.DataFrame, kept: pd.DataFrame, experts: pd.DataFrame, layer: int) -> pd.DataFrame:
-    """One row per expert of `layer`: kept (share of its channels), attribution (first order, over the largest of the
-    layer), and 0, 1, ... PIECES - 1: the share of its score in each tenth of its channels, highest first."""
+    """Data of the bars of a layer, one row per expert.
+
+    Columns: kept (share of its channels), attribution (first order, divided by the largest of the layer), and 0, 1, ...
+    PIECES - 1: the share of its score in each tenth of its channels, highest first."""
     tenths = np.linspace(0, 1, PIECES + 1)
     rows = {}
     for about, curve in groups(curves[curves["layer"] == layer], ["expert"]):
@@ -145,7 +148,7 @@ def expert_stacks(curves: pd.DataFrame, kept: pd.DataFrame, experts: pd.DataFram
 
 
 def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` of the scores and the plan of a cell; empty where the store lacks its scores."""
+    """Layer -> `expert_stacks` of a cell's scores and plan; empty when the store lacks its scores."""
     about = comparison.cells.loc[cell]
     curves = concentration(study, str(about["scores_folder"]))
     if curves is None:
@@ -177,8 +180,9 @@ def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
 
 
 def bars_figure(study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str) -> Figure:
-    """A panel for each title and `expert_stacks`: a bar per expert with its pieces, the kept line and attributions.
-    `plans` says in the caption what they are of."""
+    """Draw a panel for each (title, `expert_stacks`): a bar per expert with its pieces, the kept share and attribution.
+
+    plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
     for axes, (words, stacks) in zip(np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True):
         _bars(axes, stacks)
@@ -224,7 +228,7 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
 )
 @per_model("pruned")
 def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """The same in one layer, by scores from activations and from gradients of weights."""
+    """Channel scores, kept channels and attribution in one layer, by scores from activations and from gradients."""
     pair = _same_plan_by_two_scores(coverage_cells(comparison))
     by_score = {score: stacks_of(results.study, comparison, cell) for score, cell in pair.items()}
     if not pair or not all(by_score.values()):
@@ -243,7 +247,7 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 
 
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """Score -> its cell, of the first allocation and calibration set that both scores have; empty without one."""
+    """Score -> its cell, for the first allocation and calibration set that both scores have; empty without one."""
     for _, alike in groups(cells, ["allocation", "calibration", "gate", "seed"]):
         by_score = {score: alike.index[alike["criterion"] == score] for score in (ACTIVATION, WEIGHT_GRADIENT)}
         if all(len(index) for index in by_score.values()):
@@ -252,6 +256,6 @@ def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
 
 
 def _halves(stacks: pd.DataFrame) -> list[pd.DataFrame]:
-    """The experts of a layer, as many side by side as can be told apart."""
+    """Split the experts of a layer into panels of at most WIDE experts."""
     parts = -(-len(stacks) // WIDE)
     return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), parts)]

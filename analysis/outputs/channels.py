@@ -31,7 +31,7 @@ from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 
 COMPETING = ["ratio", "calibration", "gate", "seed"]
-"""Cells that agree in these are compared with each other where allocations or channel scores vary."""
+"""Cells with equal values in these columns are compared across allocations or channel scores."""
 
 
 def of_heapr(cells: pd.DataFrame) -> pd.DataFrame:
@@ -71,8 +71,9 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     "of the unpruned model. Difference: Mean minus that of CAMERA-P (one-shot where only that was run), paired.",
 )
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G where CAMERA-P was run; differences are to CAMERA-P, to its
-    one-shot form where only that was run."""
+    """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
+
+    Differences are to CAMERA-P, or to its one-shot form when only that was run."""
     for key, compared in groups(of_heapr(plain(comparison)), COMPETING):
         camera = compared[compared["criterion"] == "camera"]
         sequential = camera[camera["allocation"] == "sequential"]
@@ -114,7 +115,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     f"{DEFAULT_SMOOTHING}, the default, paired.",
 )
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 7: coverage budgets with losses smoothed differently; differences are to the default."""
+    """MoE-Slimming's Table 7: coverage budgets with different smoothings of losses; differences are to the default."""
     for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
         smoothings = {}
         for cell, word in cells["allocation"].items():
@@ -150,8 +151,8 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
 def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy and FLOPs against the ratio.
 
-    HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share removed. None below
-    three ratios, or without any of its methods or benchmarks.
+    HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share removed. None with
+    fewer than three ratios, or without any of its methods or benchmarks.
     """
     lines = ratio_lines(plain(comparison)) if len(of_heapr(comparison.cells)) else {}
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
@@ -189,7 +190,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """The model's loss or perplexity against the ratio.
 
-    None where no benchmark is a loss or a perplexity, or no method was run at three ratios.
+    None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
     """
     losses = results.study.results
     losses = losses[losses["metric"].astype(str).str.endswith(names.LOWER_IS_BETTER)]
@@ -219,11 +220,12 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
 
 
 USUAL = "coverage aligned 128"
-"""The published block and smallest expert, which others are measured against."""
+"""The published block size and smallest expert, the reference of differences."""
 
 
 def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
-    """Channel budgets in blocks: cells that differ in the allocation alone, of those called by this pattern."""
+    """Channel budgets in blocks: cells that differ in the allocation alone, whose names match the pattern
+    `allocations`."""
     aligned = comparison.cells[comparison.cells["allocation"].str.fullmatch(allocations)]
     for key, cells in groups(aligned, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
         if len(cells) > 1:
@@ -248,7 +250,7 @@ _BLOCKS = (
     _BLOCKS,
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Which experts get the channels that rounding to blocks leaves over: by remainders or by scores."""
+    """Channels left over by rounding to blocks: assigned by remainders or by scores."""
     return block_sizes(comparison, r"coverage aligned \d+( scores)?")
 
 
@@ -259,5 +261,5 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
 )
 @score_table("Channel budgets in blocks: with how few channels an expert loses all", (*names.ABLATION, MEAN), _BLOCKS)
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """With how few channels an expert loses all of them."""
+    """Smallest number of channels with which an expert is kept."""
     return block_sizes(comparison, r"coverage (aligned 128|min \d+)")

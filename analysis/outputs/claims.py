@@ -1,8 +1,8 @@
-"""What the papers claim, asked of a study: a paired difference, its interval, and a verdict.
+"""Test the papers' claims on a study: a paired difference, its interval, and a verdict for each.
 
 Searched allocations beat uniform ones (EvoESAP); channels beat experts at equal routed parameters (HEAPr); scores that
-do not count tokens depend less on the calibration set (Unified Expert Pruning). A claim is asked only of a study whose
-cells can answer it.
+do not count tokens depend less on the calibration set (Unified Expert Pruning). A claim is tested only when the study
+has the cells for it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from analysis.stats.cell_scores import group_targets, pooled_difference
 from analysis.stats.comparison import Comparison
 
 SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
-"""The three claims, by what is claimed to be better."""
+"""The three claims, named by what is claimed to be better."""
 BY_CHANCE = "channels by chance"
-"""The second claim without any criterion: random channels against random experts."""
+"""Control of the second claim, without any criterion: random channels against random experts."""
 CHANCE = ("random", "channel_random")
 ALL = "all"
 """In place of a ratio: the mean over all ratios."""
 CLAIMED_AT = 0.5
-"""The ratio at which EvoESAP's claim is strongest, and for which it is asked here."""
+"""The ratio at which EvoESAP's claim is strongest; the headline uses the study's nearest ratio."""
 EQUAL = 0.035
-"""Shares of routed parameters kept that differ by less are equal: whole experts cannot match channels closer."""
+"""Kept shares of routed parameters count as equal when they differ by less: whole experts cannot match more closely."""
 PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
-"""In what a searched cell and its uniform partner agree, besides the ratio."""
+"""Columns in which a searched cell and its uniform partner agree, besides the ratio."""
 
 TESTED = ["difference", "low", "high", "p"]
 COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "headline", "parts"]
 
 Pairs = Sequence[tuple[int, int]]
-"""Cells that are compared: the one that is better by the claim, and the other."""
+"""Pairs of compared cells: first the one that the claim says is better, then the other."""
 
 
 def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim, model and ratio, and one over all ratios; columns COLUMNS. Empty when nothing can be asked.
+    """Test the claims: one row per claim, model and ratio, and one over all ratios; columns COLUMNS.
 
-    costs: cell, routed_kept; family: scores of the S family, as in a study. `difference` is of Avg, for the third claim
-    of the share of experts that all calibration sets agree on; p is corrected by Holm's method over all rows;
-    `headline` marks the row that answers the claim; `parts` has the difference of each group average by its name.
-    verdict: holds, does not hold, undecided (the interval contains 0).
+    Empty when no claim can be tested. costs: cell, routed_kept; family: scores of the S family, as in a study.
+    `difference` is of Avg; for the third claim, of the share of experts that all calibration sets agree on. p_holm is
+    corrected by Holm's method over all rows. `headline` marks the row that answers the claim. `parts` maps each group
+    average to its difference. verdict: holds, does not hold, undecided (the interval contains 0), or not tested.
     """
     rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
     rows_of_claims = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
@@ -62,14 +62,14 @@ def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.Da
 
 
 def verdict(low: float, high: float) -> str:
-    """What an interval says of the claim that a difference is above 0."""
+    """Verdict of an interval on the claim that a difference is above 0."""
     if np.isnan(low) or np.isnan(high):
         return "not tested"
     return "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
 
 
 def _searched(comparison: Comparison) -> list[dict[str, object]]:
-    """Searched against uniform, the same criterion on the same calibration set."""
+    """Rows that compare searched with uniform allocations of the same criterion and calibration set."""
     cells = comparison.cells
     searched = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
@@ -80,7 +80,7 @@ def _searched(comparison: Comparison) -> list[dict[str, object]]:
 
 
 def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
-    """Channels against whole experts: by criteria, then by chance, which shows what the granularity does alone."""
+    """Rows that compare channels with whole experts: by criteria, then at random for the effect of granularity."""
     kept = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=kept)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
@@ -92,7 +92,7 @@ def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, obj
 
 
 def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> list[dict[str, object]]:
-    """Every channel method against every method of whole experts that keeps as many routed parameters."""
+    """Rows that compare every channel method with every expert method that keeps as many routed parameters."""
     pairs = {}
     for ratio, at_ratio in by_ratio(cells):
         channels, experts = (at_ratio.loc[at_ratio["granularity"] == kind, "kept"] for kind in ("channel", "expert"))
@@ -122,7 +122,7 @@ def _row(
 
 
 def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
-    """Overlap over calibration sets of S(1, alpha, beta) minus S(0, alpha, beta), layer by layer."""
+    """Rows on the overlap across calibration sets of S(1, alpha, beta) minus that of S(0, alpha, beta), by layer."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
@@ -141,8 +141,9 @@ _PARTNERS = [(alpha, beta) for alpha in (0, 1, 2) for beta in (0, 1, 2) if (1, a
 
 
 def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
-    """(layers,): share of the lowest experts that all calibration sets have in common, b = 1 minus b = 0, the mean over
-    (alpha, beta)."""
+    """Difference per layer (layers,) in the share of lowest-scored experts common to all calibration sets.
+
+    b = 1 minus b = 0, the mean over (alpha, beta)."""
     differences = []
     for _, layer in groups(family.sort_values(["layer", "expert"], kind="stable"), ["layer"]):
         shares = {}
@@ -157,7 +158,7 @@ def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
 
 
 def layer_interval(differences: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean over layers: percentiles of resampled layers at the level of `expanded`."""
+    """95 % interval of the mean over layers: percentiles over resampled layers at the level given by `expanded`."""
     count = len(differences)
     if count < 2 or np.isnan(differences).any():
         return np.nan, np.nan
@@ -169,15 +170,15 @@ def layer_interval(differences: np.ndarray) -> tuple[float, float]:
 def expanded(count: int) -> float:
     """The level at which a percentile bootstrap of `count` values covers 95 % (Hesterberg 2015, expanded percentiles).
 
-    Resampling few values spreads too little; the level is that of the normal distribution at Student's t times
-    sqrt(n / (n - 1)). With four layers the interval is from the least to the most of the layers.
+    Intervals from resampling few values are too narrow. The level is that of the normal distribution at Student's t
+    times sqrt(n / (n - 1)). With four layers the interval reaches from the smallest to the largest value.
     """
     reach = scipy.stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
     return float(2 * scipy.stats.norm.cdf(reach) - 1)
 
 
 def _t_test(differences: np.ndarray) -> float:
-    """p-value of a t-test over layers; NaN for a single layer or where all differ by exactly as much."""
+    """p-value of a t-test over layers; NaN for a single layer, or when all layers have the same difference."""
     if len(differences) < 2 or np.isnan(differences).any() or np.ptp(differences) == 0:
         return np.nan
     return float(scipy.stats.ttest_1samp(differences, 0).pvalue)
@@ -195,13 +196,13 @@ PAPERS[BY_CHANCE] = "a control"
 
 @part("text.headline")
 def claim_headline(results: Results) -> list[tuple[str, str]]:
-    """Which claims of the papers hold in this study."""
+    """Findings on which of the papers' claims hold in this study."""
     rows = claims(results.comparisons, results.study.costs, results.study.family)
     return [("Claim", sentence) for sentence in sentences(rows)]
 
 
 def sentences(rows: pd.DataFrame) -> list[str]:
-    """A sentence per claim and model: what is claimed, whether it holds here, and the interval that says so."""
+    """A sentence per claim and model: the claim, whether it holds here, and the interval of the difference."""
     return [_sentence(row) for row in records(rows[rows["headline"].astype(bool)])] if len(rows) else []
 
 
@@ -224,7 +225,7 @@ def _sentence(row: Mapping[str, Any]) -> str:
 
 
 def _measured(row: Mapping[str, Any]) -> str:
-    """What the difference is of."""
+    """Words for the quantity whose difference is tested."""
     pairs = f"{row['compared']} pairs" if row["compared"] != 1 else "one pair"
     where = "over all ratios" if row["ratio"] == ALL else f"with {names.ratio(row['ratio'])} pruned"
     if row["claim"] == INVARIANT:
@@ -238,7 +239,7 @@ def _measured(row: Mapping[str, Any]) -> str:
 
 @output("claims", chapter="claims")
 def claim_table(results: Results, name: str) -> Table | None:
-    """The papers' claims, asked of a study: paired differences, per ratio and over all."""
+    """The papers' claims, tested on this study: paired differences, per ratio and over all ratios."""
     rows = claims(results.comparisons, results.study.costs, results.study.family)
     if rows.empty:
         return None

@@ -1,8 +1,8 @@
-"""How the experts and channels to keep change with the calibration tokens: would more data matter?
+"""Convergence of the experts and channels to keep with the number of calibration tokens.
 
-A pass leaves scores from its first eighth, quarter, and so on; the keep-set of each is compared with that of the whole
-set, layer by layer, ties broken as plans break them. Channels are so many that the step compares them itself, for many
-ratios at once.
+A pass writes scores from its first eighth, quarter, and so on. The keep-set of each is compared with that of the whole
+set, layer by layer, with ties broken as in plans. Channels are too many to store their scores, so the step itself
+compares them, at many ratios.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from analysis.stats.comparison import Comparison
 
 KEY = ["model", "calibration", "criterion"]
 SETTLED = 0.02
-"""Share of what is kept that may still change in a set that is called settled."""
+"""Largest share of the keep-set that may still change for a calibration set to be called settled."""
 COLUMNS = [*KEY, "ratio", "tokens", "whole", "jaccard", "lowest", "changed", "chance"]
 EXPERTS, CHANNELS = "expert", "channel"
-"""What is kept; how a study's cells call it."""
+"""Granularities, as in a study's cells."""
 _REMOVED = {
     EXPERTS: "Uniform removal from each layer.",
     CHANNELS: "The best channels of each layer, of all its experts together.",
@@ -39,8 +39,9 @@ _REMOVED = {
 
 
 def settlings(study: Study, what: str) -> pd.DataFrame:
-    """`settling` of experts, or `channel_settling`, at the ratios at which the study removes them; at those of the
-    papers where it removes none."""
+    """`settling` of experts, or `channel_settling`, at the study's ratios of this granularity.
+
+    The papers' ratios are used when the study removes none."""
     cells = study.cells
     removed = cells.loc[(cells["granularity"] == what) & (cells["ratio"] > 0), "ratio"]
     ratios = sorted(set(removed)) or list(overlap.RATIOS)
@@ -50,12 +51,12 @@ def settlings(study: Study, what: str) -> pd.DataFrame:
 
 
 def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
-    """Keep-sets against the last one: a row per KEY, ratio and number of tokens.
+    """Compare the keep-set after each number of tokens with the last one: a row per KEY, ratio and number of tokens.
 
     scores: KEY, tokens, layer, expert, score. Columns: jaccard (intersection over union with the keep-set of all
-    tokens, mean over layers), lowest (of any layer), changed (share of the final keep-set that is not kept yet), chance
-    (Jaccard of random sets of this size, ratio of expectations). The last number of tokens is compared with itself and
-    left out. Ratios that remove nothing are left out too.
+    tokens, mean over layers), lowest (over layers), changed (share of the final keep-set that is not kept yet), chance
+    (Jaccard of random sets of this size, ratio of expectations). The last number of tokens, which would be compared
+    with itself, and ratios that remove nothing are left out.
     """
     rows = []
     for key, snapshots in groups(scores.sort_values(["tokens", "layer", "expert"], kind="stable"), KEY):
@@ -90,9 +91,9 @@ def settling(scores: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
 
 
 def channel_settling(shares: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFrame:
-    """The same for channels: the best of each layer, of all its experts together, at the kept share closest to a ratio.
+    """The same for channels, ranked over all experts of a layer, at the kept share closest to each ratio.
 
-    shares: KEY, tokens, whole, layer, channels, kept, same. With s the part of n kept channels that is the same,
+    shares: KEY, tokens, whole, layer, channels, kept, same. With s the share of kept channels that is the same,
     intersection over union is s / (2 - s).
     """
     rows = []
@@ -106,7 +107,7 @@ def channel_settling(shares: pd.DataFrame, ratios: Sequence[float]) -> pd.DataFr
 
 
 def _after(layers: pd.DataFrame) -> dict[str, float]:
-    """Layers after one number of tokens, at one kept share."""
+    """Columns of `settling` for one number of tokens and one kept share."""
     same, weight = layers["same"].to_numpy(float), layers["channels"].to_numpy(float)
     tokens, whole, kept = (layers[column].iloc[0] for column in ("tokens", "whole", "kept"))
     jaccard = same / (2 - same)
@@ -212,12 +213,12 @@ def _panel(axes: Axes, settled: pd.DataFrame, keys: Mapping[str, Line2D]) -> Non
 
 
 def convergence_findings(study: Study) -> list[str]:
-    """Sentences about experts and about channels."""
+    """Sentences on whether the experts and the channels to keep have settled."""
     return [line for what in (EXPERTS, CHANNELS) for line in convergence_finding(settlings(study, what), what)]
 
 
 def convergence_finding(settled: pd.DataFrame, what: str) -> list[str]:
-    """A sentence per model and calibration set: how much the choice still moved at the end of the pass."""
+    """A sentence per model and calibration set: how much the keep-set still changed at the end of the pass."""
     sentences = []
     for key, part in groups(settled, ["model", "calibration"]):
         last = part[part["tokens"] == part["tokens"].max()]

@@ -1,4 +1,4 @@
-"""Tokens that the calibration sets sent to each expert."""
+"""Number of calibration tokens that reached each expert."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from analysis.render.style import Figure
 from analysis.render.table import Table, spelled
 
 RARE = 0.1
-"""An expert below this share of an even load is called rare."""
+"""An expert with less than this share of an even load is called rare."""
 
 
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
-    """One row per model and calibration set: experts, unseen (no token), rare (under a tenth of an even load), tokens.
+    """Summarize tokens per expert, one row per model and calibration set.
 
-    `routed` counts token-expert pairs; `least` and `most` are tokens of the least and most used expert.
+    Columns: layers, experts, unseen (experts without a token), rare (experts under a tenth of an even load), least,
+    median and most (tokens of the least, median and most used expert), routed (token-expert pairs).
     """
     rows = []
     for key, frame in groups(coverage, ["model", "calibration"]):
@@ -45,7 +46,7 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
 
 
 def unseen(coverage: pd.DataFrame) -> pd.DataFrame:
-    """Experts that saw no token: model, calibration, layer and the experts' ids as a list."""
+    """Experts that got no token: model, calibration, layer and the experts' ids as a list."""
     silent = coverage[coverage["tokens"] == 0]
     return (
         silent.groupby(["model", "calibration", "layer"], sort=False)["expert"]
@@ -57,14 +58,14 @@ def unseen(coverage: pd.DataFrame) -> pd.DataFrame:
 
 @output("tokens_per_expert", chapter="coverage")
 def tokens_per_expert(results: Results, name: str) -> list[Item]:
-    """How many tokens the calibration sets sent to the experts."""
+    """Calibration tokens per expert."""
     if results.study.coverage.empty:
         return []
     return [coverage_figure(results.study, name), coverage_table(results.study, name)]
 
 
 def coverage_table(study: Study, name: str) -> Table:
-    """How many tokens the calibration sets sent to the experts."""
+    """Table of `coverage_summary`."""
     text = {"Model": "model", "Calibration": "calibration"}
     numbers = {
         "Experts": "experts",
@@ -109,6 +110,6 @@ def coverage_figure(study: Study, name: str) -> Figure:
 
 
 def _level(tokens: np.ndarray) -> np.ndarray:
-    """Where the tokens of a layer's experts lie on the colour map: an even load in the middle, by powers of ten."""
+    """Map the tokens of a layer's experts to the colour map: logarithmic, with an even load in the middle."""
     even = max(tokens.mean(), 1e-9)
     return np.asarray(0.5 + 0.35 * np.clip(np.log10(np.maximum(tokens, 1e-9) / even), -1.4, 1.4))

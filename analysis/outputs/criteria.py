@@ -1,4 +1,4 @@
-"""What follows from configurations and from the registry: architectures, formulas, and what scores are made of."""
+"""Tables on criteria: their formulas, the inputs that they read, and the time and memory of scores and plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
 MARKS = {True: "yes", False: "no"}
 EXPERTS, CHANNELS, HIDDEN = 5, 3, 2
-"""A layer on which it is tried out what scores depend on."""
+"""Sizes of the made-up layer on which the dependence of scores on inputs is tested."""
 _PARAMETERS = re.compile(r"(?P<name>\w+)(\((?P<inside>.*)\))?")
 
 
@@ -70,7 +70,7 @@ def signal_table(results: Results, name: str) -> Table:
 
 
 def signals(word: str) -> dict[str, bool]:
-    """Signal -> whether the scores of a criterion, by the word of a study's record, depend on it."""
+    """Signal -> whether the scores of a criterion depend on it; `word` is spelled as in a study's record."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _parsed(word)
@@ -92,7 +92,8 @@ def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]
 
 
 def _inputs(changed: str | None = None) -> dict[str, Array]:
-    """Sums of a layer as statistics/sums.py names them; those that carry the signal `changed` are others."""
+    """Random sums of a layer, named as in statistics/sums.py. Those that depend on the signal `changed` get other
+    values."""
     from moe_lab.config import GATES
 
     act, route, grad, weight = (_draws(at + 10 * (signal == changed)) for at, signal in enumerate(SIGNALS) if at)
@@ -127,7 +128,7 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
 
 
 def _draws(seed: int) -> Callable[..., Array]:
-    """Shape -> numbers between 1 and 2, others at every call."""
+    """A function that draws an array of a shape, uniform in [1, 2), with new numbers at every call."""
     random = np.random.default_rng(seed)
     return lambda *shape: np.asarray(random.uniform(1, 2, shape))
 
@@ -141,7 +142,7 @@ def _criteria(study: Study) -> list[str]:
 
 
 def _parsed(word: str) -> tuple[str, dict[str, Any]]:
-    """`s_family(alpha=0,b=1)` as its name and its parameters."""
+    """Parse `s_family(alpha=0,b=1)` into its name and its parameters."""
     match = _PARAMETERS.fullmatch(word)
     if match is None:
         return word, {}
@@ -152,7 +153,7 @@ def _parsed(word: str) -> tuple[str, dict[str, Any]]:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # a word
+    except ValueError:  # not JSON, so a plain word
         return text
 
 
@@ -171,7 +172,7 @@ PASSES = {
     "sequential": "Search (s)",
     "plan": "Plan (s)",
 }
-"""Kind of step -> the column its seconds are in."""
+"""Kind of step -> the column of its seconds."""
 TIME = "{:,.3f}"
 TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"}
 
@@ -237,7 +238,7 @@ def allocation_table(results: Results, name: str) -> Table:
     rows, machines = [], []
     for cell, steps in _timed(study, cells.drop_duplicates(same), "plan_folder"):
         machines += list(steps["machine"])
-        # steps of a kind that has no column are in the total only
+        # steps of kinds without a column are in the total only
         by_pass = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
         rows.append({**cell, **by_pass, "Total (s)": steps["seconds"].sum()})
     columns = [column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)]
@@ -258,7 +259,9 @@ def allocation_table(results: Results, name: str) -> Table:
 
 
 def _timed(study: Study, cells: pd.DataFrame, folder: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Each cell, by criterion, with what the steps behind its `folder` took; only those of which all are known."""
+    """Yield each cell, sorted by criterion, with time and memory of the step `folder` and all its inputs.
+
+    Cells are left out when these are not known for every step."""
     for cell in records(by_criterion(cells, "model")):
         behind = [name for name in steps_behind(cell[folder], study.reader) if step_kind(name) not in TIMELESS]
         steps = time_and_memory(behind, study.reader)

@@ -1,4 +1,4 @@
-"""Sentences of the report: what won, by how much, and what depends on the calibration set."""
+"""Sentences of the report on the best criteria and plans, and on the effects of the calibration set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from analysis.stats.winners import LEVEL, MEAN
 
 @part("text.headline")
 def headline(results: Results) -> list[tuple[str, str]]:
-    """What won, which pairs of criteria differ, and the best plan of each model; claims and recovery add theirs."""
+    """Findings on winners, on pairs of criteria that differ, and on the best plan of each model.
+
+    The modules claims and recovery add their own findings."""
     study, found = results.study, results.winners
     pruned = found[found["ratio"] > 0] if len(found) else found
     lines = [("Winners", sentence) for sentence in (who_won(pruned, removed(study.cells)) if len(pruned) else [])]
@@ -35,19 +37,19 @@ def headline(results: Results) -> list[tuple[str, str]]:
 
 @part("text.task")
 def task_text(results: Results) -> list[str]:
-    """What task-specific calibration changed, model by model."""
+    """Effects of task-specific calibration on each model."""
     return [sentence for one in results.comparisons for sentence in calibration_effect(one)]
 
 
 @part("text.overlap")
 def overlap_text(results: Results) -> list[str]:
-    """What makes the choice of experts depend on the calibration set."""
+    """Dependence of the experts to prune on the calibration set."""
     return overlap_finding(results.overlaps)
 
 
 @part("text.coverage")
 def coverage_text(results: Results) -> list[str]:
-    """Experts that no token reached, and how many tokens scores need."""
+    """Experts without a token, and whether keep-sets have settled."""
     return [*coverage_finding(results.study), *convergence_findings(results.study)]
 
 
@@ -55,7 +57,7 @@ part("views.winners")(winner_views)
 
 
 def pair_finding(pairs: pd.DataFrame) -> list[str]:
-    """Pairs of criteria that differ significantly by their mean, by score and by loss."""
+    """A sentence that counts the pairs of criteria whose means differ significantly, by score and by loss."""
     means = pairs[pairs["column"] == MEAN]
     if means.empty or means["loss"].isna().all():
         return []
@@ -68,7 +70,7 @@ def pair_finding(pairs: pd.DataFrame) -> list[str]:
 
 
 def best_plan(comparison: Comparison) -> list[str]:
-    """A sentence per ratio: the plan with the best Avg, its distance to the unpruned model and to other methods."""
+    """A sentence per ratio: the plan with the best Avg, and its differences to the unpruned model and the runner-up."""
     groups: dict[tuple[float, str, int], list[Panel]] = {}
     for panel in comparison.panels:
         if panel.ratio > 0:
@@ -124,7 +126,7 @@ def _runner_up(
 
 
 def calibration_effect(comparison: Comparison) -> list[str]:
-    """How much coding and mathematics columns depend on what the calibration set is about, averaged over criteria."""
+    """Sentences on how coding and mathematics scores depend on the calibration set's domain, averaged over criteria."""
     sentences = []
     for domain, columns, word in (("code", names.CODE_COLUMNS, "Coding"), ("math", names.MATH_COLUMNS, "Mathematics")):
         if not set(columns) <= set(comparison.parts):
@@ -145,7 +147,7 @@ def calibration_effect(comparison: Comparison) -> list[str]:
 
 
 def overlap_finding(overlaps: pd.DataFrame) -> list[str]:
-    """Which part of the score makes the choice of experts depend on the calibration set."""
+    """Sentences on the component of S(b, alpha, beta) that makes pruned experts depend on the calibration set."""
     sentences: list[str] = []
     if overlaps.empty:
         return sentences
@@ -165,7 +167,7 @@ def overlap_finding(overlaps: pd.DataFrame) -> list[str]:
 
 
 def coverage_finding(study: Study) -> list[str]:
-    """Experts that no calibration token reached."""
+    """Sentences on experts that no calibration token reached."""
     return [
         f"{names.calibration(row['calibration'])} calibration of {row['model']} left "
         f"{row['unseen'] or 'none'} of {row['experts']} experts without a token."

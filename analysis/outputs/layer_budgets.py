@@ -1,5 +1,5 @@
-"""What allocations keep of each layer and of each expert: channels, the score they hold, and the losses that coverage
-budgets follow (MoE-Slimming, Figs. 7 and 11)."""
+"""Channels that allocations keep in each layer and expert, their share of the score, and the losses from which coverage
+budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from analysis.stats.comparison import Comparison
 from moe_lab.results import BUDGETS
 
 MAPS = 8
-"""Allocations whose experts are drawn one by one, at most."""
+"""Largest number of allocations whose experts are drawn one by one."""
 LAYERS = 8
-"""Layers named at an axis, at most."""
+"""Largest number of layers labelled on an axis."""
 
 
 @output("coverage.fig", chapter="channels")
 @per_model("pruned")
 def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """How much of each layer is kept, and of each expert."""
+    """Kept share of each layer and of each expert."""
     kept = results.study.kept
     return [layer_figure(comparison, kept, name), expert_figure(comparison, kept, f"{name}.experts")]
 
 
 def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
-    """(allocations, layers): share of its channels that each layer keeps, experts weighing alike.
+    """Share of its channels that each layer keeps (allocations, layers), the mean over its experts.
 
-    Allocations with the same shares, to a thousandth, are one row whose label names them all. `kept`: cell, layer,
-    expert, share; of `cells`, those with a plan are counted.
+    Allocations with the same shares, to a thousandth, form one row whose label names them all. `kept`: cell, layer,
+    expert, share. Cells without a plan are left out.
     """
     counted = kept[kept["cell"].isin(cells.index)]
     shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
@@ -57,7 +57,7 @@ def layer_shares(cells: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
 
 
 def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
-    """Share of the channels that each layer keeps, a line per allocation. None without channel plans that differ."""
+    """Draw the share of its channels that each layer keeps, a line per allocation. None without differing plans."""
     blocks = [(ratio, layer_shares(cells, kept)) for ratio, cells in _compared_allocations(comparison)]
     blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
     if not blocks:
@@ -82,9 +82,9 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figure | None:
-    """Share of its channels that each expert keeps under each allocation, sorted in its layer; none is crossed.
+    """Draw the share of its channels that each expert keeps, sorted within layers; experts without any are crossed.
 
-    At the ratio closest to a half, which the papers look at; None without channel plans that differ inside a layer.
+    At the ratio closest to 1/2, as in the papers. None without channel plans that differ within a layer.
     """
     blocks = _compared_allocations(comparison)
     ratio, cells = min(blocks, key=lambda block: abs(block[0] - HALF), default=(0.0, pd.DataFrame()))
@@ -112,12 +112,12 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
 
 
 def _level(share: Any) -> Any:
-    """Where a share, or an array of them, lies on the colour map."""
+    """Map a share, or an array of shares, to the colour map."""
     return 0.08 + 0.87 * share
 
 
 def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """Ratio and cells of the channel criterion that met most allocations, coverage among them, one cell for each."""
+    """(Ratio, cells) of the channel criterion that was run with most allocations, including coverage; one cell each."""
     cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
     covered = cells["allocation"].map(lambda word: settings.allocation(word)[0] == "coverage")
     counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
@@ -128,7 +128,7 @@ def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFr
 
 
 def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
-    """Allocations under which experts of a layer keep different shares, layerwise and coverage first, with names."""
+    """Cells and names of allocations that keep different shares within a layer, layerwise and coverage first."""
     counted = kept[kept["cell"].isin(cells.index)]
     spread = counted.groupby(["cell", "layer"])["share"].agg(np.ptp).groupby("cell").max()
 
@@ -141,20 +141,20 @@ def _uneven(cells: pd.DataFrame, kept: pd.DataFrame) -> list[tuple[int, str]]:
 
 
 PLANS = 4
-"""Plans whose layers are drawn, at most."""
+"""Largest number of plans whose layers are drawn."""
 STRIPS = {
     "loss": "layer loss",
     "smoothed": "smoothed loss",
     "coverage": "score coverage",
     "kept": "channels kept",
 }
-"""What a layer has -> what its strip is called."""
+"""Column of `budget_strips` -> label of its strip."""
 NUMBERS = 24
-"""Layers up to which strips show numbers."""
+"""Largest number of layers for which strips show numbers."""
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """cell, label, smoothing, calibration, layer, coverage, kept: coverage budgets at the ratio closest to a half.
+    """Coverage budgets at the ratio closest to 1/2: cell, label, smoothing, calibration, layer, coverage, kept.
 
     coverage: share of the layer's score that is kept; kept: share of its channels; smoothing: of layer losses. At most
     PLANS plans.
@@ -172,7 +172,7 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
-    """How the plan of a cell smooths layer losses: from its settings, or the word of the study's record."""
+    """Smoothing of layer losses in a cell's plan, from the plan's settings or else the study's record."""
     plan = study.reader.find(str(about["plan_folder"]))
     provenance = ((study.reader.json(plan, "plan.json") if plan else None) or {}).get("provenance") or {}
     parameters = (provenance.get("allocation") or {}).get("parameters") or {}
@@ -181,8 +181,9 @@ def _smoothing(study: Study, about: Mapping[str, Any]) -> str:
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
-    """`budgets` with the columns loss, as measured in the calibration set of the plan, and smoothed: both with a mean
-    of one over the layers of the plan. Without losses, NaN."""
+    """Add the columns loss (measured on the plan's calibration set) and smoothed to `budgets`.
+
+    Both have mean 1 over the layers of a plan; NaN without losses."""
     from moe_lab.allocation.shapes import smooth
 
     both = budgets.merge(losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left")
@@ -204,7 +205,7 @@ _MEANING = (
 @output("coverage.fig7", chapter="attribution", needs=BUDGETED)
 @per_model("pruned")
 def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Losses, coverage and the kept share of each layer."""
+    """Loss, score coverage and kept share of each layer."""
     title = "Losses of layers and what their budgets keep"
     return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
 
@@ -212,7 +213,7 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
 @output("coverage.fig11", chapter="attribution", needs=f"{BUDGETED}, and the sums of their pass in the store")
 @per_model("pruned")
 def smoothed_losses_and_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Raw and smoothed losses, coverage and the kept share of each layer."""
+    """Raw and smoothed loss, score coverage and kept share of each layer."""
     caption = (
         f"Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the coverage. {_MEANING}"
     )
@@ -222,7 +223,7 @@ def smoothed_losses_and_budgets(results: Results, comparison: Comparison, name: 
 def strip_figure(
     results: Results, comparison: Comparison, name: str, strips: Iterable[str], title: str, caption: str
 ) -> Figure | None:
-    """A row of squares, one per layer, for each of `strips` (columns of `budget_strips`): a block of rows per plan."""
+    """Draw a block of rows per plan: one row for each of `strips` (columns of `budget_strips`), a square per layer."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
@@ -244,7 +245,7 @@ def strip_figure(
 
 
 def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str) -> None:
-    """One row of squares, each shaded between the least and the greatest value of the row."""
+    """Draw one row of squares, shaded between the smallest and the largest value of the row."""
     low, high = np.nanmin(values), np.nanmax(values)
     for layer, value in enumerate(values):
         if not np.isnan(value):
@@ -256,7 +257,7 @@ def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], f
 @output("attribution_by_layer", chapter="attribution", needs=f"{BUDGETED}, and the sums of their pass in the store")
 @per_model("pruned")
 def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Experts of each layer by attribution and by budget, one above the other."""
+    """Stacked bars of each layer's experts, by attribution and by budget."""
     study = results.study
     budgets = layer_budgets(study, comparison)
     if budgets.empty or study.experts.empty:
@@ -289,7 +290,7 @@ def stack_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 
 
 def _stack(axes: Axes, parts: pd.DataFrame) -> None:
-    """A bar per layer, (experts, layers) of what its experts hold one above the other."""
+    """Draw a bar per layer, with the parts (experts, layers) of its experts stacked."""
     shares = (parts / parts.sum()).fillna(0)
     bottom, where = np.zeros(shares.shape[1]), range(shares.shape[1])
     for at, (_, row) in enumerate(shares.iterrows()):

@@ -23,7 +23,7 @@ from analysis.stats import overlap
 
 
 def overlap_table(results: Results, name: str) -> Table:
-    """Overlap over calibration sets of every S(b, alpha, beta), by three readings, with chance levels."""
+    """Overlap of every S(b, alpha, beta) across calibration sets, by three definitions, with values for random sets."""
     overlaps = results.overlaps
     variants = [overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)]
     text = {"Model": "model", "Pruned": "ratio", "Variant": "variant", "b": "b", "α": "alpha", "β": "beta"}
@@ -43,7 +43,7 @@ def overlap_table(results: Results, name: str) -> Table:
 
 
 def proxy_table(results: Results, name: str) -> Table:
-    """Fig. 3 as numbers: how many of the experts with the lowest exact damage the proxy S(0,1,1) finds too."""
+    """Fig. 3 as numbers: share of the experts with the lowest exact damage that the proxy S(0,1,1) finds too."""
     text = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
     shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
@@ -63,7 +63,7 @@ _GREEK = {"b": "b", "alpha": "α", "beta": "β"}
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
-    """Fig. 3: a point per model, calibration set and ratio, and the chance level."""
+    """Fig. 3: overlap of proxy and exact damage by model, calibration set and ratio; ticks are for random sets."""
     overlaps = results.proxy
     rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
     drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
@@ -145,19 +145,19 @@ OVERLAP = "a run with overlap=true and two calibration sets"
 
 
 def _several_models(study: Study, items: Sequence[Item]) -> Sequence[Item]:
-    """With one model, the figure per model is the pooled one."""
+    """Show the figure per model only with several models; with one it equals the pooled figure."""
     return items if study.family["model"].nunique() > 1 else ()
 
 
 @output("unified.fig4", chapter="overlap", shown=figures, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
-    """Overlap of the experts to prune over calibration sets, all models together."""
+    """Overlap of the experts to prune across calibration sets, mean over models."""
     return [] if results.overlaps.empty else [pooled_figure(results, name), overlap_table(results, name)]
 
 
 @output("unified.fig5", chapter="overlap", shown=_several_models, needs=OVERLAP)
 def overlap_figure(results: Results, name: str) -> Figure | None:
-    """Overlap of the experts to prune over calibration sets, model by model.
+    """Overlap of the experts to prune across calibration sets, model by model.
 
     Fig. 5: a heat map per model and ratio.
     """

@@ -1,5 +1,5 @@
-"""Accuracy against cost: every cell's Avg against parameters, FLOPs and bytes, and the cells that no other beats; and
-channels beside whole experts (MoE-Slimming, Table 10 and Fig. 9)."""
+"""Accuracy against cost: every cell's Avg against parameters, FLOPs and bytes, with Pareto fronts; and a comparison of
+channels with whole experts (MoE-Slimming, Table 10 and Fig. 9)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ AXES = {
     "flops_ratio": "FLOPs per token",
     "storage_share": "Storage",
 }
-"""What a cell costs, each a share of what the unpruned model costs -> its name."""
+"""Cost of a cell as a share of the unpruned model's cost -> its name."""
 
 FAMILIES = {"expert": "whole experts", "channel": "channels", "none": "nothing removed"}
 """Granularity -> what is removed."""
 
 
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """One row per cell of the model whose cost was counted, the unpruned model included.
+    """Avg and costs of each cell of a model whose cost was counted, including the unpruned model.
 
     Columns: cell, method, granularity, calibration, ratio, pruned (in words), bits, avg, low, high (95 %),
     parameters_kept, routed_kept, flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and
-    `front_<axis>` for each of AXES: no other pruned cell has at least its Avg at a lower cost, or a higher Avg at its
-    cost. Avg is over all displayed columns in which more is better; a cell that lacks one has NaN and is on no front.
+    `front_<axis>` for each of AXES: whether no other pruned cell has at least its Avg at a lower cost, or a higher Avg
+    at its cost or less. Avg is over all displayed columns in which more is better; a cell that lacks one has NaN and is
+    on no front.
     """
     target = comparison.averaged(comparison.parts)
     low, high = comparison.interval(target)
@@ -62,8 +63,10 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Series) -> np.ndarray:
-    """Booleans: entries that no other beats. One beats another with a lower cost and at least its score, or with a
-    higher score at its cost or less. NaN is never on the front."""
+    """Pareto front as booleans: the entries that no other beats.
+
+    One entry beats another by a lower cost and at least its score, or by a higher score at its cost or less. Entries
+    with NaN are not on the front."""
     cost, score = np.asarray(costs, float), np.asarray(scores, float)
     cheaper, better = cost[None, :] <= cost[:, None], score[None, :] >= score[:, None]
     strictly = (cost[None, :] < cost[:, None]) | (score[None, :] > score[:, None])
@@ -72,14 +75,14 @@ def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Serie
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """Accuracy against parameters, FLOPs and storage, and the plans that no other beats."""
+    """Accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     if results.study.costs.empty or not results.comparisons:
         return []
     return [*pareto_figure(results, name), pareto_table(results, name)]
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """All methods in one table: Avg with its interval beside what is kept, FLOPs and bytes, dearest first."""
+    """All methods in one table: Avg with its interval, kept parameters, FLOPs and bytes; most parameters first."""
     frames = [
         against_cost(results.study, comparison).assign(model=comparison.model) for comparison in results.comparisons
     ]
@@ -124,10 +127,10 @@ def pareto_table(results: Results, name: str) -> Table:
 
 
 TELLABLE = 10
-"""Methods that get a mark of their own; more are told apart by what they remove."""
+"""Largest number of methods with marks of their own; more methods are marked by what they remove."""
 
 NARROWEST = 0.1
-"""Share of the unpruned model's cost that an axis spans at least."""
+"""Smallest range of an axis, as a share of the unpruned model's cost."""
 
 _FRONT: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
 
@@ -136,7 +139,7 @@ FAMILY_MARKS = {"expert": ("o", "#b35806"), "channel": ("^", "#2277bb"), "none":
 
 @per_model()
 def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Three panels from `against_cost` of one model, which share the axis of Avg."""
+    """Draw `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg."""
     cells = against_cost(results.study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna()]
     if pruned.empty:
@@ -154,7 +157,7 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
         low, high = axes.get_xlim()
-        # differences that hardly matter are not to look like much
+        # a narrow axis would exaggerate small differences
         lack = max(0.0, NARROWEST - (high - low)) / 2
         axes.set_xlim(low - lack, high + lack)
         axes.grid(axis="both")
@@ -170,7 +173,7 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _marks(pruned: pd.DataFrame) -> dict[str, Line2D]:
-    """Legend entries by label: one per method, or per family where there are too many to tell apart."""
+    """Legend entries by label: one per method, or per family when there are more than TELLABLE methods."""
     methods = names.methods_in_order(pruned["method"])
     few = len(methods) <= TELLABLE
     marks: dict[str, Line2D] = {}
@@ -180,7 +183,7 @@ def _marks(pruned: pd.DataFrame) -> dict[str, Line2D]:
         if few:
             place = methods.index(row["method"])
             shape, shade = style.MARKERS[place % len(style.MARKERS)], style.colour(row["method"])
-        # hollow for whole experts, half-full for four bits
+        # hollow marks for whole experts, half-full marks for 4 bits
         quantised = row["bits"] == 4
         marks[label] = style.key(
             label,
@@ -198,7 +201,7 @@ def _marks(pruned: pd.DataFrame) -> dict[str, Line2D]:
 
 
 def _labels(pruned: pd.DataFrame) -> list[str]:
-    """For each cell what its mark is called: its method, or its family where there are too many methods."""
+    """Label of each cell's mark: its method, or its family when there are more than TELLABLE methods."""
     if pruned["method"].nunique() <= TELLABLE:
         return [names.method(method) for method in pruned["method"]]
     families = [FAMILIES.get(kind, kind) for kind in pruned["granularity"]]
@@ -220,7 +223,7 @@ BOTH = f"cells of channels and of whole experts, without recovery, at several ra
 
 
 def both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells that were not recovered, where some lost channels and some whole experts; empty elsewhere."""
+    """The pruned cells without recovery, if these include both channels and whole experts; empty otherwise."""
     cells = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")]
     cells = cells[cells["ratio"] > 0].sort_values("ratio", kind="stable")
     return cells if cells["granularity"].nunique() > 1 else cells[:0]
@@ -234,14 +237,14 @@ def both_granularities(comparison: Comparison) -> pd.DataFrame:
     costs=STORED,
 )
 def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 10: channels beside whole experts, benchmark by benchmark, at each ratio."""
+    """MoE-Slimming's Table 10: channels and whole experts at each ratio, benchmark by benchmark."""
     for ratio, cells in by_ratio(both_granularities(comparison)):
         yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
 
 def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """`storage_points` of `both_granularities` on `names.COMMON_SENSE`, with label (the method), granularity and front:
-    no other has at least its score with fewer bytes."""
+    """`storage_points` of `both_granularities` on `names.COMMON_SENSE`, with columns label (the method), granularity
+    and front (whether the cell is on the Pareto front of storage and score)."""
     cells = both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
@@ -251,7 +254,7 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
 @output("coverage.fig9", chapter="cost", needs=BOTH)
 @per_model()
 def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """MoE-Slimming's Figure 9: the front of accuracy and storage of channels and of whole experts.
+    """MoE-Slimming's Figure 9: accuracy against storage of channels and whole experts, with the Pareto front.
 
     A line per method over its ratios, hollow marks for whole experts.
     """

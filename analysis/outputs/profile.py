@@ -51,7 +51,7 @@ _CAPTIONS = {
 
 
 def profile_figure(results: Results, comparison: Comparison, name: str, measure: str) -> Figure | None:
-    """`measure` of every layer: a panel per ratio and calibration set, a line per method. None without profiles."""
+    """Draw `measure` by layer: a panel per ratio and calibration set, a line per method. None without profiles."""
     profiles = results.study.profiles.dropna(subset=[measure])
     by_cell = {int(str(cell)): own.sort_values("layer") for cell, own in profiles.groupby("cell")}
     panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(by_cell)]
@@ -84,7 +84,7 @@ def profile_figure(results: Results, comparison: Comparison, name: str, measure:
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Every layer of every pruned model that was looked into, beside the unpruned one."""
+    """Hidden states and routing of every layer of the profiled models, with variance relative to the unpruned model."""
     study = results.study
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
@@ -128,8 +128,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
-    """model, calibration, layer and QUANTILES of router entropies over tokens, from their histograms: within a bin,
-    tokens are taken to lie evenly."""
+    """QUANTILES of router entropies over tokens, from histograms: model, calibration, layer and a column per quantile.
+
+    Tokens are taken to be spread evenly within a bin."""
     rows = []
     for about, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")

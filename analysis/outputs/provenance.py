@@ -1,4 +1,4 @@
-"""Where numbers come from, and what is missing."""
+"""Tables of the folders from which numbers come, and of missing results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analysis.render.table import Table, spelled
 
 @output("artefacts", chapter="provenance", filters="Model|Pruned|Calibration|Criterion")
 def artefact_table(results: Results, name: str) -> Table:
-    """Which folders of the store a cell's numbers come from."""
+    """Folders of the store from which each cell's numbers come."""
     study = results.study
     evaluations = study.results.groupby("cell")["folder"].unique()
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
@@ -40,7 +40,7 @@ def artefact_table(results: Results, name: str) -> Table:
 
 @output("gaps", chapter="gaps")
 def gap_table(results: Results, name: str) -> Table:
-    """What is missing: each reason once, with the places where it holds."""
+    """Missing results: each reason once, with all places where it applies."""
     study = results.study
     places: dict[str, list[str]] = {}
     for gap in study.gaps:

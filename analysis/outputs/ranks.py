@@ -51,7 +51,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
 
 @output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
 def loss_table(results: Results, name: str) -> Table | None:
-    """Losses on right answers, their mean and ranks: a block per model, ratio and calibration set."""
+    """Losses on right answers, their mean and ranks, for each model, ratio and calibration set."""
     study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
     if not comparisons:
         return None
@@ -74,7 +74,7 @@ def loss_table(results: Results, name: str) -> Table | None:
 
 
 def _table(blocks: Sequence[Numbers], last: Sequence[str], lower: Collection[str], **about: Any) -> Table:
-    """A table of blocks: displayed columns, then the columns `last`. In `lower` and in ranks less is better."""
+    """Make a table of blocks: displayed columns, then the columns `last`. In `lower` and in ranks less is better."""
     rows, text = stacked(blocks), [*PANEL, "Criterion"]
     shown = [str(column) for column in rows.frame if column not in (*text, *last)]
     forms = {"Avg Rank": RANK, "First": PERCENT}
@@ -92,7 +92,7 @@ def _table(blocks: Sequence[Numbers], last: Sequence[str], lower: Collection[str
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence for every column that lacks benchmarks, for each model where models differ."""
+    """A sentence for every column that lacks benchmarks; one per group of models when models differ."""
     models_by_run: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
         for column in comparison.parts:
@@ -109,13 +109,13 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 _ROW = 0.165
-"""Inches between the names of two methods."""
+"""Inches between the names of consecutive methods."""
 _SHORT = 15
-"""Letters of a name up to which two diagrams stand side by side."""
+"""Longest name, in letters, for which two diagrams are drawn side by side."""
 
 
 def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
-    """A critical-difference diagram per panel. None where no panel has enough methods and blocks."""
+    """Draw a critical-difference diagram per panel. None when no panel has enough methods and blocks."""
     tests = rank_tests(comparison, over)
     if not tests:
         return None
@@ -171,7 +171,7 @@ def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
 
 
 def rank_test_table(results: Results, name: str) -> Table:
-    """The same as numbers, over columns and over benchmarks: a row per method."""
+    """Critical differences as numbers, over columns and over benchmarks: a row per method."""
     rows, incomplete = [], []
     for comparison in results.comparisons:
         for over in (COLUMNS, BENCHMARKS):

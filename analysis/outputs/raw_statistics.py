@@ -1,5 +1,5 @@
-"""Ablated losses of experts beside what routing and raw statistics say of them (MoE-Slimming, Figs. 2 and 3), and how
-activations differ between texts (Fig. 14)."""
+"""Ablation losses of experts compared with routing and raw statistics (MoE-Slimming, Figs. 2 and 3), and activations by
+calibration set (Fig. 14)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations
 
 RANKED = {"gate": "mean router weight", "tokens": "tokens"}
-"""What routers say of experts -> its name in Fig. 2."""
+"""Routing measure of an expert -> its name in Fig. 2."""
 TOP = 50
-"""Experts that Fig. 2 shows."""
+"""Number of experts in Fig. 2."""
 GAIN, HARM = "#2277bb", "#ee7733"
-"""Bars of experts without which the loss rises, and falls."""
+"""Colours of bars for experts whose removal raises, and lowers, the loss."""
 LOSS = "rise of the loss (nats a token)"
 SOURCES = {
     "weight": "a criterion that reads weights of experts, such as magnitude",
     "activation": "statistics of this moe_lab",
     "gradient": "a criterion that reads gradients, such as heapr, on the same text",
 }
-"""Raw statistic -> what makes it."""
+"""Raw statistic -> what a run must include for it."""
 
 
 def first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -54,7 +54,7 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
 @output("coverage.fig2", chapter="attribution", needs=ABLATED)
 @per_model("pruned")
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Losses without the experts that routers rank highest."""
+    """Ablation losses of the experts that routers rank highest."""
     experts = first_set(results.study.experts, comparison.model)
     if experts.empty:
         return None
@@ -110,8 +110,8 @@ def _keys(line: str) -> list[Artist]:
 
 
 def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
-    """layer, mean and std of one statistic over all weights or channels of the layer's experts, and ablation, the mean
-    over its experts."""
+    """Pool one statistic by layer: layer, mean and std over all weights or channels of the layer's experts, and
+    ablation, the mean over its experts."""
     rows = []
     for about, own in groups(statistics.sort_values("layer"), ["layer"]):
         share = own["count"] / own["count"].sum()
@@ -129,7 +129,7 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 )
 @per_model("pruned")
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Weights, activations and gradients of experts beside their ablated losses, by depth and in one layer."""
+    """Weights, activations and gradients of experts with their ablation losses, by depth and in one layer."""
     experts = first_set(results.study.raw_statistics, comparison.model)
     shown = [statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()]
     if not shown:

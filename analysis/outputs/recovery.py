@@ -1,4 +1,5 @@
-"""Pruning and fewer bits together (MoE-Slimming, Table 11 and Fig. 8): ratio x recovery, scores and bytes."""
+"""Pruning combined with quantisation and fine-tuning: scores and bytes by ratio and recovery (MoE-Slimming, Tables 3 to
+5, 9, 11 and 19 and Fig. 8)."""
 
 from __future__ import annotations
 
@@ -32,18 +33,18 @@ from analysis.stats.cell_scores import MEAN, averaged, cost, group_targets, mean
 from analysis.stats.comparison import Comparison
 
 PLAIN = "16 bits"
-"""What a model that was neither quantised nor fine-tuned is called here."""
+"""Label of models that were neither quantised nor fine-tuned."""
 SWEPT = ["criterion", "allocation", "calibration", "gate", "seed"]
-"""Cells that agree in these are one sweep over ratios and recoveries."""
+"""Cells with equal values in these columns form one sweep over ratios and recoveries."""
 
 
 def recovery(name: str) -> str:
-    """A recovery in a word, `16 bits` for none."""
+    """Display name of a recovery, `16 bits` for none."""
     return names.RECOVERIES.get(name, name) or PLAIN
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """Cells of every method that was run with several recoveries, ratio 0 included, by ratio and recovery."""
+    """Sweeps with several recoveries, each the cells of one method (ratio 0 included), sorted by ratio and recovery."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = list(names.RECOVERIES)
     place = cells["recovery"].map(lambda name: order.index(name) if name in order else len(order))
@@ -73,9 +74,9 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 @output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
 @per_model()
 def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Accuracy against the bytes that a pruned and quantised model takes.
+    """Accuracy against the storage of pruned and quantised models.
 
-    Scores with intervals against bytes on a logarithmic axis, each with its ratio.
+    Scores with intervals against bytes on a logarithmic axis, each labelled with its ratio.
     """
     own_sweeps = sweeps(comparison)
     cells = pd.concat(own_sweeps) if own_sweeps else comparison.cells[:0]
@@ -93,7 +94,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         axes.plot(line["storage"], line["score"], markersize=4.5, linewidth=1.2, label=key["label"], **look)
         for point in records(line.dropna(subset=["storage", "score"])):
             place = (point["ratio"], round(float(np.log2(point["storage"])), 1))
-            if place in named:  # a point of this ratio with as many bytes has the words already
+            if place in named:  # a point with this ratio and about as many bytes is labelled already
                 continue
             named.add(place)
             where: Any = {"xytext": (5, -9), "textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
@@ -116,18 +117,18 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 @part("text.headline")
 def recovery_headline(results: Results) -> list[tuple[str, str]]:
-    """What recovery changed, at the head of the report."""
+    """Findings on the effect of recovery."""
     return [("Recovery", sentence) for sentence in recovery_text(results)]
 
 
 @part("text.recovery")
 def recovery_text(results: Results) -> list[str]:
-    """What recovery changed, model by model."""
+    """Sentences on the effect of recovery on each model."""
     return [sentence for one in results.comparisons for sentence in recovery_findings(results.study, one)]
 
 
 def recovery_findings(study: Study, comparison: Comparison) -> list[str]:
-    """What each recovery changes against 16 bits at the same ratios, in Avg and in bytes: a sentence each."""
+    """A sentence per recovery: its change in Avg and in bytes against 16 bits at the same ratios."""
     return [
         sentence
         for cells in sweeps(comparison)
@@ -159,7 +160,7 @@ def _against_plain(study: Study, comparison: Comparison, cells: pd.DataFrame, na
 
 
 def recovered(comparison: Comparison) -> Iterator[Block]:
-    """Fine-tuned and quantised models beside those that were pruned alone, at the ratios that have both."""
+    """Blocks of pruned models with and without recovery, at each ratio that has a recovery."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
             place = cells["method"].map(names.methods_in_order(cells["method"]).index).sort_values(kind="stable")
@@ -194,7 +195,7 @@ def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Bl
     also=("coverage.table19",),
 )
 def top_k_table(results: Results, name: str) -> Table:
-    """Models that send a token to fewer experts, beside them as they were trained, pruned and not."""
+    """Pruned models with fewer experts per token, compared with the number they were trained with."""
     study, blocks = results.study, []
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
@@ -214,7 +215,7 @@ def top_k_table(results: Results, name: str) -> Table:
 
 
 def _families(study: Study, comparisons: Sequence[Comparison]) -> list[list[tuple[Comparison, int]]]:
-    """Models that differ in the number of experts a token alone, each family with that number, the largest first."""
+    """Families of models that differ only in the experts per token: (model, that number), the largest first."""
     families: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
         trained, top_k = names.routed(comparison.model)

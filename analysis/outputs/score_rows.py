@@ -1,4 +1,4 @@
-"""Tables of scores whose rows are any cells, in blocks that compete, and which cells outputs choose for them."""
+"""Tables of scores from blocks of cells that are compared with each other, and selections of cells for such blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from analysis.stats.comparison import Comparison, Target
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of costs: offset + scale x a number of cost.json, and how it is shown."""
+    """A column of costs: offset + scale x the number `source` of cost.json, shown in the format `form`."""
 
     source: str
     form: str
@@ -52,26 +52,26 @@ STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
 AVERAGES = ("Avg", MEAN)
-"""Averages that stand behind all other scores."""
+"""Averages, which come after all other scores."""
 DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
 _EMPTY = pd.DataFrame(columns=[*TEXT, "Criterion"])
 
 SMOOTHING = ("layer_smoothing", "smoothing")
-"""What labels and settings call the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
+"""Settings that choose the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
 DEFAULT_SMOOTHING = "sqrt"
 FEWEST_RATIOS = 3
-"""Ratios a method needs to be drawn as a line over ratios."""
+"""Least number of ratios of a method for a line over ratios."""
 COVERAGE = "coverage"
-"""The allocation whose budgets follow the scores."""
+"""The allocation with coverage budgets (MoE-Slimming)."""
 HALF = 0.5
-"""The ratio that the papers look at."""
+"""The ratio in the papers' figures."""
 BUDGETED = "cells of channels with allocation=coverage"
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows that compete: cells of one model with their labels, and the one that the others are compared with."""
+    """Rows that are compared with each other: cells of one model with their labels, and `base`, the reference cell."""
 
     comparison: Comparison
     pruned: str
@@ -86,7 +86,7 @@ Blocks = Callable[[Results, Comparison], Iterable[Block]]
 def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
 ) -> Callable[[Blocks], Callable[[Results, str], Table]]:
-    """Make the `block_table` of the blocks that the function below gives for each model with results."""
+    """Make a `block_table` from the blocks that the decorated function yields for each model with results."""
 
     def of_blocks(blocks_of: Blocks) -> Callable[[Results, str], Table]:
         @wraps(blocks_of)
@@ -111,10 +111,11 @@ def block_table(
     columns: Sequence[str],
     costs: Mapping[str, Cost] = COSTS,
 ) -> Table:
-    """One row per cell of each block: those of `columns` (benchmarks and averages) that were run, the difference of the
-    last one to the base with a Holm-corrected p-value (where a block has a base), and the columns of `costs`.
+    """Make a table with one row per cell of each block.
 
-    The unpruned model comes first in every block. Intervals stand beside scores and differences.
+    Columns: those of `columns` (benchmarks and averages) that were run; for blocks with a base, the difference of the
+    last one to the base with a Holm-corrected p-value; and `costs`. The unpruned model comes first in every block.
+    Scores and differences have intervals.
     """
     run = [block for block in blocks if column_targets(block.comparison, list(block.labels), columns)]
     rows = stacked([_rows(study, block, columns, costs) for block in run] or [Numbers(_EMPTY, _EMPTY, _EMPTY)])
@@ -145,7 +146,7 @@ def block_table(
 
 
 def stacked(parts: Sequence[Numbers]) -> Numbers:
-    """The rows of all parts, numbered anew."""
+    """Concatenate the rows of all parts, with a new index."""
     frames = ([part.frame for part in parts], [part.low for part in parts], [part.high for part in parts])
     return Numbers(*(pd.concat(same, ignore_index=True) for same in frames))
 
@@ -163,8 +164,9 @@ def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
 
 
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
-    """What is pruned, and the labels of the rows: gate and seed stand with the first where all rows share them, with
-    those labels that do not say them already where they do not."""
+    """The text on what is pruned, and the labels of the rows, with gate and seed added to one of them.
+
+    Gate and seed are added to the text when all rows share them, and otherwise to labels that occur twice."""
     varying = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if varying.nunique() == 1:
         return joined(block.pruned, str(varying.iloc[0])), dict(block.labels)
@@ -202,8 +204,8 @@ _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1))
 
 
 def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> its line: the colour of its criterion; further methods of a criterion are hollow, dashed, and have
-    other markers."""
+    """Method -> its line style: the criterion's colour; further methods of a criterion have hollow, other markers and
+    dashes."""
     lines = {"none": style.key(names.method("none"), **style.DASHED)}
     places: dict[str, int] = {}
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
@@ -224,7 +226,7 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
-    """The unpruned model's score across the axes, its 95 % interval as a band; returns the line for the legend."""
+    """Draw the unpruned model's score as a horizontal line with its 95 % interval; returns the line for the legend."""
     full = comparison.unpruned
     if full is not None:
         low, high = comparison.interval(target)
@@ -234,7 +236,7 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of `layers`; fewer where there are fewer."""
+    """The first, the middle and the last of `layers`; fewer when there are fewer layers."""
     distinct = sorted(set(layers))
     return sorted({distinct[0], distinct[(len(distinct) - 1) // 2], distinct[-1]}) if distinct else []
 
@@ -247,8 +249,7 @@ def by_criterion(cells: pd.DataFrame, *first: str) -> pd.DataFrame:
 
 
 def plain(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
-    """Pruned cells as they are, neither quantised nor fine-tuned, in the order of tables; of one granularity where one
-    is given."""
+    """Pruned cells that were neither quantised nor fine-tuned, in the order of tables; of `granularity` if given."""
     cells = comparison.cells
     pruned = cells[(cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)]
     chosen = pruned[pruned["granularity"] == granularity] if granularity else pruned
@@ -256,23 +257,23 @@ def plain(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
 
 
 def by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
-    """Each ratio, the lowest first, with its cells."""
+    """Yield each ratio, lowest first, with its cells."""
     for key, at_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
         yield float(key["ratio"]), at_ratio
 
 
 def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
-    """The cell, when there is exactly one."""
+    """The cell when there is exactly one; None otherwise."""
     return int(cells.index[0]) if len(cells) == 1 else None
 
 
 def ratio_block(comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None) -> Block:
-    """Cells with their `labels`, all pruned by `ratio`."""
+    """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
     return Block(comparison, names.ratio(ratio), {int(str(cell)): str(word) for cell, word in labels.items()}, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Label -> cells of one method, by ratio: the methods that were run at at least three ratios."""
+    """Label -> cells of one method, sorted by ratio; only methods that were run at three or more ratios."""
     chosen = [found for _, found in groups(cells, settings.METHOD) if found["ratio"].nunique() >= FEWEST_RATIOS]
     if not chosen:
         return {}
@@ -281,7 +282,7 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
-    """Cells of channels with coverage budgets, at the ratio closest to a half."""
+    """Cells of channels with coverage budgets, at the ratio closest to 1/2."""
     cells = plain(comparison, "channel")
     chosen = cells[cells["allocation"].map(lambda word: settings.allocation(str(word))[0]) == COVERAGE]
     nearest = min(chosen["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
@@ -291,8 +292,9 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """One row per cell: recovery, ratio, storage (MiB), score (mean of those of `benchmarks` that were run), low, high;
-    empty where none was run."""
+    """Storage and score of each cell: recovery, ratio, storage (MiB), score, low, high.
+
+    The score is the mean of those of `benchmarks` that were run; empty when none was run."""
     rows = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, rows, benchmarks)
     points = cells[["recovery", "ratio"]]

@@ -1,5 +1,5 @@
-"""Scores: averages with intervals, every benchmark as a table and around a circle, and criteria calibrated on the task
-(Unified Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
+"""Scores: averages with intervals, all benchmarks as a table and as radar plots, and task-specific calibration (Unified
+Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from analysis.stats.comparison import Comparison, Panel, Target
 @output("average_scores", chapter="kept")
 @per_model()
 def averages_figure(results: Results, comparison: Comparison, name: str) -> Figure:
-    """How much of the unpruned model's averages is kept, with intervals.
+    """Averages of pruned models and of the unpruned model, with intervals.
 
-    Avg of every criterion with its 95 % interval beside the unpruned model: a row of panels per ratio.
+    Avg of every criterion with its 95 % interval: a row of panels per ratio, a panel per calibration set.
     """
     panels = comparison.panels
     sets = names.calibrations_in_order(panel.calibration for panel in panels)
@@ -82,7 +82,7 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
         if cell is None:
             continue
         if np.isnan(scores[cell]):
-            beside = axes.get_yaxis_transform()  # x in shares of the width, so that a gap has no score
+            beside = axes.get_yaxis_transform()  # x is a share of the width, as a gap has no score to place it at
             axes.text(0.02, y, "gap", transform=beside, fontsize=6.5, color=style.MUTED, va="center")
             continue
         shade = style.colour(criterion)
@@ -95,9 +95,9 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
 
 
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
-"""The methods of AIMER's tables: those of the study are drawn in a radar plot before all others."""
+"""The methods of AIMER's tables, which a radar plot draws before all others."""
 RADAR_LINES = len(RADAR_METHODS)
-"""Methods drawn in a radar plot at most."""
+"""Largest number of methods in a radar plot."""
 
 
 @output("aimer.fig3", chapter="task", needs="three benchmarks", also=("aimer.fig4", "aimer.fig5"))
@@ -105,7 +105,7 @@ RADAR_LINES = len(RADAR_METHODS)
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
-    Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None below 3 benchmarks.
+    Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None with fewer than 3 benchmarks.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
@@ -129,15 +129,16 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 
 
 def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """The benchmarks that the cells of a panel were evaluated on and in which more is better, one family after the
-    other as in the papers' tables."""
+    """Benchmarks on which the cells of a panel were evaluated and in which more is better, in the order of the papers'
+    tables."""
     ordered = names.in_order(map(str, comparison.benchmarks), names.BENCHMARKS)
     return mean_target(comparison, list(panel.cells.values()), ordered)
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel to draw: those of AIMER's tables, then the others from the highest Avg, RADAR_LINES at
-    most; methods without any score are left out."""
+    """The methods of a panel to draw: those of AIMER's tables, then the others by Avg, highest first.
+
+    At most RADAR_LINES; methods without any score are left out."""
     average = comparison.score(panel.averaged(comparison))
     run = comparison.benchmarks[list(radar_benchmarks(comparison, panel))].notna().any(axis=1)
     others = [method for method in panel.cells if method not in RADAR_METHODS]
@@ -177,8 +178,8 @@ BOTH_TASKS = "a calibration set about code and one about mathematics"
 def task_specific_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table:
     """All criteria, calibrated on the task that they are evaluated on.
 
-    Coding columns of the model pruned with code calibration beside mathematics columns of the one pruned with
-    mathematics calibration; Avg Rank over the four. Empty when one of the two calibration sets was not run.
+    Coding columns are of the model pruned with code calibration, mathematics columns of the one pruned with mathematics
+    calibration; Avg Rank is over the four. Empty when one of the two calibration sets was not run.
     """
     text, columns = ["Model", "Pruned", "Criterion"], [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
     blocks = []
@@ -234,7 +235,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
 
 
 def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells by ratio, gate, seed, calibration set and method, the last two in their usual order."""
+    """Sort cells by ratio, gate, seed, calibration set and method, the last two in the order of tables."""
     sets = names.calibrations_in_order(cells["calibration"])
     methods = names.methods_in_order(cells["method"])
     places = cells.assign(calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index))

@@ -1,4 +1,5 @@
-"""EvoESAP's tables: searched allocations against uniform ones (EvoESAP Table 1), and what the searches did and cost."""
+"""Searched against uniform allocations, densities of layers, and course and cost of searches (EvoESAP, Tables 1, 2 and
+7 to 10 and Figs. 1 and 3)."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
 BEYOND = "Beyond noise"
 _PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
-"""Cells that agree in these differ in their allocation only."""
+"""Cells with equal values in these columns differ only in their allocation."""
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
-    """Cell of a searched allocation -> the cell that differs from it in being uniform only, in the order of tables."""
+    """Cell of a searched allocation -> the same cell with uniform allocation, in the order of tables."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
@@ -48,7 +49,7 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """Those of `searched_pairs` that were calibrated on general text, whatever they were searched on."""
+    """Those of `searched_pairs` that were calibrated on general text; the search may have used another text."""
     sets = comparison.cells["calibration"].map(names.domain)
     return {cell: uniform for cell, uniform in searched_pairs(comparison).items() if sets[cell] == "general"}
 
@@ -69,8 +70,8 @@ def allocation_table(
 ) -> Table:
     """Group averages of searched and uniform allocations.
 
-    Each criterion with uniform and searched allocation: those of `columns` that were run, and their paired
-    differences, with intervals; Holm's correction covers all differences of one model.
+    For each criterion with uniform and searched allocation, those of `columns` that were run and their paired
+    differences, with intervals. Holm's correction covers all differences of one model.
     """
     parts = [_rows(comparison, pairs(comparison), columns) for comparison in results.comparisons]
     empty = pd.DataFrame(columns=[*TEXT, BEYOND])
@@ -96,7 +97,7 @@ def allocation_table(
 
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
-    """For each criterion the uniform cell and under it the searched ones; None where none of `columns` was run."""
+    """Rows of each criterion's uniform cell, followed by its searched ones; None when none of `columns` was run."""
     cells = list(dict.fromkeys(cell for searched, uniform in pairs.items() for cell in (uniform, searched)))
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
@@ -142,7 +143,7 @@ def searched_multiple_choice(results: Results, name: str) -> Table:
 
 
 def densities(study: Study, model: str) -> pd.DataFrame:
-    """Share of the experts each layer keeps: one row per cell of whole experts and layer, with the cell's axes."""
+    """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with the cell's axes."""
     cells = study.cells[(study.cells["model"] == model) & (study.cells["granularity"] == "expert")]
     kept = study.kept[study.kept["cell"].isin(cells.index)]
     shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
@@ -153,10 +154,10 @@ def densities(study: Study, model: str) -> pd.DataFrame:
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
 @per_model()
 def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """How densely layers are kept by each allocation.
+    """Share of experts kept in each layer, by allocation.
 
     EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio. The
-    criterion is the one that was used with most allocations. None where none was used with two.
+    criterion is the one that was run with most allocations. None when no criterion was run with two.
     """
     shares = densities(results.study, comparison.model)
     shares = shares[shares.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1]
@@ -183,7 +184,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
 @output("evoesap.fig3", chapter="search", needs=SEARCHES)
 @per_model()
 def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """How densely layers are kept for each criterion.
+    """Share of experts kept in each layer by searched allocations, by criterion.
 
     EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a search.
     """
@@ -204,7 +205,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -> Drawing:
-    """A panel per ratio and calibration set with a line per value of `by`, and the uniform density if it is none."""
+    """Draw a panel per ratio and calibration set: a line per value of `by`, and the uniform density if it is not one."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     several = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
@@ -265,7 +266,7 @@ def history_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 
 def search_table(results: Results, name: str) -> Table:
-    """What each search found and cost."""
+    """Table of the best schedule and the cost of each search."""
     study = results.study
     rows = study.searches.join(study.cells.assign(pruned=pruned(study.cells)), on="cell", rsuffix=" of cell")
     rows = rows.assign(
@@ -304,5 +305,5 @@ def search_table(results: Results, name: str) -> Table:
 
 @output("evoesap.search", chapter="search", needs=SEARCHES)
 def searches(results: Results, name: str) -> list[Item]:
-    """How fitness rises in each search, and what each found and cost."""
+    """Fitness by generation, best schedule and cost of each search."""
     return [*history_figure(results, name), search_table(results, name)]

@@ -1,4 +1,4 @@
-"""What searches cost and what their settings change (EvoESAP, Tables 3 to 6)."""
+"""Cost of searches and effects of their settings (EvoESAP, Tables 3 to 6)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from analysis.stats.comparison import Comparison
 
 HOUR = 3600
 SAME = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
-"""Cells that agree in these differ in the settings of their search only."""
+"""Cells with equal values in these columns differ only in the settings of their search."""
 COMPARED = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
 FITNESSES = ("esap", "spec_dec")
-"""What its Table 6 compares."""
+"""The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
 NOT_BUILT = "published; not built: EvoESAP gives its settings, but neither its objective nor code"
 TEXT = {"Model": "model", "Pruned": "ratio", "Calibration": "calibration", "Criterion": "criterion"}
@@ -42,7 +42,7 @@ _SETTINGS = {
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
 def cost_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 3: the time of each search, and what its plan leaves of the loading memory."""
+    """EvoESAP's Table 3: the time of each search, and the loading memory before and after pruning."""
     study = results.study
     steps = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
     peaks = time_and_memory(steps, study.reader).set_index("folder")[["peak", "gpu_peak"]] / MEBIBYTE
@@ -83,7 +83,7 @@ def cost_table(results: Results, name: str) -> Table:
     needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
 )
 def settings_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 5: searches that differ in fitness, samples, generations or candidates, beside uniform."""
+    """EvoESAP's Table 5: uniform allocation and searches that differ in fitness, samples, generations or candidates."""
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         searched = cells["allocation"].map(is_searched)
@@ -110,7 +110,7 @@ def fitness_table(results: Results, name: str) -> Table:
 
 @output("evoesap.table4", chapter="search", needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice")
 def competitor_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 4: searched allocations beside the printed row of DiEP, which is not built here."""
+    """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not built here."""
 
     def chosen(cells: pd.DataFrame) -> pd.DataFrame:
         return cells[cells["allocation"].map(is_searched)]
@@ -135,7 +135,7 @@ def competitor_table(results: Results, name: str) -> Table:
 
 
 def _printed() -> dict[str, object]:
-    """The printed row of what is not built."""
+    """The published row of DiEP."""
     printed = ("evoesap", "4", COMPETITOR)
     by_benchmark = {one.benchmark: one for one in numbers() if (one.paper, one.table, one.key[2]) == printed}
     model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
@@ -160,7 +160,9 @@ def _table(
     columns: Sequence[str],
     title: str,
 ) -> Table:
-    """A row per cell that `chosen` leaves of those that differ in their search only: settings, scores, seconds."""
+    """Make a table of settings, scores and seconds, one row per cell.
+
+    chosen: selects cells of each group whose cells differ only in their search."""
     parts = [_rows(results.study, comparison, chosen, columns) for comparison in results.comparisons]
     empty = pd.DataFrame(columns=list(TEXT))
     rows = stacked([part for part in parts if part is not None] or [Numbers(empty, empty[[]], empty[[]])])
@@ -186,7 +188,7 @@ def _table(
 def _rows(
     study: Study, comparison: Comparison, chosen: Callable[[pd.DataFrame], pd.DataFrame], columns: Sequence[str]
 ) -> Numbers | None:
-    """None where nothing is chosen or none of `columns` was run."""
+    """Rows of one model for `_table`; None when nothing is chosen or none of `columns` was run."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
     cells = pd.concat([pruned[:0], *(chosen(cells) for _, cells in groups(pruned, SAME))])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
@@ -203,5 +205,5 @@ def _rows(
 
 
 def _spelled(fitness: object) -> str:
-    """A fitness as the paper writes it; nothing for an allocation that was not searched."""
+    """A fitness as the paper writes it; "" for an allocation that was not searched."""
     return fitness.upper().replace("_", "-") if isinstance(fitness, str) else ""

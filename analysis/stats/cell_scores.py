@@ -1,4 +1,4 @@
-"""Scores of chosen cells on the papers' averages, with intervals; differences between cells and their significance."""
+"""Scores of selected cells on the papers' averages with intervals; differences between cells and their significance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
 """The averages of `group_targets`."""
 MEAN = "Mean"
-"""In a list of columns: the mean of the benchmarks that stand in it."""
+"""In a list of columns: the mean of the list's benchmarks."""
 COMMON = "CSQA Avg"
 """In a list of columns: the mean of `names.COMMON_SENSE`."""
 
@@ -51,7 +51,7 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
 
 def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence about the displayed columns that Avg leaves out; none where it is the mean of all."""
+    """A sentence about the displayed columns that Avg leaves out; empty when Avg is the mean of all."""
     left = {
         names.benchmark(column)
         for comparison in comparisons
@@ -61,25 +61,26 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict[str, Target]:
-    """Those of `benchmarks` that were run, spelled for people."""
+    """Display name -> target, for those of `benchmarks` that were run."""
     return {names.benchmark(name): (name,) for name in benchmarks if name in comparison.benchmarks}
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """Those of `benchmarks` that any of these cells was evaluated on and in which more is better; empty for none."""
+    """Those of `benchmarks` on which at least one of these cells was evaluated and in which more is better."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()
     return comparison.averaged(name for name in benchmarks if run.get(name, False))
 
 
 def averaged(target: Target, benchmarks: Sequence[str]) -> str:
-    """What a figure averages over, in words: `Mean of ARC-C and PIQA (2 of 7 benchmarks)`."""
+    """What a figure averages over, in words: `Mean of ARC-C and PIQA (2 of the paper's 7 benchmarks)`."""
     part = "" if len(target) == len(benchmarks) else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
     return f"Mean of {names.listing(map(names.benchmark, target))}{part}"
 
 
 def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequence[str]) -> dict[str, Target]:
-    """Those of `columns` that these cells were evaluated on, spelled for people: benchmarks, displayed columns, GROUPS,
-    COMMON and MEAN."""
+    """Display name -> target, for those of `columns` on which these cells were evaluated.
+
+    columns: benchmarks, displayed columns, GROUPS, COMMON and MEAN."""
     groups, run = group_targets(comparison, cells), comparison.benchmarks.loc[list(cells)].notna().any()
     means = {COMMON: mean_target(comparison, cells, names.COMMON_SENSE), MEAN: mean_target(comparison, cells, columns)}
     every = {
@@ -109,12 +110,13 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
-    """Cell -> its score minus that of the cell it is measured against, paired over the items all cells share.
+    """Score of each cell minus that of its reference cell, paired over the items that all cells share.
 
-    Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where outcomes lack.
+    against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where
+    outcomes are missing.
     """
     p_values: dict[int, float] = {}
-    for other in dict.fromkeys(against.values()):  # all cells that are measured against it in one go
+    for other in dict.fromkeys(against.values()):  # one call for all cells with this reference
         cells = [cell for cell, base in against.items() if base == other]
         p_values |= zip(cells, comparison.p_values(target, other, cells), strict=True)
     rows = []
@@ -127,11 +129,11 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> dict[str, float]:
-    """The mean over pairs (cell, other) of their difference in score, groups weighing alike, paired over the items all
-    cells share.
+    """Mean difference in score over pairs (cell, other), paired over the items that all cells share.
 
-    Returns compared (how many pairs), difference, low, high (95 %, the same drawn items for all cells), p. A pair of
-    which a result is missing is left out and not counted; NaN where none is left, or outcomes lack.
+    All groups of pairs have the same weight. Returns compared (number of pairs), difference, low, high (95 %, the same
+    drawn items for all cells), p. A pair with a missing result is left out and not counted. NaN when no pair is left,
+    or outcomes are missing.
     """
     empty = {"compared": 0, **dict.fromkeys(("difference", "low", "high", "p"), np.nan)}
     score = comparison.score(target)
@@ -168,8 +170,8 @@ def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
 def scored_block(
     comparison: Comparison, panel: Panel, cells: Mapping[str, int], mean: str, averaged: Target
 ) -> Numbers:
-    """Scores of the unpruned model and of `cells` (by method), a row each, their `mean` over the columns `averaged`,
-    and average ranks."""
+    """Rows of a table of scores: the unpruned model and `cells` (method -> cell) on all displayed columns, their mean
+    over the columns `averaged` under the name `mean`, and average ranks."""
     rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
     columns = panel.columns(comparison)
     numbers = scores(comparison, list(rows.values()), {**{column: (column,) for column in columns}, mean: averaged})
@@ -181,7 +183,7 @@ def scored_block(
 
 
 def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None) -> Numbers:
-    """One block of T1: `scored_block` with intervals of average ranks, and how often each criterion is first."""
+    """One block of Table 1: `scored_block` with intervals of average ranks, and how often each criterion is first."""
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
     competing, averaged = list(cells.values()), panel.averaged(comparison)
     block = scored_block(comparison, panel, cells, "Avg", averaged)
@@ -193,13 +195,14 @@ def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | N
 
 
 _SAME = 1e-6
-"""Replicates closer than this are equal: single precision adds the same outcomes up to that."""
+"""Replicates closer than this are equal: float32 sums of the same outcomes differ by less."""
 
 
 def first_places(draws: np.ndarray | None, average: pd.Series, rows: np.ndarray) -> pd.Series:
-    """For each average, whose places in the replicates (replicates, cells) are `rows`, the share of replicates in
-    which it is the best; those that share the best score of a replicate share it alike. NaN where a score is a gap,
-    and for all where one has no replicates: it might be the best."""
+    """Share of bootstrap replicates in which each cell has the best average; ties share a replicate equally.
+
+    draws: (replicates, cells); rows: the columns of `draws` that belong to `average`. NaN where the average is a gap.
+    All are NaN when a cell has no replicates, as it might be the best."""
     scored = average.notna().to_numpy()
     first = pd.Series(np.nan, average.index)
     if draws is None or not scored.any() or np.isnan(draws[:, rows[scored]]).any():
@@ -211,7 +214,7 @@ def first_places(draws: np.ndarray | None, average: pd.Series, rows: np.ndarray)
 
 
 def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
-    """What panels share -> domain -> the panel calibrated on it."""
+    """(Ratio, gate, seed) -> domain -> the panel whose calibration set is of that domain."""
     panels: dict[tuple[float, str, int], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -221,7 +224,8 @@ def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, 
 
 
 def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None) -> Numbers:
-    """One block of T2, the unpruned model first and then a row per method's key: numbers, lower and upper ends."""
+    """One block of Table 2 with intervals: the unpruned model first, then a row per method that was calibrated on both
+    code and math."""
     code, math = domains["code"].cells, domains["math"].cells
     competing = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
@@ -247,9 +251,9 @@ def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: S
 
 
 def average_rank_interval(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interval ends of Avg Rank for each row; NaN where a score that is ranked has no replicates.
+    """Ends of the 95 % interval of Avg Rank for each row; all NaN when a ranked score has no replicates.
 
-    sources: column -> the cells its scores come from, a row each.
+    sources: column -> the cells that its scores come from, one per row.
     """
     rows = len(next(iter(sources.values()), []))
     missing = np.full(rows, np.nan)

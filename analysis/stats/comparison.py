@@ -1,4 +1,7 @@
-"""All cells of one model side by side: scores, intervals from what each was asked, paired tests on what all were."""
+"""Compare all cells of one model: scores and their intervals, and paired tests between cells.
+
+Intervals use all items that a cell answered; paired tests use the items that all cells answered.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from analysis.load.reader import Reader
 from analysis.stats import ranks, uncertainty
 
 Target = tuple[str, ...]
-"""What is scored: the mean of these displayed columns or benchmarks, often a single one."""
+"""Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
 _NORMAL = 1.96
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The methods that compete with each other: one model, ratio, gate, seed and calibration set.
+    """The methods that are compared with each other: those of one model, ratio, gate, seed and calibration set.
 
-    Methods that read no data compete in every panel. `cells` maps a method's key -> cell, in their usual order.
+    Methods that read no data are in every panel. `cells` maps a method's key to its cell, in the order of tables.
     """
 
     model: str
@@ -34,31 +37,31 @@ class Panel:
     calibration: str
     cells: dict[str, int]
     setting: str = ""
-    """Gate and seed in words, where the model's cells have several."""
+    """Gate and seed in words, when the model's cells have several."""
 
     @property
     def pruned(self) -> str:
-        """What distinguishes panels of one calibration set: `50 %`, or `50 %, seed 43`."""
+        """Ratio, gate and seed in words, as panels of one calibration set differ in these: `50 %`, `50 %, seed 43`."""
         return settings.joined(names.ratio(self.ratio), self.setting)
 
     @property
     def settings(self) -> tuple[float, str, int]:
-        """Ratio, gate and seed: what panels of different calibration sets may share."""
+        """Ratio, gate and seed, by which panels of different calibration sets are matched."""
         return self.ratio, self.gate, self.seed
 
     def columns(self, comparison: Comparison) -> Target:
-        """Displayed columns that at least one of these cells was evaluated on; all of them where every cell failed."""
+        """Displayed columns on which at least one of these cells was evaluated; all of them when every cell failed."""
         run = comparison.columns.loc[list(self.cells.values())].notna().any()
         return tuple(str(name) for name in (run.index[run] if run.any() else run.index))
 
     def averaged(self, comparison: Comparison) -> Target:
-        """Those of `columns` that Avg is the mean of."""
+        """The columns that Avg averages: those of `columns` in which more is better."""
         return comparison.averaged(self.columns(comparison))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells of one model. Rows of all frames and matrices are `cells` in their order."""
+    """Scores and outcomes of one model's cells. Rows of all frames and matrices are in the order of `cells`."""
 
     model: str
     cells: pd.DataFrame
@@ -69,11 +72,12 @@ class Comparison:
     lower_is_better: tuple[str, ...]
     """Columns and benchmarks where less is better."""
     outcomes: dict[str, np.ndarray]
-    """Benchmark -> outcomes (cells, items) on the items all cells share; only where they add up to the score."""
+    """Benchmark -> outcomes (cells, items) on the items that all cells share; only where their mean is the score."""
     standard_errors: pd.DataFrame
     """(cells, benchmarks) as the harness reported them."""
     own: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> outcomes on all items, NaN where a cell was not asked, of those not all cells were asked alike."""
+    """Benchmark -> outcomes (cells, items) on all items, NaN where a cell did not get an item. Only benchmarks whose
+    cells got different items."""
 
     @cached_property
     def columns(self) -> pd.DataFrame:
@@ -87,13 +91,13 @@ class Comparison:
         return int(cells[0]) if len(cells) else None
 
     def averaged(self, columns: Iterable[str]) -> Target:
-        """Those of `columns` in which more is better: a mean over both kinds would be meaningless."""
+        """Those of `columns` in which more is better; a mean over both directions would be meaningless."""
         return tuple(name for name in columns if not set(self.weights((name,))) & set(self.lower_is_better))
 
-    # what is asked for by many tables and figures is computed once for each target
+    # cached, as many tables and figures use the same targets
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
-        """Score of every cell: the mean of the target's columns, NaN where one is a gap or there are none."""
+        """Score of every cell: the mean of the target's columns; NaN when one is a gap or the target is empty."""
         return cache(self._score)
 
     def _score(self, target: Target) -> pd.Series:
@@ -104,10 +108,10 @@ class Comparison:
 
     @cached_property
     def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
-        """Ends of the 95 % interval of every cell's score, from the items it was asked.
+        """Ends of the 95 % interval of every cell's score, from all items that the cell answered.
 
-        Wilson for a benchmark of right-or-wrong items, bootstrap for graded ones and means of benchmarks, the reported
-        standard error for cells that have no outcomes.
+        Wilson's interval for a benchmark of right-or-wrong items, bootstrap for graded items and means of benchmarks,
+        the reported standard error for cells without outcomes.
         """
         return cache(self._interval)
 
@@ -126,26 +130,27 @@ class Comparison:
         return pd.Series(low, centre.index).fillna(centre - half), pd.Series(high, centre.index).fillna(centre + half)
 
     def difference(self, target: Target, cell: int, other: int) -> float:
-        """Score of `cell` minus that of `other`, on the items that all cells share."""
+        """Score of `cell` minus that of `other`, on the items that all cells share when these have outcomes."""
         for score in (self._shared_score(target), self.score(target)):
             if not np.isnan(difference := float(score[cell] - score[other])):
                 return difference
         return np.nan
 
     def _shared_score(self, target: Target) -> pd.Series:
-        """Scores on the items that all cells share; NaN where there are no outcomes, or all were asked the same."""
+        """Scores on the items that all cells share; NaN without outcomes, or when all cells got the same items."""
         shared = self._contributions(target) if set(self.weights(target)) & set(self.own) else {}
         total = sum((items.sum(axis=1) for items in shared.values()), np.zeros(len(self.cells)))
         return pd.Series(total if shared else np.nan, self.cells.index)
 
     def shared_items(self, target: Target) -> int | None:
-        """How many items the paired tests of a target are on, where not all cells were asked the same; else None."""
+        """Number of items in the paired tests of a target when cells got different items; None otherwise."""
         items = [found.shape[1] for found in self._contributions(target).values()]
         return sum(items) if set(self.weights(target)) & set(self.own) else None
 
     def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
-        """Two-sided paired p-values of `cell` against each of `others`: McNemar for one benchmark of right-or-wrong
-        items, sign flips otherwise; NaN where outcomes are missing."""
+        """Two-sided paired p-values of `cell` against each of `others`; NaN where outcomes are missing.
+
+        McNemar's test for one benchmark of right-or-wrong items, random sign flips otherwise."""
         first, rest = self.rows([cell]), self.rows(others)
         answers = self._right_or_wrong(target, self.outcomes)
         if answers is not None:
@@ -159,10 +164,10 @@ class Comparison:
         return np.where(np.isnan(differences).any(axis=1), np.nan, uncertainty.sign_flip(np.nan_to_num(differences)))
 
     def pairwise(self, target: Target, cells: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Differences (cells, cells), row minus column, on the items all cells share, and their two-sided p-values.
+        """Differences (cells, cells), row minus column, on the items that all cells share, and two-sided p-values.
 
-        McNemar for one benchmark of right-or-wrong items; paired t-tests otherwise, items within their benchmarks,
-        which resolve p-values as small as Holm's correction over many pairs needs. NaN where outcomes are missing.
+        McNemar's test for one benchmark of right-or-wrong items; paired t-tests stratified by benchmark otherwise.
+        These resolve p-values small enough for Holm's correction over many pairs. NaN where outcomes are missing.
         """
         rows = self.rows(cells)
         strata = [items[rows] for items in self._contributions(target).values()]
@@ -186,7 +191,7 @@ class Comparison:
 
     @cached_property
     def draws(self) -> Callable[[Target], np.ndarray | None]:
-        """Bootstrap replicates (replicates, cells) of the target's score, from the items each cell was asked.
+        """Bootstrap replicates (replicates, cells) of the target's score, from all items that each cell answered.
 
         None when a benchmark has no outcomes.
         """
@@ -199,15 +204,15 @@ class Comparison:
 
     @cached_property
     def paired_draws(self) -> Callable[[Target], np.ndarray | None]:
-        """The same from the items that all cells share, which differences are of."""
+        """The same from the items that all cells share, for differences between cells."""
         return cache(lambda target: uncertainty.mean_draws(target, self._column_draws))
 
     def rows(self, cells: Sequence[int]) -> np.ndarray:
-        """Positions of `cells` in matrices."""
+        """Row numbers of `cells` in matrices."""
         return np.asarray(self.cells.index.get_indexer(pd.Index(cells)))
 
     def weights(self, target: Target) -> dict[str, float]:
-        """Benchmark -> its share in the target; columns weigh alike, and so do the benchmarks in a column."""
+        """Benchmark -> its weight in the target; columns have equal weights, and so have the benchmarks of a column."""
         parts = {name: self.parts.get(name, (name,)) for name in target}
         return {
             benchmark: 1 / len(benchmarks) / len(target) for benchmarks in parts.values() for benchmark in benchmarks
@@ -215,11 +220,11 @@ class Comparison:
 
     @cached_property
     def _asked(self) -> dict[str, np.ndarray]:
-        """Benchmark -> outcomes on all items, NaN where a cell was not asked."""
+        """Benchmark -> outcomes (cells, items) on all items, NaN where a cell did not get an item."""
         return {**self.outcomes, **self.own}
 
     def _right_or_wrong(self, target: Target, outcomes_of: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Of `outcomes_of` those of the target, if it is one benchmark whose items are right or wrong."""
+        """The target's outcomes in `outcomes_of` if it is one benchmark whose items are right or wrong; else None."""
         benchmarks = list(self.weights(target))
         answers = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
         return answers if answers is not None and evaluations.binary(answers) else None
@@ -247,7 +252,7 @@ class Comparison:
 
 
 def compare(cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader) -> list[Comparison]:
-    """One comparison per model, in the order of a study; frames as in `Study`, gaps go to its reader."""
+    """Make one comparison per model, in the order of the study. Frames are as in `Study`; gaps go to its reader."""
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
         own = cells[cells["model"] == model]
@@ -280,7 +285,7 @@ def _comparison(
 
 
 def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Benchmarks by their metric, and the displayed columns that consist of such benchmarks alone."""
+    """Benchmarks whose metric is better when lower, and the displayed columns that only consist of such benchmarks."""
     first = results.drop_duplicates("benchmark")
     pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
     benchmarks = [name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER)]

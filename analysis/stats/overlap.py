@@ -1,9 +1,9 @@
-"""How much the experts to prune depend on the calibration set, and proxy scores against exact damage.
+"""Overlap of the experts to prune across calibration sets, and between proxy scores and exact damage.
 
 Figures 3 to 5 of Unified Expert Pruning.
 
-The bottom set of a layer are the r = int(n x ratio) experts with the lowest scores, ties by expert index, as plans are
-made. Three readings of "overlap" are reported side by side, each with the level that random sets would reach.
+The bottom set of a layer is the r = int(n x ratio) experts with the lowest scores, ties by expert index, as in plans.
+Three definitions of overlap are reported, each with the value expected for random sets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ RATIOS = (0.25, 0.5)
 
 VARIANT = ["b", "alpha", "beta"]
 DEGENERATE = (1, 0, 0)
-"""N^-1 times N: the same score for every expert, shown as N/A."""
+"""This member is N^-1 times N, the same score for every expert: it is shown as N/A."""
 
 MEASURES = {"triple": "in all sets", "pairwise": "in pairs of sets", "jaccard": "intersection over union"}
 
 
 def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Bottom sets as booleans (..., experts) from scores (..., experts): the int(n x ratio) lowest, ties by index."""
+    """Mark the int(n x ratio) lowest scores (..., experts) as booleans (..., experts), ties by index."""
     count = int(scores.shape[-1] * ratio)
     order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
     chosen = np.zeros(scores.shape, bool)
@@ -36,10 +36,10 @@ def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets (calibration sets, layers, experts) of one size, averaged over layers.
+    """Overlap of bottom sets of equal size (calibration sets, layers, experts), averaged over layers.
 
-    triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share both have; jaccard:
-    intersection over union of all. `chance_*`: expectation for random sets (Jaccard: ratio of expectations).
+    triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share that both have;
+    jaccard: intersection over union of all. `chance_*`: expectation for random sets (Jaccard: ratio of expectations).
     NaN when the sets are empty.
     """
     size, experts = int(sets[0, 0].sum()), sets.shape[-1]
@@ -59,7 +59,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
 
 
 def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Overlap over calibration sets of every S(b, alpha, beta): one row per model, ratio and variant.
+    """Overlap across calibration sets of every S(b, alpha, beta): one row per model, ratio and variant.
 
     family: model, calibration, layer, expert, b, alpha, beta, score. (1, 0, 0) has NaN. Models with fewer than two
     calibration sets have no rows.
@@ -92,7 +92,9 @@ def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean overlap of all usable variants that share a level of one component: component, level, ratio, overlap."""
+    """Mean overlap of all variants with the same level of one component: component, level, ratio, overlap.
+
+    Variants without an overlap are left out."""
     levels = overlaps.dropna(subset=["triple"]).melt(
         id_vars=["ratio", "triple"], value_vars=VARIANT, var_name="component", value_name="level"
     )
@@ -101,9 +103,9 @@ def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Fig. 3: share of the bottom set by exact damage that the proxy S(0,1,1) finds too, mean over layers.
+    """Fig. 3: share of the bottom set by exact damage that is also in that of the proxy S(0,1,1), mean over layers.
 
-    Rows: model, calibration, ratio, overlap, lowest (of any layer), chance.
+    Columns: model, calibration, ratio, overlap, lowest (over layers), chance.
     """
     keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
@@ -133,7 +135,7 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[f
 
 
 def variant_name(b: int, alpha: int, beta: int) -> str:
-    """The papers' name of a member of the family, or S(b,α,β)."""
+    """The papers' name of a member of the S family, or S(b,α,β)."""
     return _NAMED.get((b, alpha, beta), f"S({b},{alpha},{beta})")
 
 

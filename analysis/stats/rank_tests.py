@@ -1,7 +1,7 @@
 """Critical differences of average ranks: Friedman's test, then Nemenyi's critical difference (Demšar 2006, JMLR 7).
 
-Blocks are what methods are ranked in: displayed columns, or benchmarks. Two methods differ at the 5 % level when their
-average ranks are further apart than the critical difference; it says nothing where Friedman's test finds nothing.
+Methods are ranked in blocks: displayed columns, or benchmarks. Two methods differ at the 5 % level when Friedman's test
+is significant and their average ranks are further apart than the critical difference.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from analysis.stats.comparison import Comparison, Panel
 
 LEVEL = 0.05
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
-"""What methods are ranked in: columns give the papers' Avg Rank, benchmarks are more and tell more."""
+"""Blocks in which methods are ranked: columns give the papers' Avg Rank; benchmarks are more blocks, so more power."""
 FEWEST = 3
-"""Methods, and blocks, below which there is nothing to test."""
+"""Least number of methods, and of blocks, for a test."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankTest:
-    """Average ranks of the methods of one panel, and how far apart they must be to differ."""
+    """Average ranks of the methods of one panel, with Friedman's test and Nemenyi's critical difference."""
 
     panel: Panel
     over: str
     """COLUMNS or BENCHMARKS."""
     blocks: int
     ranks: pd.Series
-    """Method's key -> average rank, the best first."""
+    """Method's key -> average rank, best first."""
     incomplete: tuple[str, ...]
-    """Methods that lack a result in some block: they have no average rank."""
+    """Methods that lack a result in some block, and so have no average rank."""
     statistic: float
     p: float
-    """Friedman's chi-squared and its p-value; NaN where all methods tie everywhere."""
+    """p-value of Friedman's chi-squared `statistic`; both are NaN when all methods tie in every block."""
 
     @property
     def difference(self) -> float:
@@ -56,7 +56,7 @@ class RankTest:
         return p_values.set_axis(self.ranks.index).where(np.arange(len(self.ranks)) > 0)
 
     def cliques(self) -> list[tuple[int, int]]:
-        """First and last place of the largest runs of methods that are not told from each other."""
+        """First and last position of each maximal run of methods that do not differ significantly."""
         values = self.ranks.to_numpy()
         reach = self.difference if self.significant else np.inf
         ends = [int(np.flatnonzero(values < value + reach).max()) for value in values]
@@ -67,8 +67,9 @@ class RankTest:
 
 @cache
 def critical_difference(methods: int, blocks: int) -> float:
-    """Average ranks further apart than q sqrt(k (k + 1) / 6 N) differ; q is the quantile of the studentized range of k
-    methods and infinite degrees of freedom, over the square root of 2."""
+    """Nemenyi's critical difference q sqrt(k (k + 1) / 6 N) of average ranks, for k methods in N blocks.
+
+    q is the quantile of the studentized range of k methods with infinite degrees of freedom, divided by sqrt(2)."""
     return float(scipy.stats.studentized_range.ppf(1 - LEVEL, methods, np.inf) / np.sqrt(2) * _spread(methods, blocks))
 
 
@@ -83,9 +84,9 @@ def _spread(methods: int, blocks: int) -> float:
 
 
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
-    """The test of one panel; None with fewer than three complete methods or three blocks.
+    """Test the average ranks of one panel; None with fewer than three complete methods or three blocks.
 
-    Ranks are taken as for Avg Rank: on values rounded to three decimals, ties sharing the mean of their ranks.
+    Values are ranked as for Avg Rank: rounded to three decimals, ties sharing the mean of their ranks.
     """
     values = _blocks(comparison, panel, over).reindex(list(panel.cells.values())).set_axis(list(panel.cells), axis=0)
     complete = values.notna().all(axis=1)
@@ -107,7 +108,7 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
 
 
 def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """(cells, blocks) scores. Benchmarks that grade the same answers twice are one block, their mean."""
+    """Scores (cells, blocks). Benchmarks that grade the same answers form one block with their mean."""
     if over == COLUMNS:
         return comparison.columns[list(panel.columns(comparison))]
     benchmarks = comparison.benchmarks
@@ -119,6 +120,6 @@ def _blocks(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
 
 
 def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:
-    """The tests of all panels that have enough methods and blocks."""
+    """Test all panels that have enough methods and blocks."""
     tests = (rank_test(comparison, panel, over) for panel in comparison.panels)
     return [test for test in tests if test is not None]

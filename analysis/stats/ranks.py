@@ -18,8 +18,9 @@ from analysis.names import COLUMNS
 
 
 def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
-    """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`; NaN below three experts
-    that have both, or where one of them is the same for all."""
+    """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`.
+
+    NaN when fewer than three experts have both, or when a measure is the same for all."""
     both = experts[[measure, truth]].dropna()
     if len(both) < 3 or both.iloc[:, 0].nunique() < 2 or both.iloc[:, 1].nunique() < 2:
         return {"linear": np.nan, "rank": np.nan}
@@ -28,20 +29,20 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
-    """Spearman's correlation inside a layer, the mean over layers that have one; NaN when none has."""
+    """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left out."""
     by_layer = [correlations(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
     defined = [value for value in by_layer if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan
 
 
 PRINTED_DECIMALS = 3
-"""Published scores have three decimals, and are ranked as printed."""
+"""Published scores have three decimals; ranks are computed from these."""
 
 
 def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Displayed column -> its benchmarks among `available`; benchmarks of no known column get a column of their own.
+    """Displayed column -> its benchmarks among `available`; a benchmark without a known column gets its own.
 
-    A column whose benchmarks were partly not run is the mean of those that were: `partial` says which.
+    A column is the mean of those of its benchmarks that were run; `partial` lists the columns that lack some.
     """
     parts_by_column = {column: tuple(name for name in parts if name in available) for column, parts in COLUMNS.items()}
     columns = {column: parts for column, parts in parts_by_column.items() if parts}
@@ -50,13 +51,13 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed columns that lack benchmarks of the published definition -> how many they lack."""
+    """Displayed column that lacks benchmarks of the published definition -> how many it lacks."""
     lacking = {name: len(COLUMNS[name]) - len(parts) for name, parts in columns.items() if name in COLUMNS}
     return {name: count for name, count in lacking.items() if count}
 
 
 def component_columns(scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None) -> pd.DataFrame:
-    """Displayed columns (rows as in `scores`, one column each) from a frame with one column per benchmark.
+    """Average benchmarks to displayed columns; `scores` has one column per benchmark, and rows stay as they are.
 
     A row that lacks one benchmark of a column has NaN there, never a mean over the others.
     """
@@ -73,13 +74,13 @@ def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) 
 
 
 def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
-    """Avg Rank by the papers' rule; rows are the pruned criteria only, the unpruned model is left out by the caller."""
+    """Avg Rank by the papers' rule. Rows must be pruned criteria only: the caller leaves out the unpruned model."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
     return ranks.mean(axis=1, skipna=False).rename("Avg Rank")
 
 
 def average_rank_draws(draws: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Average ranks (replicates, rows) of replicates (replicates, rows, columns); sign -1: higher is better."""
+    """Average ranks (replicates, rows) from replicates (replicates, rows, columns); sign -1: higher is better."""
     return np.asarray(_ranks(draws, signs, axis=1).mean(axis=2))
 
 

@@ -1,7 +1,7 @@
-"""Confidence intervals, paired tests and their correction.
+"""Confidence intervals, paired tests and Holm's correction.
 
-Scores are means over items, so everything here works on outcomes (plans, items), a row per plan on the same items.
-Libraries do the statistics where one call serves many pairs; resampling is done by matrix products, for speed.
+Scores are means over items, so all functions work on outcomes (plans, items): one row per plan, on the same items.
+Libraries compute the statistics where one call handles many pairs. Resampling uses matrix products, for speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from analysis import names
 CONFIDENCE = 0.95
 REPLICATES = 4000
 SEED = 0
-"""Of resampling: the same study gives the same intervals and p-values."""
+"""Seed of resampling, fixed so that the same study gives the same intervals and p-values."""
 _CHUNK = 500
 
 
@@ -33,7 +33,8 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
 def holm(p_values: np.ndarray) -> np.ndarray:
     """Holm's step-down adjustment of a family of p-values; NaN stays NaN and does not count.
 
-    Equal to statsmodels' `multipletests(p_values, method="holm")`, which collects garbage at every call.
+    Equal to statsmodels' `multipletests(p_values, method="holm")`, which is slower: it runs the garbage collector at
+    every call.
     """
     p_values = np.asarray(p_values, float)
     order = np.argsort(p_values)[: np.count_nonzero(~np.isnan(p_values))]  # NaN sorts last
@@ -46,7 +47,8 @@ def holm(p_values: np.ndarray) -> np.ndarray:
 def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Exact two-sided McNemar p-values for 0/1 outcomes of two plans on the same items (..., items).
 
-    Equal to statsmodels' `mcnemar(table, exact=True)`, for many pairs at once: discordant items split like a fair coin.
+    Equal to statsmodels' `mcnemar(table, exact=True)`, for many pairs at once. Under the null hypothesis, each
+    discordant item favours either plan with probability 1/2.
     """
     only_first = ((first == 1) & (second == 0)).sum(axis=-1)
     only_second = ((first == 0) & (second == 1)).sum(axis=-1)
@@ -55,9 +57,9 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES) -> np.ndarray:
-    """Two-sided p-values of paired differences (pairs, items): McNemar's test for graded or averaged scores.
+    """Two-sided p-values of paired differences (pairs, items) by random sign flips, for graded or averaged scores.
 
-    If two plans were equally good, each item's difference could as well have had the other sign; the p-value is the
+    If two plans are equally good, each item's difference has either sign with probability 1/2. The p-value is the
     share of random sign patterns whose total is at least as far from zero. Items keep their different weights.
     """
     totals = np.abs(differences.sum(axis=-1))
@@ -73,8 +75,8 @@ def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES) -> np.nd
 def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Differences (plans, plans) between scores, row minus column, and their p-values by paired t-tests.
 
-    strata: contributions (plans, items), whose sum over all items is a plan's score. Items are drawn within their
-    stratum, so variances of strata add; degrees of freedom are Welch and Satterthwaite's. NaN for plans with NaN, and
+    strata: contributions (plans, items), whose sum over all items is a plan's score. Items are sampled within their
+    stratum, so variances of strata add; degrees of freedom follow Welch and Satterthwaite. NaN for plans with NaN, and
     for strata of one item.
     """
     scores = np.sum([stratum.sum(axis=1) for stratum in strata], axis=0)
@@ -94,7 +96,7 @@ def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bootstrap(strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES) -> dict[str, np.ndarray]:
-    """Paired, stratified bootstrap: replicates of every column's score for every plan at once.
+    """Paired, stratified bootstrap of every column's score for all plans at once.
 
     strata: stratum -> column -> contributions (plans, items of the stratum); a column's score is the sum of its
     contributions over all strata. Items are drawn with replacement within their stratum, the same draw for all plans
@@ -111,11 +113,11 @@ def bootstrap(strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int
 
 
 def bootstrap_means(strata: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Paired bootstrap of means of plans that were not all asked the same items.
+    """Paired bootstrap of the mean outcomes of plans that did not all get the same items.
 
-    strata: stratum -> benchmark -> outcomes (plans, items of the stratum), NaN where a plan was not asked. Items are
-    drawn as in `bootstrap`, and a plan's replicate is the mean over those drawn that it was asked (its score where that
-    is none). Returns benchmark -> replicates (replicates, plans), float32; NaN for a plan that was asked nothing.
+    strata: stratum -> benchmark -> outcomes (plans, items of the stratum), NaN where a plan did not get an item. Items
+    are drawn as in `bootstrap`. A plan's replicate is the mean over the drawn items that it got, or its score when it
+    got none of them. Returns benchmark -> replicates (replicates, plans), float32; NaN for a plan without any item.
     """
     drawn: dict[str, np.ndarray] = {}
     for stratum, benchmarks in strata.items():
@@ -142,7 +144,7 @@ def percentiles(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.n
 
 @lru_cache(maxsize=8)
 def _patterns(replicates: int, items: int) -> tuple[np.ndarray, ...]:
-    """Random signs of items as bits, in chunks of replicates: the same for all tests over as many items."""
+    """Random signs of items as bits, in chunks of replicates; the same for all tests with this number of items."""
     rng = np.random.default_rng(SEED)
     return tuple(
         np.packbits(rng.integers(0, 2, size=(rows, items)).astype(np.uint8), axis=1) for rows in _chunks(replicates)
@@ -150,7 +152,7 @@ def _patterns(replicates: int, items: int) -> tuple[np.ndarray, ...]:
 
 
 def _resamples(stratum: str, items: int, replicates: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """How often each item of a stratum is drawn, in chunks of replicates with their place: the same at every call."""
+    """Yield chunks of replicates: their slice, and how often each item of the stratum is drawn (same at every call)."""
     rng = np.random.default_rng([SEED, zlib.crc32(stratum.encode())])
     start = 0
     for rows in _chunks(replicates):
@@ -170,11 +172,11 @@ def _chunks(total: int) -> Iterator[int]:
 
 
 Weights = Mapping[str, float]
-"""Benchmark -> its share in a score."""
+"""Benchmark -> its weight in a score."""
 
 
 def contributions(weights: Weights, outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Stratum -> contributions (cells, items) that add up to the score; empty where a benchmark has no outcomes.
+    """Stratum -> contributions (cells, items) whose sum is the score; empty when a benchmark has no outcomes.
 
     Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum: their items are drawn
     and flipped together.
@@ -192,7 +194,9 @@ def contributions(weights: Weights, outcomes: Mapping[str, np.ndarray]) -> dict[
 
 
 def paired_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Column -> replicates (replicates, cells) of its score from `outcomes` (cells, items) on items all cells share."""
+    """Bootstrap each column's score from `outcomes` (cells, items) on items that all cells share.
+
+    Returns column -> replicates (replicates, cells)."""
     strata: dict[str, dict[str, np.ndarray]] = {}
     for column, weights in columns.items():
         for stratum, items in contributions(weights, outcomes).items():
@@ -201,7 +205,7 @@ def paired_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarr
 
 
 def own_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same from the items each cell was asked; `outcomes` are NaN elsewhere."""
+    """The same from all items that each cell got; `outcomes` are NaN elsewhere."""
     strata: dict[str, dict[str, np.ndarray]] = {}
     for benchmark, items in outcomes.items():
         stratum = names.SAME_ITEMS.get(benchmark, benchmark)
@@ -215,6 +219,6 @@ def own_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]
 
 
 def mean_draws(target: Sequence[str], draws: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Replicates of the mean of a target's columns; None when one has none."""
+    """Replicates of the mean of a target's columns; None when a column has none."""
     drawn = [draws[name] for name in target if name in draws]
     return np.mean(drawn, axis=0) if drawn and len(drawn) == len(target) else None

@@ -1,10 +1,10 @@
-"""The winner map: which method is best in each displayed column under each calibration set.
+"""The winner map: the best method in each displayed column for each calibration set.
 
 Figure 2 of Unified Expert Pruning.
 
-A win is over all other methods: its p-value is the largest of the paired tests against them, and Holm's correction
-covers all columns of one model and ratio. Methods whose scores are equal when printed (three decimals) share
-the first place, and none wins.
+The winner is tested against all other methods: its p-value is the largest of the paired tests, and Holm's correction
+covers all cells of one map. Methods whose scores are equal when printed (three decimals) share the first place, and
+none of them wins.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ LEVEL = 0.05
 """A win is beyond noise below this Holm-corrected p-value."""
 
 SETTINGS = ["model", "ratio", "gate", "seed"]
-"""What one map is about: columns and calibration sets are its two sides."""
+"""One map per combination of these; its rows and columns are displayed columns and calibration sets."""
 
 
 _BEST = ("winners", "cell", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
 
 
 def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None) -> pd.DataFrame:
-    """One row per model, ratio, calibration set and displayed column.
+    """Find the winners: one row per model, ratio, gate, seed, calibration set and displayed column.
 
-    criteria: whose plain methods compete, by default all methods do. Returned columns: SETTINGS, pruned (how much, in
-    words), calibration, column, winners (tuple of methods' keys, several when tied), cell (of the first winner), score,
+    criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the ratio, in words),
+    calibration, column, winners (tuple of methods' keys, several when tied), cell (of the first winner), score,
     runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
@@ -56,7 +56,7 @@ def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None
 
 
 def wins(win_rows: pd.DataFrame) -> pd.DataFrame:
-    """Per method: wins, wins beyond noise and shared first places, most wins first."""
+    """Count wins, wins beyond noise and shared first places per method, most wins first."""
     alone = win_rows[win_rows["winners"].map(len) == 1]
     single = alone["winners"].map(lambda winners: winners[0])
     shared = win_rows.loc[win_rows["winners"].map(len) > 1, "winners"].explode()
@@ -101,7 +101,7 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
 
 
 def label(winners: Sequence[str], score: float) -> str:
-    """The text of a cell of the map: the winner, all that share the first place, or that none scored."""
+    """The text of one cell of the map: the winner, all that share the first place, `all 0`, or `gap`."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:
@@ -117,7 +117,7 @@ PAIR_COLUMNS = ("model", "pruned", "calibration", "column", "pairs", "score", "l
 
 
 def study_of_losses(study: Study) -> Study:
-    """The study whose results and outcomes are the losses on right answers, of benchmarks that have them."""
+    """The study with losses on right answers as results and outcomes, of benchmarks that have such losses."""
     with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
     samples = with_loss.assign(outcome=with_loss[METRIC])
     summary = samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
@@ -128,11 +128,11 @@ def study_of_losses(study: Study) -> Study:
 
 
 def decided_pairs(by_score: Iterable[Comparison], by_loss: Iterable[Comparison]) -> pd.DataFrame:
-    """How many pairs of methods differ at the 5 % level; columns PAIR_COLUMNS, a row per panel and displayed column.
+    """Count the pairs of methods that differ at the 5 % level; columns PAIR_COLUMNS, a row per panel and column.
 
-    Pairs are tested on the items all cells were asked (`Comparison.pairwise`) and corrected by Holm over the pairs of
-    the row. score, loss: pairs told apart by scores and by losses, NaN where there are none; both: by either with the
-    same better method; opposite: by either with the other one.
+    Pairs are tested on the items that all cells share (`Comparison.pairwise`), with Holm's correction over the pairs of
+    the row. score, loss: pairs that differ by scores and by losses, NaN where there are none; both: pairs that differ
+    by both with the same better method; opposite: pairs that differ by both with opposite better methods.
     """
     losses = {comparison.model: comparison for comparison in by_loss}
     rows = []
@@ -173,7 +173,7 @@ def _panel_pairs(
 
 
 def _signs(comparison: Comparison, panel: Panel, averaged: Target) -> dict[str, np.ndarray]:
-    """Column -> for each pair of methods 1 where the first is better, -1 where the second is, 0 where it is open."""
+    """Column -> for each pair of methods 1 if the first is better, -1 if the second is, 0 if not significant."""
     targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     if averaged:
         targets[MEAN] = averaged
@@ -182,7 +182,7 @@ def _signs(comparison: Comparison, panel: Panel, averaged: Target) -> dict[str, 
 
 
 def _decided(comparison: Comparison, target: Target, cells: Sequence[int]) -> np.ndarray:
-    """Those of one target; the pairs are those above the diagonal of a matrix of cells."""
+    """The signs of one target, for the pairs above the diagonal of the matrix (cells, cells)."""
     differences, p_values = (found[np.triu_indices(len(cells), 1)] for found in comparison.pairwise(target, cells))
     lower = set(comparison.weights(target)) <= set(comparison.lower_is_better)
     better = np.sign(differences) * (-1 if lower else 1)
