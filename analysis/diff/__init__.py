@@ -1,1 +1,1 @@
-"""What changed between two studies, stores or plans."""
+"""Differences between two studies, stores or plans."""

@@ -1,4 +1,4 @@
-"""What changed between two studies or plans, as figures: scores with their noise, and experts in and out of layers."""
+"""Figures of differences between two studies or plans: scores with intervals, and kept experts and channels."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from analysis.render.style import Figure
 from analysis.render.table import Table
 
 Pair = tuple[str, Layers, Layers]
-"""What two plans are called, and their layers."""
+"""The name of a pair of plans, and the layers of each."""
 ROWS = 40
-"""Rows of a figure at most."""
+"""Largest number of rows of a figure."""
 MAPS = 4
-"""Pairs of plans whose experts are drawn one by one at most."""
+"""Largest number of pairs of plans whose experts are drawn one by one."""
 AVERAGE = "Avg"
 ONLY_A, ONLY_B, BOTH = "#ee9944", "#2b65a8", "#c3cad3"
-"""Kept in A only, in B only, in both: three lightnesses, so that they differ in grey too."""
+"""Colours of kept in A only, in B only, in both; of different lightness, so that they differ in grey too."""
 
 
 def score_figure(table: Table, *, name: str) -> Figure | None:
-    """B minus A of every average with its interval, from a table of `score_table`; None where nothing was tested."""
+    """Draw B minus A of every average with its interval, from a `score_table`. None when nothing was tested."""
     frame = table.frame.assign(low=_ends(table.low), high=_ends(table.high), words=words(table.frame))
     tested = frame[(frame["Of"] == AVERAGE) & frame["p"].notna()]
     if tested.empty:
@@ -69,13 +69,13 @@ def _ends(frame: pd.DataFrame | None) -> pd.Series:
 
 
 def words(frame: pd.DataFrame) -> list[str]:
-    """What tells a row's cells from the others', by the columns CELL; all of it where there is only one."""
+    """Label each row by those of the columns CELL that vary, or by all of them when none varies."""
     columns = [column for column in CELL if frame[column].nunique() > 1] or list(CELL)
     return [", ".join(dict.fromkeys(str(row[column]) for column in columns)) for row in records(frame)]
 
 
 def _look(verdict: str) -> tuple[str, str]:
-    """Line and filling of a mark."""
+    """Line colour and fill colour of a mark."""
     shade = {BETTER: "#2277bb", WORSE: "#bb3311"}.get(verdict, style.MUTED)
     return shade, shade if verdict in (BETTER, WORSE) else style.SURFACE
 
@@ -86,7 +86,9 @@ def _handle(verdict: str) -> Line2D:
 
 
 def exchange_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
-    """A row per pair of plans that differ, a square per layer: how much of it only one of them keeps."""
+    """Draw the share of each layer that only one plan keeps: a row per pair of plans that differ, a square per layer.
+
+    None with fewer than two such pairs."""
     changed = _changed(pairs)
     if len(changed) < 2:
         return None
@@ -121,7 +123,7 @@ def exchange_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
 
 
 def _changed(pairs: Sequence[Pair]) -> list[tuple[str, dict[int, float]]]:
-    """Words -> layer -> share of what either side keeps that only one keeps, for pairs that differ."""
+    """(Name, layer -> share of what either plan keeps that only one of them keeps) of the pairs that differ."""
     layers = []
     for called, first, second in pairs:
         frame = plans.changes(first, second)
@@ -145,9 +147,9 @@ def _numbers(axes: Axes, values: np.ndarray) -> None:
 
 
 def expert_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
-    """Every expert of every layer of plans of whole experts: kept in A only, in B only, in both, in neither.
+    """Draw every expert of plans of whole experts: kept in A only, in B only, in both or in neither.
 
-    A panel per pair that differs, those with the largest shares first. None where all keep the same.
+    A panel per pair that differs, those with the largest differences first. None when all pairs are equal.
     """
     whole = [pair for pair in pairs if not _of_channels(pair)]
     caption = "Each square is an expert: kept in A only, in B only, in both or in neither."
@@ -155,7 +157,7 @@ def expert_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
 
 
 def channel_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
-    """The same of plans that choose channels: of which experts either side keeps more of them."""
+    """The same for plans that choose channels, coloured by the side that keeps more of an expert's channels."""
     caption = (
         "Each square is an expert; the colour is the stronger, the more of its channels one side keeps beyond the "
         "other (their share, square root). Equal shares may be of other channels."
@@ -206,7 +208,7 @@ def _expert_map(axes: Axes, first: Layers, second: Layers) -> None:
 
 
 def _shares(plan: LayerPlan) -> np.ndarray:
-    """Which share of its channels each expert keeps."""
+    """Kept share of each expert's channels (experts,)."""
     shares = np.zeros(plan.experts)
     for expert, bits in plan.kept.items():
         shares[expert] = 1.0 if bits is None or plan.width is None else bits.bit_count() / plan.width
@@ -214,9 +216,9 @@ def _shares(plan: LayerPlan) -> np.ndarray:
 
 
 def _shades(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """RGBA of experts from their shares on both sides, transparent where neither keeps anything."""
+    """RGBA of experts from their shares in both plans; transparent when neither keeps anything."""
     more = other - one
-    strength = np.sqrt(np.abs(more))[:, None]  # so that a few channels are seen too
+    strength = np.sqrt(np.abs(more))[:, None]  # square root, so that a difference of few channels is visible
     side = np.where(more[:, None] > 0, to_rgba(ONLY_B), to_rgba(ONLY_A))
     mixed = (1 - strength) * np.array(to_rgba(BOTH)) + strength * side
     mixed[(one == 0) & (other == 0), 3] = 0

@@ -1,4 +1,4 @@
-"""Two plans side by side: which experts and channels each of them keeps."""
+"""Compare the experts and channels that two plans keep."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FILE = "plan.json"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a plan keeps of one layer."""
+    """Experts and channels that a plan keeps in one layer."""
 
     experts: int
-    """Experts the layer had."""
+    """Number of experts in the unpruned layer."""
     kept: Mapping[int, int | None]
-    """Kept expert -> its kept channels as bits of a number; None: all of them."""
+    """Kept expert -> its kept channels as bits of an integer; None: all channels."""
     width: int | None
-    """Channels of an expert; None where the plan, of whole experts, does not say."""
+    """Channels of an expert; None for plans of whole experts, which do not record it."""
 
 
 Layers = dict[int, LayerPlan]
 
 
 def read(path: Path) -> Layers:
-    """The plan in a file, or in a folder's plan.json. UserError when it cannot be read as one."""
+    """Read the plan in a file, or in a folder's plan.json. Raises UserError when it is not a plan."""
     file = path / FILE if path.is_dir() else path
     try:
         return layers(json.loads(file.read_bytes()))
@@ -57,12 +57,12 @@ COLUMNS = ("layer", "experts", "both", "out", "in", "jaccard", "chance", "channe
 
 
 def changes(first: Layers, second: Layers) -> pd.DataFrame:
-    """One row per layer of either plan; columns COLUMNS.
+    """Compare two plans, one row per layer; columns COLUMNS.
 
-    `out` and `in` are tuples of experts that only the first, or only the second, keeps; `both` counts those of both.
-    `jaccard` is intersection over union, `chance` what random sets of these sizes would come to (ratio of
-    expectations). Channels are counted over all experts, those of an expert that is not kept are not kept; NaN where
-    neither plan says how many there are, or a layer is in one plan only. UserError for plans of different models.
+    `out` and `in` are tuples of experts that only the first, or only the second, plan keeps; `both` counts experts that
+    both keep. `jaccard` is intersection over union, `chance` its value for random sets of these sizes (ratio of
+    expectations); NaN when neither plan keeps an expert. Channels are counted over all experts, of which a dropped one
+    keeps none; NaN when neither plan has channels. Raises UserError for plans of different models.
     """
     if first.keys() != second.keys():
         only = sorted(first.keys() ^ second.keys())

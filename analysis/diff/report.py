@@ -1,4 +1,4 @@
-"""`python -m analysis diff A B`: what changed between two studies, stores or plans."""
+"""`python -m analysis diff A B`: report the differences between two studies, stores or plans."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from moe_lab.paths import shortened
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What a comparison of two sides gives."""
+    """Result of a comparison of two studies or plans."""
 
     page: Page
     complete: bool
     """Whether all cells are on both sides, and no result is missing."""
     folder: Path
-    """Where it is written by default."""
+    """The default output folder."""
 
     @property
     def outputs(self) -> list[Table | Figure]:
@@ -62,9 +62,9 @@ def write(changes: Changes, out: Path, figure_format: str = names.FIGURE_FORMATS
 
 
 def diff(words: Sequence[str], store: Path) -> Changes:
-    """Changes from A to B, the two words of the command line: plan.json files, or studies (see `sides.side`).
+    """Compare A and B, the two words of the command line: plan.json files, or studies (see `sides.side`).
 
-    UserError for another number of words, a name nobody knows, and plans of different models.
+    Raises UserError unless there are two words, for an unknown name, and for plans of different models.
     """
     if len(words) != 2:
         raise UserError(f"diff compares two studies, stores or plans, {len(words)} given: write diff A B")
@@ -122,7 +122,7 @@ def _of_studies(sides: Sides) -> Changes:
 
 
 def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, settings: Table) -> list[Section]:
-    """Scores, plans, benchmarks and settings; tables without a row are left out."""
+    """The chapters on averages, plans, benchmarks and settings; tables without rows are left out."""
     pairs = _named_pairs(sides)
     plans = [
         exchange_figure(pairs, name="diff.exchange"),
@@ -141,14 +141,14 @@ def _chapters(sides: Sides, averages: Table, benchmarks: Table, kept: Table, set
 
 
 def _named_pairs(sides: Sides) -> list[tuple[str, plans.Layers, plans.Layers]]:
-    """Corresponding plans that are different steps, by what tells their cells from the others'."""
+    """Corresponding plans that are different steps, named by the columns in which their cells vary."""
     pairs = list(plan_pairs(sides))
     called = words(pd.DataFrame([text for text, _ in pairs], columns=list(CELL)))
     return [(name, *plans) for name, (_, plans) in zip(called, pairs, strict=True)]
 
 
 def _with_rows(items: Iterable[Table | Figure | None]) -> list[Table | Figure]:
-    """Figures, and tables that have a row."""
+    """Leave out tables without rows, and None."""
     return [item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))]
 
 

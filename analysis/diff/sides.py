@@ -1,4 +1,4 @@
-"""Two studies side by side: which of their cells correspond."""
+"""Load two studies and match their cells."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from analysis.stats.comparison import Comparison, compare
 from moe_lab.errors import UserError, nearest
 
 CELL = ("Model", "Pruned", "Calibration", "Criterion")
-"""Columns that name a pair of cells."""
+"""Columns that identify a pair of cells."""
 DIFFERENCE = "B − A"
 BETTER, WORSE = "better beyond noise", "worse beyond noise"
 OFFSET = 10**6
-"""Added to the cells of the second side, so that both fit into one frame."""
+"""Added to the second study's cell numbers, so that both studies fit into one frame."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Two studies, and the cells (first, second) that correspond."""
+    """Two studies, and the pairs of cells (first, second) that correspond."""
 
     first: Study
     second: Study
     pairs: tuple[tuple[int, int], ...]
     differing: Mapping[str, tuple[str, str]]
-    """Axis -> its value on each side, where each has a single, different one: matching ignores these axes."""
+    """Axis -> its value in each study, for axes with one value per study that differ: matching ignores these axes."""
     alone: tuple[tuple[str, ...], tuple[str, ...]]
-    """Cells, in words, that have no counterpart: of the first side, of the second."""
+    """Labels of the cells without a counterpart: of the first study, of the second."""
 
     @cached_property
     def comparisons(self) -> dict[str, Comparison]:
-        """Model -> the cells of both sides on the items they share; second cells are numbered from OFFSET."""
+        """Model -> comparison of the cells of both studies; the second study's cells are numbered from OFFSET."""
         comparisons = compare(
             pd.concat([self.first.cells, _moved(self.second.cells)]),
             _stacked(self.first.results, self.second.results),
@@ -50,9 +50,9 @@ class Sides:
 
 
 def side(word: str, store: Path) -> Study:
-    """The study that a word of the command line stands for: a study of `store`, STORE:STUDY, or a store's newest.
+    """Load the study that a word of the command line names: a study of `store`, STORE:STUDY, or a store (its newest).
 
-    UserError, with the nearest name, when it is none of these.
+    Raises UserError, with the nearest name, when it is none of these.
     """
     folder, colon, name = word.rpartition(":")
     if colon and (Path(folder) / "studies").is_dir():
@@ -72,7 +72,7 @@ def side(word: str, store: Path) -> Study:
 
 
 def beside(first: Study, second: Study) -> Sides:
-    """Match the cells of two studies by all axes but those in which each side has a single, different value."""
+    """Match the cells of two studies by all axes except those with one value per study that differ."""
     differing = {axis: values for axis in AXES if axis != "model" and (values := _own(first, second, axis))}
     keys = [axis for axis in AXES if axis not in differing]
     one, other = _keyed(first.cells, keys), _keyed(second.cells, keys)
@@ -87,7 +87,7 @@ def beside(first: Study, second: Study) -> Sides:
 
 
 def _own(first: Study, second: Study, axis: str) -> tuple[str, str] | None:
-    """The value of an axis on each side, if each has a single one and they differ.
+    """The value of an axis in each study, if each study has only one and they differ; else None.
 
     Unpruned cells do not count, nor does the calibration set of criteria that read none.
     """

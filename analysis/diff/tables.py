@@ -1,4 +1,4 @@
-"""Tables of what differs between two studies or plans: experts and channels kept, and scores with significance."""
+"""Tables of differences between two studies or plans: kept experts and channels, and scores with significance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = ("A", "B", DIFFERENCE, "p", "p (Holm)")
 
 
 def plan_table(first: Layers, second: Layers) -> Table:
-    """Experts, and channels, in and out of each layer between two plans."""
+    """Table of the experts and channels in each layer that both plans, or only one of them, keep."""
     changes = plans.changes(first, second)
     frame = pd.DataFrame(
         {
@@ -60,8 +60,9 @@ def plan_table(first: Layers, second: Layers) -> Table:
 
 
 def kept_table(sides: Sides) -> Table:
-    """The same over all cells of two studies: a row per pair of cells and layer whose kept experts or channels differ;
-    a pair of cells with the same plan has none."""
+    """The same over all cells of two studies: a row per pair of cells and layer whose kept experts or channels differ.
+
+    Pairs of cells with the same plan have no rows."""
     rows = []
     for text, pair in plan_pairs(sides):
         table = plan_table(*pair).frame
@@ -83,7 +84,7 @@ def kept_table(sides: Sides) -> Table:
 
 
 def score_table(sides: Sides, *, benchmarks: bool, name: str) -> Table:
-    """Scores of corresponding cells, their difference and its significance: of every benchmark, or of averages."""
+    """Table of scores of corresponding cells, their difference and its significance: of benchmarks or of averages."""
     rows = [row for comparison, pairs in _scored(sides) for row in _score_rows(sides, comparison, pairs, benchmarks)]
     frame = pd.DataFrame(rows, columns=[*CELL, "Of", "Test", *_NUMBERS[:4], "low", "high", "lower"])
     frame["p (Holm)"] = uncertainty.holm(frame["p"].to_numpy(float))
@@ -149,13 +150,13 @@ def _score_rows(
 
 
 def _tested(comparison: Comparison, target: Target, first: int, second: int) -> dict[str, Any]:
-    """Test, interval and p-value of the second's score minus the first's."""
+    """Test, interval and p-value of the second cell's score minus the first's."""
     p = float(comparison.p_values(target, second, [first])[0])
     if not np.isnan(p):
         low, high = comparison.lead(target, second, first)
         items = comparison.shared_items(target)
         on = "" if items is None else f", {items:,} common items"
-        if low == high == 0:  # nothing to test, and no reason to correct the others for it
+        if low == high == 0:  # without a p-value this row does not count in Holm's correction of the others
             return {"Test": f"{SAME}{on}", "p": np.nan, "low": low, "high": high}
         return {"Test": f"{PAIRED}{on}", "p": p, "low": low, "high": high}
     shares = comparison.weights(target)
@@ -171,7 +172,7 @@ def _tested(comparison: Comparison, target: Target, first: int, second: int) -> 
 
 
 def plan_pairs(sides: Sides, *, same: bool = False) -> Iterator[tuple[dict[str, str], tuple[Layers, Layers]]]:
-    """Corresponding plans that are different steps (`same`: equal ones too), with what names their cells."""
+    """Yield corresponding plans that are different steps (with `same`, equal ones too) and their columns CELL."""
     folders = [study.cells["plan_folder"].dropna().astype(str).to_dict() for study in (sides.first, sides.second)]
     for one, other in sides.pairs:
         names_of = folders[0].get(one), folders[1].get(other - OFFSET)
@@ -188,7 +189,7 @@ def _plan(study: Study, name: str) -> Layers | None:
 
 
 def _text(sides: Sides, pair: tuple[int, int]) -> dict[str, str]:
-    """The words of a pair of cells; where they differ, those of both."""
+    """The columns CELL of a pair of cells; `A → B` when they differ."""
     both = (sides.first.cells.loc[[pair[0]]], sides.second.cells.loc[[pair[1] - OFFSET]])
     words = [_words(records(cells)[0]) for cells in both]
     return {
@@ -205,7 +206,7 @@ def _ids(experts: Sequence[int]) -> str:
 
 
 def named(sides: Sides) -> str:
-    """Which studies A and B are."""
+    """Text that names the studies A and B and their stores."""
     return f"A, {sides.first.name} in {sides.first.store}, and B, {sides.second.name} in {sides.second.store}"
 
 

@@ -205,7 +205,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -> Drawing:
-    """Draw a panel per ratio and calibration set: a line per value of `by`, and the uniform density if it is not one."""
+    """Draw a panel per ratio and calibration set: a line per value of `by`, and the uniform density if not in keys."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     several = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")

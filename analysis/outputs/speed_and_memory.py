@@ -1,5 +1,5 @@
-"""Speed and memory: how fast models read and write and what a request takes (MoE-Slimming, Table 2, Figs. 6 and 10),
-what loading takes before and after pruning, and architectures (Unified Expert Pruning, Tables 3 and 4)."""
+"""Speed and memory: throughput, latency and memory of requests (MoE-Slimming, Table 2, Figs. 6 and 10), loading memory
+before and after pruning, and architectures (Unified Expert Pruning, Tables 3 and 4)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """A row per cell and sort of request: REQUEST, SPEEDS at their medians and, with ` low` and ` high` behind, their
-    quartiles, WEIGHTS, PEAK."""
+    """Summarize timings, a row per cell and kind of request.
+
+    Columns: REQUEST, the medians of SPEEDS, their quartiles (with suffixes ` low` and ` high`), WEIGHTS, PEAK."""
     rows = []
     for key, found in groups(study.timings, REQUEST):
         speeds = _speeds(found)
@@ -57,7 +58,7 @@ def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
 
 @output("coverage.table2", chapter="cost", filters="Model|Pruned", needs=TIMED)
 def speed_table(results: Results, name: str) -> Table:
-    """MoE-Slimming's Table 2: throughput, latency and memory of every model that was timed."""
+    """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
     frames = [pd.DataFrame(columns=["model", "ratio", "label"])]
     for comparison in results.pruned:
@@ -91,7 +92,7 @@ def speed_table(results: Results, name: str) -> Table:
 
 
 def conditions(study: Study) -> str:
-    """What a caption says of how requests were timed."""
+    """Sentences for captions on how requests were timed; "" without timings."""
     timings = study.timings
     if timings.empty:
         return ""
@@ -111,9 +112,9 @@ def conditions(study: Study) -> str:
 @output("coverage.fig6", chapter="cost", needs=TIMED)
 @per_model("pruned")
 def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Memory of every model that was timed.
+    """Memory of every timed model.
 
-    Weights and working memory at its largest request.
+    Weights and working memory at the largest request.
     """
     largest = _largest(results.study, comparison)
     if largest.empty:
@@ -136,15 +137,15 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 BLOCK_MAPS = {DECODE: "tokens written a second", PEAK: "peak memory (MiB)"}
-"""What the maps of the published figure show of every pair of block and smallest expert."""
+"""Quantities in the maps of the published figure, by block size and smallest expert."""
 
 
 @output("coverage.fig10", chapter="cost", needs=f"{TIMED}, of several aligned allocations (coverage_fig10 of sweeps)")
 @per_model("pruned")
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Tokens a second and peak memory by the block that channels are rounded to and the smallest expert.
+    """Tokens per second and peak memory by the block size to which channels are rounded and the smallest expert.
 
-    Blocks go across, smallest experts down; a row of two maps per ratio and recovery.
+    Block sizes are columns, smallest experts rows; two maps per ratio and recovery.
     """
     study = results.study
     timed, rounded = _largest(study, comparison), plans.blocks(comparison.cells, study.reader)
@@ -173,7 +174,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Of each cell the request of most tokens, with the cell's label; on one device, the first."""
+    """Each cell's request with the most tokens, with the cell's label; only on the first device."""
     timings = requests(study)
     timings = timings[timings["cell"].isin(comparison.cells.index)]
     timings = timings[timings["device"] == timings["device"].iloc[0]] if len(timings) else timings
@@ -185,7 +186,7 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
-    """Squares shaded from the least to the most of `column`; – where it was not measured, nothing where nothing ran."""
+    """Draw squares shaded by `column`, with – where it was not measured; combinations that did not run stay empty."""
     blocks, smallest = (sorted(timings[axis].unique()) for axis in ("block", "smallest"))
     least, most = float(timings[column].min()), float(timings[column].max())
     for row in records(timings):
@@ -198,7 +199,7 @@ def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
 
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results, name: str) -> Table:
-    """Bytes of the model in bfloat16 before and after pruning, exact from configurations and plans."""
+    """Bytes of the model in bfloat16 before and after pruning, computed exactly from configurations and plans."""
     memory = results.study.memory
     numbers = {
         "Before (MiB)": ("before", "{:,.2f}"),

@@ -1,5 +1,5 @@
-"""Criteria that read weights alone, beside those that read a text, and how their scores are spread (AIMER, Tables 2, 3
-and 5 to 7, and Fig. 2)."""
+"""Criteria that read weights alone compared with those that read a text, and distributions of their scores (AIMER,
+Tables 2, 3 and 5 to 7, and Fig. 2)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WEIGHTS = "cells with criterion=aimer"
 
 
 def weights_table(what: str, columns: Sequence[str]) -> Callable[[Blocks], Callable[[Results, str], Table]]:
-    """Make the table of `columns` for criteria that read weights alone, beside those that read a text."""
+    """Make a table of `columns` that compares criteria that read weights alone with those that read a text."""
     title = f"Scores from weights alone and from text: {what}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
 def beside_aimer(comparison: Comparison) -> Iterator[Block]:
-    """Criteria at each ratio at which AIMER was run; differences are to it."""
+    """Blocks of all criteria at each ratio at which AIMER was run; differences are to AIMER."""
     for ratio, cells in by_ratio(plain(comparison)):
         aimer = cells[cells["criterion"] == "aimer"]
         if len(aimer):
@@ -43,7 +43,7 @@ def beside_aimer(comparison: Comparison) -> Iterator[Block]:
 @output("aimer.table2", chapter="weights", filters="Model|Pruned", needs=WEIGHTS, also=("aimer.table3",))
 @weights_table("group averages", GROUPS)
 def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Group averages of criteria that read weights alone, beside those that read a text."""
+    """Group averages of criteria that read weights alone and of those that read a text."""
     return beside_aimer(comparison)
 
 
@@ -71,17 +71,18 @@ def weight_multiple_choice(results: Results, comparison: Comparison) -> Iterator
 PROFILED = ("magnitude", "aimer")
 """The two criteria of the published figure."""
 NEGATED = ("aimer",)
-"""Scores that the store holds with the opposite sign, since there a higher score is always kept."""
+"""Criteria whose scores have the opposite sign in the store, where higher always means keep."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
 ACROSS = 3
-"""Models side by side."""
+"""Largest number of models side by side."""
 LAYERS = 8
-"""Layers named at an axis, at most."""
+"""Largest number of layers labelled on an axis."""
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """model, criterion, layer, expert, score of the criteria among PROFILED that the study scored, with the sign of
-    the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2), of which it prunes the highest."""
+    """Scores of those criteria among PROFILED that the study has: model, criterion, layer, expert, score.
+
+    The sign is that of the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2), which prunes the highest."""
     cells = study.cells[study.cells["criterion"].isin(PROFILED) & study.cells["scores_folder"].notna()]
     frames = []
     for row in records(cells.drop_duplicates(["model", "criterion"])):
@@ -96,8 +97,10 @@ def weight_scores(study: Study) -> pd.DataFrame:
 
 
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
-    """`scores` with `profile`, min-max normalised in each layer of a model and criterion (0: lowest, 1: highest), and
-    `place`, the expert's rank in its layer from 0 (lowest). NaN profiles where all experts of a layer are alike."""
+    """Add to `scores` the columns profile and place.
+
+    profile: the score, min-max normalised in each layer of a model and criterion (0: lowest, 1: highest); NaN when all
+    experts of a layer have the same score. place: the expert's rank in its layer from 0 (lowest)."""
     layer = scores.groupby(["model", "criterion", "layer"])["score"]
     low, high = layer.transform("min"), layer.transform("max")
     place = layer.rank(method="first") - 1
@@ -106,9 +109,9 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
 
 @output("aimer.fig2", chapter="weights", needs="cells with criterion=magnitude or aimer")
 def profile_figure(results: Results, name: str) -> Figure | None:
-    """How Magnitude and AIMER spread the experts of each layer.
+    """Distribution of Magnitude and AIMER scores over the experts of each layer.
 
-    A column of maps per model and a row per criterion; experts by rank across, layers up.
+    A column of maps per model and a row per criterion; x axis: experts by rank, y axis: layers.
     """
     scores = weight_scores(results.study)
     if scores.empty:

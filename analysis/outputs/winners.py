@@ -1,7 +1,7 @@
-"""Plans by their loss on right answers, beside right-or-wrong items; and how many pairs of criteria each tells apart.
+"""Winner maps by scores and by losses on right answers, and the numbers of pairs of criteria that differ by each.
 
-An item's loss is in bits per byte of its right answer, so that lower is better. It grades every item, where right or
-wrong tells two plans apart only on items that one of them solves and the other does not.
+An item's loss is in bits per byte of its right answer; lower is better. Every item has a loss that differs between two
+plans, whereas right or wrong only differs on items that one plan solves and the other does not.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def baseline_winners(results: Results, name: str) -> list[Item]:
 
 
 def winner_table(study: Study, win_rows: pd.DataFrame, name: str) -> Table:
-    """A winner map as a table: who is best in each column, by how much, and whether that is beyond noise."""
+    """A winner map as a table: the best method in each column, its lead, and whether the lead is beyond noise."""
     rows = win_rows.assign(
         winner=[_winner(w, s) for w, s in zip(win_rows["winners"], win_rows["score"], strict=True)],
         runner_up=win_rows["runner_up"].map(names.method),
@@ -114,14 +114,14 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str) -> Table:
 
 
 def _winner(winners: Sequence[str], score: float) -> str:
-    """The winner, or those who share the place, of many the first three."""
+    """The winner, or all that share the first place; of more than four only three are named."""
     if len(winners) <= 4 or score == 0:
         return label(winners, score)
     return f"{label(winners[:3], score)} and {len(winners) - 3} others"
 
 
 def verdict(win: Mapping[str, Any]) -> str:
-    """A cell of the winner map in words."""
+    """Verdict on a cell of the winner map: gap, tie, not tested, beyond noise or within noise."""
     winners = win["winners"]
     if not winners:
         return "gap"
@@ -133,7 +133,7 @@ def verdict(win: Mapping[str, Any]) -> str:
 
 
 def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
-    """A map per model and ratio from `winner_map`: columns x calibration sets, hatched where a win is within noise."""
+    """Draw the rows of `winner_map`: a map of columns x calibration sets per model and ratio, hatched within noise."""
     maps = list(groups(win_rows, SETTINGS))
     rows = max(len(group["column"].unique()) for _, group in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
@@ -154,7 +154,7 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
 
 
 _LABELS = 0.8
-"""Inches that the names of the rows take."""
+"""Inches for the labels of the rows."""
 
 
 def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
@@ -178,7 +178,7 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
 
 
 def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
-    """The text of a cell that wide and the size at which it fits: at most three names, the rest counted."""
+    """The text of a map's cell that is `inches` wide, and its font size; at most three names, the others counted."""
     small = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         shown = [names.method(name) for name in winners[:3]]
@@ -193,7 +193,7 @@ def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, f
 
 
 def winner_views(results: Results) -> list[dict[str, Any]]:
-    """The winner maps: all criteria by score and by loss, and the papers' five baselines where that is another map."""
+    """The interactive winner maps: all criteria by score and by loss, and the papers' five baselines if a subset."""
     same = set(results.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
     views = [
         ("all", "All criteria", results.winners),
@@ -242,7 +242,7 @@ def _win(win: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _certainty(win: Mapping[str, Any]) -> str:
-    """The interval of a lead and its p-value, where it could be tested."""
+    """The interval and the p-values of a lead in words, or that it was not tested."""
     if pd.isna(win["p"]):
         return ", not tested"
     low, high = names.signed(win["lead_low"]), names.signed(win["lead_high"])
@@ -252,7 +252,7 @@ def _certainty(win: Mapping[str, Any]) -> str:
 def who_won(win_rows: pd.DataFrame, what: str = "experts") -> list[str]:
     """A sentence per model and ratio: wins of the leading methods, and how many of them are beyond noise.
 
-    what: what was removed, as `removed` says.
+    what: what was removed, as from `analysis.load.settings.removed`.
     """
     return [_who_won(key, group, what) for key, group in groups(win_rows, SETTINGS)]
 
@@ -264,7 +264,7 @@ def where_pruned(pruned: str, what: str, model: str) -> str:
 
 
 def competitor(keys: Iterable[str]) -> str:
-    """What competes: criteria, or methods when allocations or recoveries differ too."""
+    """The noun for what is compared: criterion, or method when allocations or recoveries are part of the keys."""
     return "method" if any(names.parts(key)[1:] != ("", "") for key in keys) else "criterion"
 
 

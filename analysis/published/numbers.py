@@ -1,6 +1,6 @@
-"""The numbers that the papers print, how they were measured, and whether a measured number agrees with one.
+"""Published numbers of the papers, how they were measured, and whether a measured number agrees with one.
 
-What the papers say is in CSV files; nothing here depends on which paper it is.
+The papers' numbers and protocols are in CSV files; no code here depends on the paper.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from analysis import names
 
 FOLDER = Path(__file__).parent
 ANY = "*"
-"""Stands for every table or model in the files about how numbers were measured."""
+"""Stands for every table or model in protocols.csv and splits.csv."""
 AVERAGE, RANK = "Avg", "Avg Rank"
 BEFORE, AFTER = "loading_memory_before_gb", "loading_memory_after_gb"
 GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
 """Printed averages of displayed columns, besides AVERAGE."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
-"""What an AVERAGE is taken over."""
+"""Benchmarks and displayed columns that may be part of an AVERAGE."""
 PERPLEXITIES = ("wikitext2",)
-"""Printed perplexities that are measured here too, under these names."""
+"""Published perplexities that are measured here under the same names."""
 ASKED = {
     "metric": "metric",
     "harness": "harness",
@@ -36,17 +36,17 @@ ASKED = {
     "length": "length of windows",
     "judge": "judge",
 }
-"""What a paper may say about how a benchmark was asked and graded, in words."""
+"""Setting of a benchmark that papers may state -> its description."""
 NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off the 1/277 grid"
-"""How the notes begin that change what a printed number can be compared with."""
+"""Prefixes of notes that affect how a published number can be compared."""
 
 Key = tuple[str, float, str, str, str, str]
-"""Model, ratio, criterion, allocation, recovery and calibration set: the row of a printed table."""
+"""Model, ratio, criterion, allocation, recovery and calibration set: the row of a published table."""
 
 
 @dataclass(frozen=True)
 class Printed:
-    """One printed number."""
+    """One published number."""
 
     paper: str
     table: str
@@ -54,7 +54,7 @@ class Printed:
     benchmark: str
     """Result name, displayed column, one of GROUPS, AVERAGE, RANK, or a quantity with its unit."""
     text: str
-    """The number with the decimals that were printed, percentages as shares."""
+    """The number with the published decimals, percentages as shares."""
     note: str
 
     @property
@@ -63,7 +63,7 @@ class Printed:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """What the number may have been before it was printed: from, to."""
+        """The range in which the number may have been before it was rounded: lower and upper end."""
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
         below, above = unit / 2, unit / 2
@@ -76,25 +76,25 @@ class Printed:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper calibrated and searched; None where it does not say."""
+    """Calibration and search settings of a paper; None when it does not state them."""
 
     tokens: int | None
-    """Slots, gaps between documents counted."""
+    """Positions of the calibration set (rows x length), including gaps between documents."""
     gate: str | None
     seed: int | None
     search: str | None
-    """The set that searched allocations were searched on."""
+    """Calibration set on which allocations were searched."""
     generations: int | None
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a benchmark was measured, by a paper or here; what is not said lacks."""
+    """How a benchmark was measured, by a paper or here, as far as it is known."""
 
     items: int | None
-    """Of the whole benchmark."""
+    """Items of the whole benchmark."""
     asked: Mapping[str, str]
-    """Of ASKED, what is said."""
+    """The known settings among ASKED."""
 
 
 @cache
@@ -111,14 +111,14 @@ def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
 
 
 TABLES = _tables()
-"""Name of a table here -> (paper, table) that print counterparts of its numbers."""
+"""Name of a table here -> the published tables (paper, table) with counterparts of its numbers."""
 PAPERS = tuple(dict.fromkeys(paper for printed in TABLES.values() for paper, _ in printed))
-"""One file for each paper, and the first word of the names of its tables here; `coverage` is MoE-Slimming."""
+"""Papers: the names of their CSV files, and prefixes of their tables' names here; `coverage` is MoE-Slimming."""
 
 
 @cache
 def numbers() -> tuple[Printed, ...]:
-    """Every printed number of the five papers."""
+    """All published numbers of the five papers."""
     rows = (row for paper in PAPERS for row in _read(paper))
     return tuple(
         Printed(row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"]) for row in rows
@@ -132,7 +132,7 @@ def _key(row: Mapping[str, str]) -> Key:
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
-    """Row -> its printed numbers, of the papers' tables that print counterparts of the table `name` here."""
+    """Row -> its published numbers, from the published tables that correspond to the table `name` here."""
     by_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
@@ -141,9 +141,9 @@ def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
-    """The displayed columns and benchmarks whose mean the number is; empty where the paper does not print them.
+    """The displayed columns and benchmarks whose mean the number is; empty when the paper does not publish them.
 
-    AVERAGE is that of all scores in its row of the same table.
+    An AVERAGE is the mean of all scores in its row of the same table.
     """
     if number.benchmark in (*SCORES, *PERPLEXITIES):
         return (number.benchmark,)
@@ -154,7 +154,7 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 
 def protocol(number: Printed) -> Protocol:
-    """How the models of this number were calibrated and searched."""
+    """Calibration and search settings of the models behind this number."""
     row = _most_specific("protocols", number)
     tokens, seed, generations = (
         int(row[word]) if row.get(word) else None for word in ("tokens", "seed", "generations")
@@ -163,20 +163,20 @@ def protocol(number: Printed) -> Protocol:
 
 
 def split(number: Printed, benchmark: str) -> Split:
-    """How the paper of this number measured a benchmark."""
+    """How this number's paper measured a benchmark."""
     row = _most_specific("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
     return Split(items, {word: row[word] for word in ASKED if row.get(word)})
 
 
 def stands_for(axis: str, name: str) -> str:
-    """What a model or calibration set that ships here stands for in the papers' tables; others stand for themselves."""
+    """Name in the papers' tables that a shipped model or calibration set stands in for; other names are unchanged."""
     stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
     return stand_ins.get((axis, name), name)
 
 
 def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str]:
-    """The first row of a file that holds for the number; files list what holds for fewer first. Empty for none."""
+    """The first row of a file that applies to the number; {} for none. Files list more specific rows first."""
     wanted = {"paper": number.paper, "table": number.table, "model": number.key[0], **more}
     return next((row for row in _read(file) if all(row[key] in (ANY, value) for key, value in wanted.items())), {})
 
@@ -184,12 +184,12 @@ def _most_specific(file: str, number: Printed, **more: str) -> dict[str, str]:
 AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
 BECAUSE = "not comparable because "
 READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
-"""Printed criteria whose scores depend on what the gate is taken to be."""
+"""Published criteria whose scores depend on the definition of the gate."""
 UNGRADED = 0.99
-"""Share of the items that must have been graded: a judge may be silent about a few."""
+"""Least share of graded items: a judge may fail to grade a few."""
 _SEARCH = ("search set", "generations")
 _LISTED = 3
-"""Benchmarks that a reason lists by name; of more it says how many."""
+"""Largest number of benchmarks that a reason lists by name; more are counted."""
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,13 @@ class Evaluation:
 
     benchmark: str
     n: int
-    """Items that were graded."""
+    """Number of graded items."""
     split: Split
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of a study with the ends of its interval, and what it rests on."""
+    """A number of a study with the ends of its interval, and how it was measured."""
 
     value: float
     low: float
@@ -212,18 +212,18 @@ class Measured:
     cell: Mapping[str, Any]
     """Axes of its cell."""
     tokens: int | None
-    """Slots of the calibration pass, gaps counted; None where the store does not say, or no data was read."""
+    """Positions of the calibration pass, including gaps; None when unknown, or when no data was read."""
     search: tuple[str | None, int | None] | None = None
-    """Of a searched allocation: the set it was searched on and the generations, None where the store does not say."""
+    """For a searched allocation, its search set and generations, each None when unknown."""
     evaluations: Sequence[Evaluation] = ()
     lacking: Sequence[str] = ()
-    """Why it is not the quantity that is printed, in words."""
+    """Reasons why it is not the same quantity as the published one."""
 
 
 def verdict(number: Printed, measured: Measured) -> str:
-    """`agrees`, `differs`, `missing`, or `not comparable because` and every reason.
+    """Compare: `agrees`, `differs`, `missing`, or `not comparable because` with all reasons.
 
-    It agrees when the printed number, as far as its rounding leaves it open, lies in the interval of the measured one.
+    The numbers agree when the rounding range of the published number overlaps the interval of the measured one.
     """
     if math.isnan(measured.value):
         return MISSING
@@ -236,9 +236,9 @@ def verdict(number: Printed, measured: Measured) -> str:
 
 
 def reasons(number: Printed, measured: Measured) -> Iterator[str]:
-    """Why the two numbers cannot be compared, one part of a sentence each; nothing when they can.
+    """Yield the reasons why the two numbers cannot be compared; nothing when they can.
 
-    That it is another model is said alone: nothing else about it could be alike.
+    For another model no further reasons are given, as everything else differs with it.
     """
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)

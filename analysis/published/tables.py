@@ -1,4 +1,4 @@
-"""Tables of measured numbers beside the papers', and their chapter of the report."""
+"""Tables that compare measured with published numbers, and their chapter of the report."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from analysis.stats.comparison import Comparison
 Number = tuple[float, float, float]
 """A value and the ends of its interval."""
 MEMORY_TOLERANCE = 0.01
-"""GiB by which a size computed from a configuration may differ from a printed one."""
+"""Largest difference in GiB between a size computed from a configuration and a published one that agrees."""
 MATCHED = "matched"
-"""Calibration set of a printed row whose columns come from models calibrated on different sets."""
+"""Calibration set of a published row whose columns come from models calibrated on different sets."""
 _TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
 _GIB = 2**30
 
 
 class Facts:
-    """How a study measured its numbers. None stands for what the store does not say."""
+    """How a study measured its numbers, read from its store; None for what is unknown."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -64,7 +64,7 @@ class Facts:
         return reader.json(reader.folder(name), file) or {}
 
     def measured(self, value: Number, sources: Mapping[str, int], lacking: Sequence[str]) -> Measured:
-        """A number that rests on benchmarks, each evaluated for a cell."""
+        """A measured number with its protocol; sources: benchmark -> the cell evaluated on it."""
         cell = next(iter(sources.values()))
         axes = self.cells[cell]
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
@@ -73,7 +73,7 @@ class Facts:
         return Measured(*value, axes, slots, self._search(cell), evaluations, lacking)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """On what and for how many generations the cell's allocation was searched; None for one that was not."""
+        """Search set and generations of the cell's allocation; None when it was not searched."""
         searches = self.study.searches
         generations = searches.loc[searches["cell"] == cell, "generations"]
         if generations.empty:
@@ -91,7 +91,7 @@ class Facts:
 
 
 def _word(value: Any) -> str:
-    """As the published files write it: true, 2048, openai/gpt-oss-120b."""
+    """Spell a setting as in the published files: true, 2048, openai/gpt-oss-120b."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -100,7 +100,7 @@ def _whole(value: Any) -> int | None:
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """The row of the papers' tables that a cell corresponds to, if they have it."""
+    """The key of the published row that corresponds to a cell; the papers may not have such a row."""
     trained, top_k = names.routed(str(cell["model"]))
     model, calibration = stands_for("model", trained), stands_for("calibration", str(cell["calibration"]))
     ratio, allocation = round(float(cell["ratio"]), 6), str(cell["allocation"])
@@ -113,7 +113,7 @@ Found = Iterator[tuple[Printed, Measured]]
 
 
 def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
-    """Benchmarks, displayed columns and their averages."""
+    """Pairs of published and measured scores: benchmarks, displayed columns and their averages."""
     for cell in comparison.cells.index.astype(int):
         row = counterparts(of).get(key_of(facts.cells[cell]), ())
         for number in row:
@@ -131,7 +131,7 @@ def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
 
 
 def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
-    """What a printed average has and the measured one has not."""
+    """The benchmarks of a published average that the measured one lacks, as a reason."""
     here = _run(comparison, wanted)
     parts = {column: names.COLUMNS.get(column, ()) for column in here if column in comparison.parts}
     benchmarks = [name for column, every in parts.items() for name in every if name not in comparison.parts[column]]
@@ -140,7 +140,7 @@ def _lacking(comparison: Comparison, wanted: Sequence[str]) -> list[str]:
 
 
 def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
-    """Average ranks, which the tables of scores compute for all methods of a block at once."""
+    """Pairs of published and measured average ranks, which are computed for all methods of a block together."""
     printed = {key: number for key, row in counterparts(of).items() for number in row if number.benchmark == RANK}
     for matched in {key[-1] == MATCHED for key in printed}:
         numbers = {key: number for key, number in printed.items() if (key[-1] == MATCHED) == matched}
@@ -165,7 +165,7 @@ def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
 def _otherwise_ranked(
     number: Printed, numbers: Iterable[Key], methods: int, columns: Sequence[str], every: Sequence[str]
 ) -> Iterator[str]:
-    """That a rank was taken among other methods, or over other columns, than the printed one."""
+    """Reasons when a rank is among other methods, or over other columns, than the published one."""
     model, ratio, *_, calibration = number.key
     printed = sum((key[0], key[1], key[-1]) == (model, ratio, calibration) for key in numbers)
     if methods != printed:
@@ -175,7 +175,7 @@ def _otherwise_ranked(
 
 
 Ranked = list[tuple[dict[str, int], Number]]
-"""Rows of a block: column -> the cell its score comes from; and the average rank."""
+"""Rows of a block: column -> the cell from which its score comes, and the average rank."""
 
 
 def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
@@ -209,7 +209,7 @@ def _rank(block: Numbers, row: int | str) -> Number:
 
 
 def _memory(study: Study, of: str) -> Found:
-    """Loading memory, exact from configurations and plans."""
+    """Pairs of published and computed loading memory, the latter exact from configurations and plans."""
     printed = [number for row in counterparts(of).values() for number in row if number.benchmark in (BEFORE, AFTER)]
     for row in records(study.memory) if printed else ():
         for number in printed:
@@ -222,20 +222,21 @@ def _memory(study: Study, of: str) -> Found:
 
 SPELLED = {BEFORE: "Memory before, GiB", AFTER: "Memory after, GiB", "Code": "Code Avg", "Math": "Math Avg"}
 _VARYING = {"recovery": "Recovery", "gate": "Gate", "seed": "Seed"}
-"""Axes that are shown only where the pruned cells of a study differ in them."""
+"""Axes that are shown only when the pruned cells of a study differ in them."""
 
 
 def published_tables(study: Study, comparisons: Sequence[Comparison], wanted: Sequence[str]) -> dict[str, Table]:
-    """The tables of `wanted` that have printed counterparts, each beside them: name -> table, without rows where no
-    cell of the study has one."""
+    """Name -> `published_table`, for those names in `wanted` that have published counterparts.
+
+    A table has no rows when no cell of the study has a counterpart."""
     return {name: published_table(study, comparisons, of=name) for name in wanted if name in TABLES}
 
 
 def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str) -> Table:
-    """Every number of the study that has a counterpart in the papers' tables that the table `of` corresponds to.
+    """Compare the study's numbers with the published tables that correspond to the table `of`.
 
-    Rows are exact in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Models and
-    calibration sets that ship here find the rows of what they stand for, and the verdict says that they are not it.
+    Rows match in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Shipped models and
+    calibration sets match the rows of those that they stand in for, and the verdict says so.
     """
     facts = Facts(study)
     pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, of)]
@@ -291,7 +292,7 @@ def _counted(verdicts: Sequence[str]) -> str:
 
 
 def _without_counterpart(study: Study, of: str) -> Iterator[str]:
-    """A note on the pruned cells that no printed row matches; none for tables that are not about methods."""
+    """A note on the pruned cells without a published row; none for tables that are not about methods."""
     printed = counterparts(of)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
     lacking = [cell for cell in pruned if key_of(cell) not in printed]
@@ -304,11 +305,11 @@ def _without_counterpart(study: Study, of: str) -> Iterator[str]:
 
 
 NAMED = 6
-"""Reasons that the report lists, the most frequent first."""
+"""Largest number of reasons that the report lists, the most frequent first."""
 
 
 def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
-    """The papers' tables beside the study's, as far as it has counterparts; empty where it has none."""
+    """The report's chapter that compares the study with the papers; empty without counterparts."""
     all_tables = published_tables(study, comparisons, list(TABLES)).values()
     tables = [table for table in all_tables if len(table.frame)]
     return Section(
@@ -323,7 +324,7 @@ def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Sectio
 
 
 def beside_the_papers(tables: Sequence[Table]) -> list[str]:
-    """Sentences about tables from `published_tables`; nothing where there is none."""
+    """Sentences that summarize tables from `published_tables`; none without rows."""
     verdicts = [str(word) for table in tables for word in table.frame["Verdict"]]
     if not verdicts:
         return []

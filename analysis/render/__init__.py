@@ -1,1 +1,1 @@
-"""Tables, figures and pages as files."""
+"""Rendering of tables, figures and pages, and their files."""

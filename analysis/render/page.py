@@ -1,4 +1,4 @@
-"""One self-contained page: chapters of sentences, figures and tables, shown from a file without a network."""
+"""Render one self-contained HTML page of text, figures and tables, which needs no network."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Section:
     facts: Sequence[tuple[str, str]] = ()
     details: Sequence[tuple[str, str]] = ()
     filters: Mapping[str, str] = field(default_factory=dict)
-    """Table name -> columns to filter by, the first block shown at first when it starts with a star."""
+    """Table name -> columns to filter by; with a leading star, only the first block is shown at first."""
     folded: bool = False
-    """Whether its tables open at a click."""
+    """Whether its tables are collapsed until clicked."""
 
     @property
     def empty(self) -> bool:
@@ -44,15 +44,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says, from its head to its foot; empty chapters are left out."""
+    """Contents of a page from top to bottom; empty chapters are left out."""
 
     title: str
     kicker: str
     lead: str
     findings: Sequence[tuple[str, str]]
-    """A word on what a sentence is about, and the sentence."""
+    """Pairs of a subject and a sentence."""
     tiles: Sequence[tuple[int, str]]
-    """A number, and of what."""
+    """Pairs of a number and its label."""
     chapters: Sequence[Section]
     footer: str
     figure_format: str = names.FIGURE_FORMATS[0]
@@ -60,7 +60,7 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """The page as HTML text that needs nothing beside it; figures link to their files beside it."""
+    """Render the page as self-contained HTML; figures also link to their files in figures/."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -79,7 +79,7 @@ def html(page: Page) -> str:
 
 
 def _bound(sentence: str) -> str:
-    """The sentence with per cent signs that stay on the line of their number."""
+    """Put a non-breaking space before per cent signs, so that they stay on the line of their number."""
     return sentence.replace(" %", "\u00a0%")
 
 
@@ -88,7 +88,7 @@ def _raw(file: str) -> Markup:
 
 
 def _context(section: Section) -> dict[str, Any]:
-    """What the template needs of a chapter."""
+    """Template variables of a chapter."""
     return {
         "anchor": section.anchor,
         "short": section.short,
@@ -141,7 +141,7 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
 
 
 def _without_constant_model(table: Table) -> Table:
-    """The table without its model column when all rows are about one model, as the page's head says already."""
+    """The table without its model column when all rows are about one model, which the top of the page names."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table
     blocks = [column for column in table.blocks if column != "Model"]

@@ -1,4 +1,4 @@
-"""Figures: how they look, and how they become files and parts of a page."""
+"""Style of figures, helpers for drawing them, and their output as files and as parts of a page."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
 from analysis import names
 
 LETTER, SMALL_LETTER = 0.063, 0.047
-"""Inches an average letter takes at 7.5 and 5.6 points."""
+"""Average width of a letter in inches at 7.5 and at 5.6 points."""
 
 PAGE = 6.9
-"""Width of a paper's text in inches."""
+"""Width of a figure across the page, in inches."""
 DPI = 200
 WIDE = 3
-"""Panels side by side up to which a title of several words fits on one line."""
+"""Largest number of panels side by side for which a title of several words fits on one line."""
 
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """The four colours that follow the page's theme: in SVG they become CSS variables."""
@@ -69,18 +69,18 @@ CRITERIA = {
 """Colours of criteria (after Paul Tol's schemes); every figure also names them, or gives them a marker."""
 OTHER = "#5b8c9c"
 SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc6677", "#44aa99")
-"""Colours of lines that are no criteria."""
+"""Colours of lines that are not criteria."""
 DASHED: Any = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
-"""The line of what others are measured against: the unpruned model, a uniform allocation."""
+"""Line style of references: the unpruned model, a uniform allocation."""
 GONE: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
-"""Experts of which nothing is left, or that nothing was seen of."""
+"""Patch style of experts without kept channels, or without tokens."""
 MARKERS = "osD^vPX*<>hd"
 SEQUENTIAL = "YlGnBu"
-"""From light to dark in grey as well."""
+"""Colour map that also goes from light to dark when printed in grey."""
 DARK = 0.55
-"""Where a shade becomes too dark for black letters."""
+"""Share above which a shade of SEQUENTIAL is too dark for black letters."""
 HATCH = "/////"
-"""Within noise."""
+"""Hatching of wins within noise."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Figure:
 
     @cached_property
     def svg(self) -> str:
-        """The drawing as the text of an SVG file, drawn once: for the page and for a file."""
+        """The drawing as SVG text; cached, as the page and a file both use it."""
         text = io.StringIO()
         with look(), matplotlib.rc_context({"svg.hashsalt": self.name}):
             lay_out(self.drawing)
@@ -103,13 +103,13 @@ class Figure:
 
 
 def colour(method: str) -> str:
-    """The colour of a method in every figure: its criterion's."""
+    """The colour of a method in every figure, which is that of its criterion."""
     return CRITERIA.get(names.parts(method)[0], OTHER)
 
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Settings under which figures are drawn and saved."""
+    """Context with the matplotlib settings for drawing and saving figures."""
     settings: Any = {
         "font.family": "DejaVu Sans",
         "font.size": 8,
@@ -148,14 +148,14 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing of this size in inches whose parts never overlap."""
+    """An empty drawing of this size in inches, with constrained layout so that parts do not overlap."""
     return Drawing(figsize=(width, height), layout="constrained")
 
 
 def lay_out(drawing: Drawing) -> None:
-    """Lay the drawing out once; saving it in another format then keeps the places.
+    """Lay out the drawing once and remove its layout engine; files in all formats then have the same layout.
 
-    A drawing without any engine is drawn once per format, one with an engine, even if idle, twice.
+    Without an engine a drawing is drawn once per format; with one, even if it has nothing to do, twice.
     """
     engine = drawing.get_layout_engine()
     if engine is not None:
@@ -163,7 +163,7 @@ def lay_out(drawing: Drawing) -> None:
         drawing.set_layout_engine(None)
 
 
-# no stamps, so that equal figures are equal files; PNG in two thirds of the time for 9 % more bytes
+# no time stamps, so that equal figures are equal files; compress_level=3: two thirds of the time for 9 % more bytes
 _SAVING: dict[str, dict[str, Any]] = {
     "png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
     "pdf": {"metadata": {"CreationDate": None}},
@@ -184,7 +184,7 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
 
 
 def svg_element(figure: Figure) -> str:
-    """The figure as an SVG element to put into a page: it scales, and its neutral colours follow the page's theme."""
+    """The figure as an SVG element for a page; it scales, and its neutral colours follow the page's theme."""
     box = re.search(r'viewBox="(0 0 ([\d.]+) [\d.]+)"', figure.svg)
     assert box is not None
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
@@ -199,15 +199,17 @@ def svg_element(figure: Figure) -> str:
 
 
 def bare(axes: Axes) -> None:
-    """Leave only the labels of an axes whose content is a grid of its own."""
+    """Remove spines and ticks but keep labels, for axes that contain a grid of squares."""
     for side in axes.spines.values():
         side.set_visible(False)
     axes.tick_params(length=0)
 
 
 def panels(count: int, across: int, height: float, below: float = 0.5, **shared: Any) -> tuple[Drawing, list[Axes]]:
-    """An empty drawing of `count` panels in rows of `across` at most, each row `height` inches high, with so many
-    inches `below` them for the legend. A single panel is narrower than the page."""
+    """An empty drawing of `count` panels, at most `across` in a row.
+
+    Rows are `height` inches high; `below` is the height in inches for the legend. A single panel per row is narrower
+    than the page."""
     across = min(across, count)
     down = -(-count // across)
     empty = drawing(PAGE if across > 1 else PAGE * 0.6, height * down + below)
@@ -218,8 +220,9 @@ def panels(count: int, across: int, height: float, below: float = 0.5, **shared:
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6) -> None:
-    """A legend below the panels, with `most` entries side by side, fewer where their words are long. Rows beyond the
-    third make the drawing higher, since panels leave room for three."""
+    """Add a legend below the panels, with at most `most` entries side by side, fewer when their texts are long.
+
+    Panels leave room for three rows of entries; more rows make the drawing higher."""
     entries = list(handles)
     longest = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters
@@ -230,12 +233,12 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6) -> None:
 
 
 def key(label: str, **look: Any) -> Line2D:
-    """A line for the legend."""
+    """A legend entry: a line with this label and style."""
     return Line2D([], [], label=label, **look)
 
 
 def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
-    """A line through these points that looks as its entry in the legend does."""
+    """Draw a line through these points in the style of its legend entry `look`."""
     line = Line2D(np.asarray(x), np.asarray(y))
     line.update_from(look)
     axes.add_line(line)
@@ -243,35 +246,35 @@ def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
 
 
 def cycled(at: int) -> dict[str, Any]:
-    """Colour and marker of the line `at` of several that are no criteria."""
+    """Colour and marker of the line number `at` among lines that are not criteria."""
     return {"color": SHADES[at % len(SHADES)], "marker": MARKERS[at % len(MARKERS)]}
 
 
 def depth(layer: int, layers: Sequence[int]) -> str:
-    """The colour of one of `layers`: from light to dark with depth."""
+    """The colour of one of `layers`, from light to dark with depth."""
     return to_hex(colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1)))
 
 
 def depth_keys(layers: Sequence[int]) -> list[Line2D]:
-    """The first and the last of `layers` for the legend."""
+    """Legend entries of the first and the last of `layers`."""
     ends = dict.fromkeys((layers[0], layers[-1]))
     return [key(f"layer {layer}", color=depth(layer, layers), marker="o") for layer in ends]
 
 
 def layer_axis(axes: Axes) -> None:
-    """Decoder layers across."""
+    """Label the x axis as decoder layers, with integer ticks."""
     axes.set_xlabel("decoder layer")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
 def percent(*axis: Axis) -> None:
-    """Shares in per cent along an axis."""
+    """Format the ticks of an axis as per cent."""
     for each in axis:
         each.set_major_formatter(PercentFormatter(1, symbol=" %"))
 
 
 def scientific(*axis: Axis) -> None:
-    """Powers of ten along an axis, small and at its end."""
+    """Format an axis with a power of ten, in small letters at its end."""
     for each in axis:
         form = ScalarFormatter()
         form.set_powerlimits((-2, 3))
@@ -280,12 +283,12 @@ def scientific(*axis: Axis) -> None:
 
 
 def tokens(count: float, _: object = None) -> str:
-    """A number of tokens in a word, as the label of an axis too: 65k, 0.5M."""
+    """Short form of a number of tokens, such as 65k or 0.5M; also a tick formatter of matplotlib."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
 def squares(axes: Axes, across: Sequence[str], down: Sequence[str], *, above: bool = True) -> None:
-    """Name the columns (above or below) and rows of an axes that is a grid of squares, each one wide and high."""
+    """Label the columns (above or below) and rows of an axes that contains a grid of unit squares."""
     axes.set(xlim=(0, len(across)), ylim=(len(down), 0))
     axes.set_xticks(np.arange(len(across)) + 0.5, across)
     axes.set_yticks(np.arange(len(down)) + 0.5, down)
@@ -295,7 +298,7 @@ def squares(axes: Axes, across: Sequence[str], down: Sequence[str], *, above: bo
 
 
 def square(axes: Axes, x: int, y: int, share: float, words: str, size: float | None = None, below: str = "") -> None:
-    """A square, the darker the higher `share` is, with words in its middle and smaller ones `below` them."""
+    """Draw a unit square, darker for a higher `share`, with words in its middle and smaller ones `below` them."""
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
     centred: Any = {"ha": "center", "va": "center", "color": "#000000" if share < DARK else "#ffffff"}
     axes.text(x + 0.5, y + (0.36 if below else 0.5), words, fontsize=size, fontweight="bold", **centred)
@@ -304,8 +307,10 @@ def square(axes: Axes, x: int, y: int, share: float, words: str, size: float | N
 
 
 def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any], named: bool = True) -> None:
-    """A row per layer with a square per expert, from the least to the most of `values` (by layer), shaded by `level` of
-    those of its layer; experts with nothing are crossed. Layers are `named` at the axis, twelve at most."""
+    """Draw a row per layer with a square per expert, sorted by `values` (indexed by layer).
+
+    Squares are shaded by `level` of the layer's values; experts with value 0 are crossed. With `named`, at most twelve
+    layers are labelled on the axis."""
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))

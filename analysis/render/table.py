@@ -1,4 +1,4 @@
-"""A table: numbers with what a reader needs beside them, and the files and the HTML they become."""
+"""The class of all tables, and their output as CSV, Markdown, LaTeX and HTML."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ SCORE, RANK, PERCENT = "{:.3f}", "{:.2f}", "{:.0%}"
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Numbers, and how to show them. NaN is a gap."""
+    """A data frame with title, caption, formats and intervals. NaN is a gap."""
 
     name: str
     """File stem, such as unified.table1."""
     title: str
     caption: str
     frame: pd.DataFrame
-    """Text columns first, spelled for people; then numbers."""
+    """Text columns first, with display names; then numbers."""
     formats: Mapping[str, str]
     """Number column -> format; columns not named here are text."""
     best: Mapping[str, str] = field(default_factory=dict)
-    """Number column -> "max" or "min": the best of a block is set in bold."""
+    """Number column -> "max" or "min": the best number of each block is bold."""
     blocks: Sequence[str] = ()
-    """Text columns that together name a block of rows which compete."""
+    """Text columns that identify a block, that is, rows which are compared with each other."""
     low: pd.DataFrame | None = None
     """Lower ends of 95 % intervals, for the columns that have them."""
     high: pd.DataFrame | None = None
     footnotes: Sequence[str] = ()
     optional: Sequence[str] = ()
-    """Number columns in which a dash is no gap: there is nothing to be had in some rows."""
+    """Number columns that some rows do not have, so that a dash there is not a gap."""
 
 
 GAP = "–"
-"""What a missing number looks like; a footnote explains it."""
+"""Text of a missing number; a footnote explains it."""
 GAP_NOTE = "– marks a result that is missing; it counts as missing, not as zero."
 UNPRUNED = "Unpruned"
 KEY = "Criterion"
-"""The column that stays in sight while a table is scrolled sideways."""
+"""The column that stays visible when a table is scrolled sideways."""
 LONG = 60
-"""Characters from which a text may be broken into lines."""
+"""Texts with more characters than this may be wrapped."""
 
 
 _SPELLED: Mapping[str, Callable[..., str]] = {
@@ -60,11 +60,13 @@ _SPELLED: Mapping[str, Callable[..., str]] = {
     "allocation": names.allocated,
     "column": names.benchmark,
 }
-"""Column that holds names of a study -> what spells them for people."""
+"""Column with names of a study -> the function that gives their display names."""
 
 
 def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Displayed column -> column of `rows`, names of the study spelled for people. Without rows its columns alone."""
+    """Select and rename columns of `rows` (columns: displayed column -> column), with display names of criteria etc.
+
+    A column that `rows` lacks is empty."""
     shown = {}
     for column, source in columns.items():
         values = rows[source] if source in rows else pd.Series(dtype=object)
@@ -73,18 +75,20 @@ def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def tabulated(rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Frame and formats of a table: displayed column -> column of `rows`; of numbers, that and their format."""
+    """Arguments `frame` and `formats` of a table.
+
+    text: displayed column -> column of `rows`; numbers: displayed column -> (column of `rows`, format)."""
     columns = {**text, **{shown: source for shown, (source, _) in numbers.items()}}
     return {"frame": spelled(rows, columns), "formats": {shown: form for shown, (_, form) in numbers.items()}}
 
 
 def minus(number: str) -> str:
-    """A number with a minus sign in place of the hyphen."""
+    """Replace the hyphen of a negative number by a minus sign."""
     return number.replace("-", "−")
 
 
 def shown(value: object, form: str) -> str:
-    """A number in its format; a gap is a dash."""
+    """Format a number; a gap becomes a dash."""
     return (
         GAP
         if value is None or (isinstance(value, float) and math.isnan(value))
@@ -93,7 +97,7 @@ def shown(value: object, form: str) -> str:
 
 
 def expected_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether a dash is no gap: the unpruned model has no rank among criteria, a tie has no p-value."""
+    """Whether a dash is not a gap: the unpruned model has no rank among criteria, a tie has no p-value."""
     unranked = row.get(KEY) == UNPRUNED and column in ("Avg Rank", "First")
     return unranked or column in table.optional
 
@@ -111,7 +115,9 @@ def footnotes(table: Table) -> list[str]:
 
 @lru_cache(maxsize=128)
 def best(table: Table) -> pd.DataFrame:
-    """Booleans like the frame: the best of each block, the unpruned model left out, as printed (ties are all best)."""
+    """Mark the best numbers of each block, as booleans in the shape of the frame.
+
+    Numbers are compared as printed, so all of a tie are best. The unpruned model is left out."""
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
@@ -133,7 +139,7 @@ def best(table: Table) -> pd.DataFrame:
 
 @lru_cache(maxsize=128)
 def text(table: Table) -> pd.DataFrame:
-    """The frame with every number as it is printed."""
+    """The frame with every number as formatted text."""
     columns = {
         str(column): [
             shown(value, table.formats[str(column)]) if column in table.formats else value for value in values
@@ -145,7 +151,7 @@ def text(table: Table) -> pd.DataFrame:
 
 @lru_cache(maxsize=128)
 def csv(table: Table) -> str:
-    """Full precision, with the ends of intervals as columns of their own; a gap is an empty field."""
+    """The table as CSV with six significant digits and columns for the ends of intervals; a gap is an empty field."""
     frame = table.frame.copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
@@ -156,7 +162,7 @@ def csv(table: Table) -> str:
 
 @lru_cache(maxsize=128)
 def markdown(table: Table) -> str:
-    """A pipe table with title, caption and footnotes; the best of each block in bold."""
+    """The table as Markdown, with title, caption and footnotes; the best of each block in bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -166,7 +172,7 @@ def markdown(table: Table) -> str:
 
 @lru_cache(maxsize=128)
 def latex(table: Table) -> str:
-    """A booktabs table; the best of each block in bold."""
+    """The table as LaTeX with booktabs; the best of each block in bold."""
     layout = "".join("r" if column in table.formats else "l" for column in table.frame)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
     head = " & ".join(_tex(column) for column in table.frame)
@@ -189,7 +195,7 @@ def latex(table: Table) -> str:
 
 
 def _lines(table: Table, strong: str, spelled: Callable[[object], str]) -> list[list[str]]:
-    """Rows of printed and `spelled` cells, the best of each block in the form `strong`."""
+    """Rows of formatted cells, escaped by `spelled`; the best of each block in the format `strong`."""
     marks = best(table).to_numpy().tolist()
     return [
         [strong.format(spelled(cell)) if mark else spelled(cell) for cell, mark in zip(row, marked, strict=True)]
@@ -205,7 +211,7 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """A table element with sort keys, intervals under the numbers and the best marked; the page styles it."""
+    """The table as an HTML element with sort keys, intervals under the numbers and the best in bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks, cells = best(table).to_numpy(), text(table).to_numpy()
     fresh, ends = _block_starts(table), _ends(table)
@@ -232,7 +238,7 @@ def _head(table: Table, column: str) -> str:
 
 
 def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
-    """A cell of the table, still open."""
+    """An HTML cell without its closing tag, as an interval may follow."""
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
@@ -271,7 +277,7 @@ SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex"
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html into `folder`: all of them or, on an error, none."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; none of them when one cannot be rendered."""
     texts = {folder / f"{table.name}.{suffix}": function(table) for suffix, function in SUFFIXES.items()}
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in texts.items():
