@@ -1,1 +1,1 @@
-"""Studies on a Slurm cluster: which jobs there should be, submitting them, what became of them."""
+"""Run studies on a Slurm cluster: group steps into jobs, submit them, and follow their state."""

@@ -1,4 +1,4 @@
-"""Grouping of steps into Slurm jobs, and of jobs into arrays."""
+"""Group steps into Slurm jobs, and jobs into arrays."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Packing
 
 LONGEST = 1001
-"""Tasks of an array by Slurm's default MaxArraySize."""
+"""Most tasks of an array, from Slurm's default MaxArraySize."""
 Stage = tuple[str, int]
-"""The kind of a job, and how many of its kind it has to wait for one after the other."""
+"""The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]
 
 
@@ -39,9 +39,9 @@ def arrange(
     settings: LauncherConfig,
     longest: int = LONGEST,
 ) -> list[Array]:
-    """Arrays of at most `longest` jobs for `steps`, each after those it needs.
+    """Arrange `steps` in arrays of at most `longest` jobs; each array comes after those it needs.
 
-    `ask` gives the resources of a job for some steps.
+    `ask`: steps of a job -> the resources that it asks for.
     """
     stage_of = _stages(steps)
     members: dict[Stage, list[Step]] = defaultdict(list)
@@ -59,7 +59,7 @@ def arrange(
 
 
 def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
-    """The arrays, and what each of their jobs asks for. `longest`: minutes of a job of which nothing is known."""
+    """Table of the arrays and the resources of their jobs. `longest`: minutes of a job whose time is not known."""
     columns = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
     rows = Table(*columns, title="what Slurm would be asked for, each job")
     for array in arrays:
@@ -74,12 +74,12 @@ def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
 
 
 def _kind(step: Step) -> str:
-    """The kind of job a step goes into."""
+    """The kind of job that does a step."""
     return KINDS[step.kind].packed_as(step) or step.kind
 
 
 def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
-    """Step id -> its stage; inputs stand before what needs them."""
+    """Step id -> its stage. `steps` have inputs before the steps that need them."""
     stages: dict[str, Stage] = {}
     for step in steps:
         before = [stages[needed.id] for needed in step.inputs.values() if needed.id in stages]
@@ -97,7 +97,7 @@ def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, St
 
 
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
-    """The steps of each job, as the kind says; steps of the kind itself before those that go into its jobs."""
+    """Divide steps into jobs by the packing of `kind`; steps of the kind itself come before others in its jobs."""
     packing = KINDS[kind].packing
     if packing is Packing.ONE:
         return [[step] for step in steps]
@@ -113,7 +113,7 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
 
 
 def _cut(groups: Sequence[PackSteps], size: int) -> list[PackSteps]:
-    """Groups in packs of `size` at most, as even as can be."""
+    """Divide groups into packs of at most `size`, as even as possible."""
     count = -(-len(groups) // size)
     bounds = [number * len(groups) // count for number in range(count + 1)]
     return [[step for group in groups[start:end] for step in group] for start, end in pairwise(bounds)]

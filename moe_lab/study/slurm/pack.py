@@ -1,4 +1,4 @@
-"""The work of a Slurm job: a list of steps, one after the other; and waiting for the jobs of a study."""
+"""The work of a Slurm job, which does a list of steps one after another; and waiting for the jobs of a study."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pack:
-    """Steps of one job. Called by submitit on the node; `requeues` are how often it may yet start again."""
+    """The steps of one job, called by submitit on the node. `requeues`: how often the job may still be requeued."""
 
     store: str
     steps: Sequence[Step]
     requeues: int
 
     def __call__(self) -> dict[str, int]:
-        """Do what is missing. A failed step leaves its error in the store, and the others go on."""
+        """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
         signal.signal(signal.SIGTERM, _leave)
         store = Store(self.store)
-        store.check_there()  # a node that does not see it must not begin another
+        store.check_there()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)
         schedule.lack(_absent(self.steps, schedule, store))
@@ -47,12 +47,13 @@ class Pack:
         return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job to put back into the queue when this one must stop: what its steps saved is in the store."""
+        """The job to requeue when this one must stop; it resumes from what the steps have saved in the store. None when
+        no requeue is left."""
         return DelayedSubmission(replace(self, requeues=self.requeues - 1)) if self.requeues > 0 else None
 
 
 def _absent(steps: Sequence[Step], schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from outside the pack that are not in the store; the others are marked as finished."""
+    """Inputs from other jobs that are not in the store. Marks those that are in the store as finished."""
     own = {step.id for step in steps}
     outside = {needed.id: needed for step in steps for needed in step.inputs.values() if needed.id not in own}
     present = {name for name, step in outside.items() if store.path(step).exists()}
@@ -61,14 +62,14 @@ def _absent(steps: Sequence[Step], schedule: Schedule, store: Store) -> list[Ste
 
 
 def job_id() -> str:
-    """Slurm's id of the job this process is in, as squeue shows it."""
+    """Slurm's id of the job that this process belongs to, as squeue shows it."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def _leave(_: int, __: FrameType | None) -> None:
-    """SIGTERM: a job that still counts as running is to make room for another, and is put back into the queue as when
-    its time is up; a cancelled one ends here, at once, and its locks with it."""
+    """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time is
+    up. A cancelled job exits at once, which releases its locks."""
     if scheduler.fate(job_id()) == "RUNNING":
         os.kill(os.getpid(), signal.SIGUSR2)
     else:
@@ -77,12 +78,12 @@ def _leave(_: int, __: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """The last job: writes down what the study has come to, and its report."""
+    """The last job of a submission: writes the study's record and its report."""
 
     study: Study
 
     def __call__(self) -> int:
-        from moe_lab.study.report import finish  # with the whole configuration, which other jobs need nothing of
+        from moe_lab.study.report import finish  # loads the whole configuration, which other jobs do not need
 
         schedule = Schedule(self.study.graph.steps())
         settle(schedule, self.study.store)
@@ -90,7 +91,7 @@ class Record:
 
 
 def settle(schedule: Schedule, store: Store) -> None:
-    """Move waiting steps to where the store says they are; what is neither done nor failed was lost with its job."""
+    """Update waiting steps from the store: finished, failed, or else failed because their job was lost."""
     for step in list(schedule.waiting.values()):
         if store.path(step).exists():
             del schedule.waiting[step.id]
@@ -109,11 +110,11 @@ def settle(schedule: Schedule, store: Store) -> None:
 LOOK_EVERY = 1.0
 """Seconds between two looks at the store."""
 ASK_EVERY = 5.0
-"""Seconds between two questions to the scheduler, whom many ask."""
+"""Seconds between two requests to the scheduler, which other users share."""
 
 
 def follow(schedule: Schedule, study: Study) -> None:
-    """Return when the study has no job left, with `schedule` as the store then says."""
+    """Wait until the study has no job left; then update `schedule` from the store."""
     jobs = {job.id: job.name for run in runs(study.store, study.config.study) for job in run.jobs}
     with watch(schedule):
         last_asked = 0.0
@@ -135,7 +136,7 @@ def _note_finished(schedule: Schedule, study: Study) -> None:
 
 
 def _any_left(jobs: dict[str, str]) -> bool:
-    """Whether the scheduler still has one of the jobs; while it does not answer, jobs go on without it."""
+    """Whether any of the jobs is still in the queue. True when the scheduler does not answer, as jobs go on then."""
     try:
         queue = scheduler.queue()
     except UserError:

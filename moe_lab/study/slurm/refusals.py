@@ -1,4 +1,4 @@
-"""What Slurm cannot or will not run, as sentences that name the setting to change."""
+"""Jobs that Slurm cannot or will not run, explained in sentences that name the setting to change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_lab.study.slurm import scheduler
 
 SIZES = ("gpus", "cpus", "memory", "minutes")
 OWN = {"clusters", "partition", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "gpus-per-node", "time"}
-"""Options of sbatch that, set by hand, ask for something else than the fields of JobConfig say."""
+"""Options of sbatch that override fields of JobConfig when they are set by hand."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of one partition that are alike: GPUs, CPUs and memory (GiB) of one, and how long a job may take there."""
+    """Equal nodes of one partition: GPUs, CPUs and memory (GiB) of each, and the partition's time limit in minutes."""
 
     partition: str
     default: bool
@@ -29,7 +29,7 @@ class Nodes:
 
 
 def nodes() -> list[Nodes]:
-    """All nodes the scheduler has, those that are down or drained too, by partition and size."""
+    """All nodes that sinfo lists, down and drained ones included, grouped by partition and size."""
     text = scheduler.ask("sinfo", "--all", "--noheader", "--exact", "--format=%P|%G|%c|%m|%l")
     groups = []
     for partition, gres, cpus, megabytes, limit in (line.split("|") for line in text.splitlines()):
@@ -40,7 +40,7 @@ def nodes() -> list[Nodes]:
 
 
 def _minutes(limit: str) -> float:
-    """Minutes of a time as sinfo writes it: 1-12:00:00, 30:00, infinite."""
+    """Minutes of a time as written by sinfo: 1-12:00:00, 30:00, infinite."""
     days, _, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in parts):
@@ -50,7 +50,7 @@ def _minutes(limit: str) -> float:
 
 
 def _of_partition(asks: Mapping[str, Any], available: Sequence[Nodes]) -> list[Nodes]:
-    """The nodes a job may run on; none where that is unknown."""
+    """The nodes that a job may run on; none when they are not known."""
     if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:
         return []
     named = os.environ.get("SBATCH_PARTITION") or asks["partition"]
@@ -58,16 +58,20 @@ def _of_partition(asks: Mapping[str, Any], available: Sequence[Nodes]) -> list[N
 
 
 def time_limit(asks: Mapping[str, Any], available: Sequence[Nodes]) -> float:
-    """Minutes that a job may take where it may run; infinite where that is unknown, or up to a quality of service."""
+    """Longest time limit in minutes of the nodes that a job may run on.
+
+    Infinite when they are not known, and when a quality of service (qos) determines the limit.
+    """
     own = [] if asks["qos"] else _of_partition(asks, available)
     return max((each.minutes for each in own), default=inf)
 
 
 def too_much(asks: Mapping[str, Any], available: Sequence[Nodes]) -> tuple[list[str], str] | None:
-    """What of `asks` no node has, as fields of JobConfig, with sinfo's figures in words; None where a node has all.
+    """Resources that a job asks for and no node has: fields of JobConfig, and the nodes' sizes as text. None if a node
+    has all of them.
 
-    None also where that is unknown: in a partition that sinfo does not list, which sbatch itself refuses, and where
-    options of sbatch are set by hand. A quality of service may allow more time than the partition does.
+    None also when it is not known: for a partition that sinfo does not list, which sbatch itself refuses, and when
+    options of sbatch are set by hand. Time is not compared with a qos, which may allow more than the partition does.
     """
     own = _of_partition(asks, available)
     sizes = SIZES[:-1] if asks["qos"] else SIZES
@@ -91,12 +95,12 @@ WORDS = {
     "cpu count": "cpus",
     "processor": "cpus",
 }
-"""What stands in a refusal -> the field of JobConfig that asked for it, the most telling first."""
+"""Words in Slurm's message -> the field of JobConfig that was refused, the most specific words first."""
 SIZE = ("gpus", "cpus", "memory")
 
 
 def refusal(kind: str, asks: Mapping[str, Any], words: str) -> str:
-    """One sentence: what was refused, in the scheduler's words, and the setting that asked for it."""
+    """One sentence with the scheduler's reason for refusing a job, and the setting that caused it."""
     sentence = "; ".join(line.removeprefix("sbatch: error: ").strip() for line in words.splitlines() if line.strip())
     lower = sentence.lower()
     fields = [next((field for word, field in WORDS.items() if word in lower), None)]
@@ -106,10 +110,10 @@ def refusal(kind: str, asks: Mapping[str, Any], words: str) -> str:
 
 
 def less(kind: str, asks: Mapping[str, Any], fields: Sequence[str], reason: str) -> str:
-    """One sentence: what jobs of a kind ask for, why it cannot be, and the settings to change."""
+    """One sentence: what jobs of a kind ask for, why they cannot have it, and the settings to change."""
     values = " ".join(f"{field}={asks[field]}" for field in fields)
     places = " ".join(f"resources.every.{field}" for field in fields)
-    if "minutes" in fields:  # which may be what a job gets whose time is unknown
+    if "minutes" in fields:  # jobs of unknown time ask for it
         places += " or resources.longest"
     return (
         f"{kind} jobs ask for {values}, and {reason}; set {places}, or resources.jobs of {kind} "

@@ -1,4 +1,4 @@
-"""Resources of a Slurm job: as configured for its kind of step and model, the rest estimated."""
+"""Resources of a Slurm job: configured for its kind of step and model, or else estimated."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from moe_lab.study.steps.kind import Reads
 
 EVERY = "every"
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
-"""For models nothing is known of before they are downloaded."""
+"""Assumed for a model of unknown size, before it is downloaded."""
 ROUNDED = 30
-"""Minutes are asked for in multiples of it, so that jobs of nearly the same length are of one array."""
+"""Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an array."""
 HOST = 8.0
-"""GiB of main memory beside what the weights take on their way to a GPU."""
+"""GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
 
 def check(settings: ResourcesConfig) -> None:
-    """UserError for a key of `jobs` that names no kind of step, and for numbers that cannot be."""
+    """Raise UserError for a key of `jobs` that names no kind of step, and for numbers out of range."""
     for key in settings.jobs:
         kind = key.rpartition("/")[2]
         if kind not in (*KINDS, EVERY):
@@ -49,13 +49,15 @@ def resources(
     seconds: Seconds,
     time_limit: Callable[[Mapping[str, Any]], float] = lambda configured: inf,
 ) -> dict[str, Any]:
-    """What a job asks for that does `steps` one after the other: of one model (but the small ones), and of one kind
-    (but what else counts for the first, such as the costs of the models it evaluates).
+    """Resources of a job that does `steps` one after another.
 
-    The fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos and
-    constraint may be None; sbatch is a mapping and setup a list. What is set for MODEL/KIND counts before MODEL/every,
-    KIND and every; sbatch is merged. `seconds` says how long a step takes; where that is not known of one, the job may
-    take `settings.longest`. Minutes that are not set are no more than `time_limit` gives for what is set of the job.
+    The steps are about one model, except small ones. They are of one kind, or go into jobs of the first step's kind,
+    such as the costs of the models that the job evaluates.
+
+    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos
+    and constraint may be None; sbatch is a mapping and setup a list. Settings of MODEL/KIND take precedence over
+    MODEL/every, KIND and every; sbatch is merged. `seconds` estimates the time of a step; if it is unknown for one, the
+    job asks for `settings.longest`. Minutes that are not set are limited to `time_limit` of the job's settings.
     """
     configured = _configured(steps[0], settings)
     memories = [memory_of(step) or UNKNOWN for step in steps]
@@ -96,7 +98,7 @@ def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
 
 
 def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
-    """What is set for a step, the most general first; a job of small steps is about no model."""
+    """The settings that apply to a step, the most general first; settings of models do not apply to small steps."""
     yield settings.every
     keys = [step.kind]
     if KINDS[step.kind].reads is not Reads.NOTHING:
@@ -108,7 +110,7 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
 
 
 def _job(key: str, settings: ResourcesConfig) -> JobConfig:
-    """What is set under a key of `jobs`; UserError for what is no field, or of the wrong type."""
+    """The settings under a key of `jobs`. Raises UserError for an unknown field, or a value of the wrong type."""
     names = [field.name for field in fields(JobConfig)]
     values = settings.jobs[key]
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""What the scheduler says of jobs, by squeue and scontrol: accounting, and with it sacct, is off on many a cluster."""
+"""State of jobs from squeue and scontrol. sacct is not used, because many clusters run without accounting."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_lab.errors import UserError
 from moe_lab.study.slurm.arrays import LONGEST
 
 GONE = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
-"""States in which squeue may still show a job that will do nothing more."""
+"""States of jobs that squeue may still show although they will do nothing more."""
 NEVER = "DependencyNeverSatisfied"
 AT_ONCE = 500
-"""Job ids in one call of scancel, whose command line has an end."""
+"""Most job ids in one call of scancel, since the length of a command line is limited."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Queued:
 
 
 def queue() -> dict[str, Queued]:
-    """Id -> what of this user is pending or running. UserError with the scheduler's words when it cannot be asked."""
+    """Id -> job of this user that is pending or running. Raises UserError, with the scheduler's message, when squeue
+    fails."""
     text = ask("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%r|%M|%j")
     rows = (line.split("|", 4) for line in text.splitlines())
     jobs = [Queued(job, name, state, reason, elapsed) for job, state, reason, elapsed, name in rows]
@@ -42,27 +43,29 @@ def queue() -> dict[str, Queued]:
 
 
 def longest_array() -> int:
-    """Tasks that an array may have: MaxArraySize of this cluster."""
+    """Most tasks of an array: MaxArraySize of this cluster."""
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
     return max(1, int(match[1])) if match else LONGEST
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel jobs by id; those that have ended meanwhile are no error."""
+    """Cancel jobs by id; jobs that have already ended are not an error."""
     ids = list(jobs)
     for start in range(0, len(ids), AT_ONCE):
         subprocess.run(["scancel", *ids[start : start + AT_ONCE]], capture_output=True)
 
 
 def fate(job: str) -> str:
-    """How a job ended, in Slurm's word, as long as it remembers (MinJobAge, five minutes by default); else ""."""
+    """Slurm's state of a job, also after its end while Slurm remembers it (MinJobAge, five minutes by default); else
+    ""."""
     done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True)
     words = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
     return words.get("JobState", "")
 
 
 def ask(*command: str) -> str:
-    """What a command of Slurm prints. UserError when there is none, or when it fails, with its words."""
+    """Output of a Slurm command. Raises UserError when there is no such command, or, with its message, when it
+    fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Submit missing steps as arrays of jobs that wait for each other, and a last job that writes the record."""
+"""Submit missing steps as arrays of jobs with dependencies, and a last job that writes the record and the report."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, code_state
 
 EARLY = 60
-"""Seconds by which Slurm may send its warning before the time that was asked for."""
+"""Seconds by which Slurm may send its warning signal earlier than asked for."""
 RECORD_ASKS = {"gpus": 0, "cpus": 1, "memory": 4, "minutes": 60}
-"""What the last job asks for, besides what every job does."""
+"""Resources of the last job; it has all other settings in common with every job."""
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the steps that wait, except those that jobs submitted earlier are still going to do.
+    """Submit jobs for the waiting steps, except those that jobs submitted earlier will still do.
 
-    UserError with the scheduler's words when it refuses one; then nothing of this submission is left in its queue.
+    Raises UserError, with the scheduler's message, when it refuses a job; all jobs of this submission are then
+    cancelled.
     """
     submission = Submission(study, run)
     try:
@@ -80,14 +81,14 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
 
 @dataclass
 class Submission:
-    """Jobs as they are handed in one after the other. `jobs`: step id -> what a job that needs it must wait for."""
+    """Submits jobs one after another. `jobs`: step id -> id of the job or array that a job needing it must wait for."""
 
     study: Study
     run: Run
     jobs: dict[str, str] = field(default_factory=dict)
 
     def add(self, array: Array) -> None:
-        """Submit one array, to start when what it needs has ended well."""
+        """Submit one array, to start when the jobs that it needs have succeeded."""
         own = {step.id for pack in array.packs for step in pack}
         needed = {needed.id for pack in array.packs for step in pack for needed in step.inputs.values()} - own
         after = tuple(sorted({self.jobs[name] for name in needed if name in self.jobs}))
@@ -103,7 +104,7 @@ class Submission:
         self.jobs.update(dict.fromkeys(own, whole))
 
     def close(self) -> None:
-        """Submit the job that writes the record when all others have ended, whichever way."""
+        """Submit the job that writes the record when all others have ended, successfully or not."""
         after = tuple(sorted(set(self.jobs.values())))
         steps = list(self.study.graph.steps())[:1]
         asks = {**resources(steps, self.study.config.resources, lambda step: None), **RECORD_ASKS}
@@ -111,10 +112,10 @@ class Submission:
         self.run.add([Submitted(job, job, self._name(RECORD), RECORD, (), after)])
 
     def withdraw(self) -> None:
-        """Cancel everything that was submitted, and forget it."""
+        """Cancel all jobs of this submission, and remove its folder."""
         scheduler.cancel({job.array for job in self.run.jobs})
         shutil.rmtree(self.run.folder, ignore_errors=True)
-        with suppress(OSError):  # of other runs, or gone
+        with suppress(OSError):  # it holds other runs, or is gone
             self.run.folder.parent.rmdir()
 
     def _name(self, kind: str) -> str:
@@ -128,7 +129,7 @@ class Submission:
         condition: str,
         after: Sequence[str],
     ) -> list[str]:
-        """Submit jobs that ask for the same; their ids."""
+        """Submit jobs with the same resources as one array; returns their ids."""
         settings = self.study.config.launcher
         python = shell(settings.python) if settings.python else shlex.quote(sys.executable)
         starter = snapshot_starter(self.run.code) if self.study.config.snapshot else start.FILE
@@ -165,7 +166,7 @@ def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
 
 
 def _check_sizes(arrays: Iterable[Array], available: Sequence[Nodes]) -> None:
-    """UserError for jobs that no node could ever run."""
+    """Raise UserError for jobs that no node can ever run."""
     for array in arrays:
         if excess := too_much(array.asks, available):
             raise UserError(less(array.kind, array.asks, *excess))
@@ -196,7 +197,7 @@ def _named(jobs: Iterable[str]) -> str:
 
 @dataclass
 class UnderWay:
-    """Steps that need no new job, by the id of the job that does them, and jobs that can no longer do theirs."""
+    """Earlier jobs: step id -> id of the job that will do it; and ids of jobs that can no longer do their steps."""
 
     steps: dict[str, str] = field(default_factory=dict)
     hopeless: list[str] = field(default_factory=list)
@@ -205,10 +206,10 @@ class UnderWay:
 
 
 def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: Iterable[str]) -> UnderWay:
-    """Look through `jobs`, in the order they were submitted in, for those that will do `missing` steps.
+    """Find those of `jobs`, given in the order of submission, that will do `missing` steps.
 
-    Slurm kills what waits for an array as soon as one task of that array has not ended well; so a pending job is
-    hopeless when anything it waits for has lost a step.
+    Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending job is hopeless when
+    any job that it waits for has lost a step.
     """
     wanted, covered, lost = set(missing), UnderWay(), set[str]()
     for job in jobs:
@@ -229,18 +230,18 @@ COPIED = ("moe_lab", "analysis", "conf")
 
 
 def take_snapshot(folder: Path) -> None:
-    """Copy the packages to `folder`, noting which code they are."""
+    """Copy the packages to `folder`, with a note of their version."""
     root = Path(moe_lab.__file__).parents[1]
     for name in COPIED:
         if (root / name).is_dir():
             shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in folder.rglob("*.yaml"):
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if (shown := masked(content)) != content:  # jobs are handed their settings, secrets in the environment
+        if (shown := masked(content)) != content:  # jobs do not need the secrets: they get them in the environment
             file.write_text(yaml.safe_dump(shown), encoding="utf-8")
     write_json(folder / "moe_lab" / NOTED, code_state())
 
 
 def snapshot_starter(folder: Path) -> Path:
-    """The file of the copy in `folder` that starts its modules, and in turn whatever they start."""
+    """Path of start.py in the copy in `folder`: it runs modules of the copy, and so do the processes they start."""
     return folder.absolute() / "moe_lab" / Path(start.FILE).name
