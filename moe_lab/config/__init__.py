@@ -1,4 +1,4 @@
-"""What can be set: typed groups, a sentence under each field. Checked before anything heavy is imported."""
+"""Settings of a study as typed dataclasses, with a sentence under each field. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Config:
     criterion: CriterionConfig = field(default_factory=CriterionConfig)
     """How experts are scored."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    """What the model reads while it is scored."""
+    """The text on which statistics for scoring are gathered."""
     allocation: AllocationConfig = field(default_factory=AllocationConfig)
     """How many experts, or channels, each layer and expert loses."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -60,17 +60,17 @@ class Config:
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     """What pruned models are evaluated on."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """How it is asked."""
+    """How the benchmarks are asked, where a paper differs from their files."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    """Who grades what only a reader can grade."""
+    """The language model that grades answers where a program cannot."""
     backend: BackendConfig = field(default_factory=BackendConfig)
-    """What generates."""
+    """What generates the texts of benchmarks."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Where steps run."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
-    """What Slurm jobs ask for."""
+    """Resources of Slurm jobs."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Who else is told."""
+    """Experiment tracker that gets a copy of the results."""
     grid: GridConfig = field(default_factory=GridConfig)
     """Lists per axis; cells are their product."""
     more: list[GridConfig] = field(default_factory=list)
@@ -80,23 +80,23 @@ class Config:
     seed: int = 42
     """Seed of the calibration order and of random choices."""
     gate: str = "model"
-    """What multiplies an expert's output: model (its own), renormalized (the papers' equation), full_softmax (its
-    probability among all experts), double_softmax (the softmax of these once more)."""
+    """The weight that multiplies an expert's output: model (the model's own), renormalized (the papers' equation),
+    full_softmax (the expert's probability among all experts), double_softmax (the softmax of these probabilities)."""
     study: str = "study"
     """Name of the study: its list of cells and its report are stored under it."""
     plugins: list[str] = field(default_factory=list)
-    """Modules with criteria or allocations of your own, such as my_package.my_module; on the command line, so that
-    their names can be chosen."""
+    """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on the command line, so
+    that their criteria and allocations can be chosen there."""
     store: str = "store"
     """Folder of all steps and results."""
     overlap: bool = False
     """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
     profile: bool = False
-    """Also measure hidden states and routing of each pruned model layer by layer, and what pruning each layer alone
-    takes from its output, on flops_text."""
+    """Also measure hidden states and routing of each pruned model layer by layer, and how much pruning each layer alone
+    changes its output, on flops_text."""
     timing: bool = False
-    """Also measure how fast each model reads and writes, and its memory, on the device it runs on, with prompts from
-    flops_text."""
+    """Also measure how fast each model reads prompts and generates, and its memory, on the device it runs on, with
+    prompts from flops_text."""
     timed: TimingConfig = field(default_factory=TimingConfig)
     """The requests that are timed."""
     report: bool = True
@@ -106,7 +106,7 @@ class Config:
     export: str | None = None
     """Also write each pruned model as a checkpoint: natural (what is kept), masked, padded or padded_stock."""
     verify: bool = False
-    """Read some tokens with each exported checkpoint and with the masked model, and refuse one that differs."""
+    """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
     flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False
@@ -120,10 +120,10 @@ class Config:
     data_root: str = "~/.cache/moe_lab/data"
     """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
     interpreters: dict[str, Any] = field(default_factory=dict)
-    """Harness -> the Python that runs it, where it cannot live beside this one; `make evalscope` makes one."""
+    """Harness -> the Python that runs it, if its packages conflict with those here; `make evalscope` makes one."""
     wait: bool = False
     """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
     snapshot: bool = False
-    """With launcher=slurm: jobs run a copy of the code as it is now, whatever is edited meanwhile."""
+    """With launcher=slurm: jobs run a copy of the present code, so that later edits do not affect them."""
     retry: str | None = None
-    """failed: run steps again that ended with an error; null leaves their error standing."""
+    """failed: run failed steps again; null keeps their errors."""

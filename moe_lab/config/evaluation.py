@@ -1,4 +1,4 @@
-"""What pruned models are asked, how, and who answers and grades."""
+"""Settings of evaluation: benchmarks, suites, protocols, the backend that generates, and the judge that grades."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
     name: str = MISSING
-    """The word used for the judge."""
+    """Name of the judge."""
     model: str = MISSING
     """The model's name at the endpoint."""
     url: str = MISSING
@@ -23,13 +23,13 @@ class JudgeConfig:
     temperature: float = 0.0
     """Temperature of the judge's replies."""
     max_tokens: int = 2048
-    """Tokens of a reply at most."""
+    """Most tokens of a reply."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else the endpoint takes in a request, such as reasoning_effort: low."""
     attempts: int = 8
-    """How often a request is sent while the endpoint is busy, broken or away."""
+    """How often a request is sent while the endpoint is busy, broken or unreachable."""
     unparsable_attempts: int = 3
-    """How often a text is sent again whose reply holds no score."""
+    """How often a text is sent while its replies hold no score."""
     parallel: int = 8
     """Requests under way at the same time."""
     timeout: float = 120.0
@@ -47,7 +47,8 @@ class BackendConfig:
     ready_seconds: float = 1800.0
     """Seconds the server may take until it answers."""
     continuous: bool = False
-    """name=hf: a text that ends makes room for the next at once; for CUDA, and not every architecture can."""
+    """With name=hf: continuous batching, where a finished text makes room for the next at once. Needs CUDA, and an
+    architecture that supports it."""
 
 
 @dataclass
@@ -55,9 +56,9 @@ class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
     name: str = MISSING
-    """The word used for this run in file names."""
+    """Name of this run in file names."""
     harness: str = MISSING
-    """Who asks and grades: lm_eval, evalplus, evalscope, wildbench, stories or perplexity."""
+    """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, stories or perplexity."""
     task: str = MISSING
     """The harness's task: its own name for it, a task file, a data file, or `pocket:benchmarks/FILE`."""
     data: str | None = None
@@ -65,7 +66,7 @@ class BenchmarkConfig:
     subset: str | None = None
     """Configuration of the data set, such as ARC-Challenge."""
     split: str | None = None
-    """Split of the data set that is asked."""
+    """Split of the data set that is evaluated."""
     reports: dict[str, str] = field(default_factory=dict)
     """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
     expected: int | None = None
@@ -77,7 +78,7 @@ class BenchmarkConfig:
     max_new_tokens: int = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
     max_length: int | None = None
-    """Tokens of prompt and answer together at most; null takes what the model can read."""
+    """Most tokens of prompt and answer together; null takes the model's limit."""
     batch_size: int = 64
     """Sequences in one forward pass."""
     executes_code: bool = False
@@ -85,16 +86,16 @@ class BenchmarkConfig:
     limit: int | None = None
     """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Anything else the harness takes."""
+    """Further parameters of the harness."""
     root: str | None = None
     """Set by data_root."""
     judge: JudgeConfig | None = None
-    """Set by the group judge where the harness asks one."""
+    """Set by the group judge if the harness uses a judge."""
     python: str | None = None
     """Set by interpreters.HARNESS."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.judge, dict):  # as it comes back from a job's JSON
+        if isinstance(self.judge, dict):  # from the JSON of a job
             self.judge = JudgeConfig(**self.judge)
 
 
@@ -103,7 +104,7 @@ class SuiteConfig:
     """A list of benchmarks."""
 
     name: str = MISSING
-    """The word used for the suite."""
+    """Name of the suite."""
     benchmarks: list[str] = field(default_factory=list)
     """Names of files in conf/benchmark."""
     path: str | None = None
@@ -114,9 +115,9 @@ class SuiteConfig:
 
 @dataclass
 class ProtocolConfig:
-    """How a paper asks its benchmarks, where that differs from their files."""
+    """How a paper asks its benchmarks, where that differs from the benchmarks' files."""
 
     name: str = MISSING
-    """The word used for the protocol."""
+    """Name of the protocol."""
     benchmarks: dict[str, Any] = field(default_factory=dict)
     """Benchmark -> the fields that differ; `every` holds for all that have `data`."""

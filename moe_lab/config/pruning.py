@@ -1,4 +1,4 @@
-"""What is pruned, by what, on which text, how much of it, and what then: one dataclass per axis of the grid."""
+"""Settings of pruning: model, criterion, calibration set, allocation and recovery, and the grid over them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING: Any = "???"
-"""A value that must be given: what OmegaConf writes for it, which is not imported here as workers do without it."""
+"""OmegaConf's mark of a value that must be given. OmegaConf is not imported here, since workers do without it."""
 GATES = ("model", "renormalized", "full_softmax", "double_softmax")
 
 
 @dataclass
 class ExpectedConfig:
-    """What the architecture of a model must be, so that it is known before the model is there."""
+    """The expected architecture of a model, so that it is known before the model is downloaded."""
 
     parameters: int = MISSING
     """All parameters, embeddings included."""
@@ -21,11 +21,11 @@ class ExpectedConfig:
     moe_layers: int = MISSING
     """Decoder layers with routed experts."""
     experts: int = MISSING
-    """Routed experts of such a layer."""
+    """Routed experts of an MoE layer."""
     top_k: int = MISSING
-    """Routed experts a token is given to."""
+    """Routed experts per token."""
     hidden: int = MISSING
-    """Numbers in the residual stream of a token."""
+    """Hidden size: values per token in the residual stream."""
     width: int = MISSING
     """Channels of a routed expert."""
     shared_width: int = 0
@@ -37,7 +37,7 @@ class ModelConfig:
     """A causal language model with routed experts."""
 
     name: str = MISSING
-    """The word used for the model in tables, file names and the report."""
+    """Name of the model in tables, file names and the report."""
     path: str = MISSING
     """A folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a model shipped with moe_lab."""
     revision: str | None = None
@@ -53,20 +53,20 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
     top_k: int | None = None
-    """Experts a token is given to, while scored and while evaluated; null is as trained. The name ends in it then."""
+    """Routed experts per token, in scoring and evaluation; null is as trained. Otherwise the name ends in _topN."""
     expected: ExpectedConfig | None = None
     """The architecture: costs are estimated from it without the model, and a checkpoint that differs is refused."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.expected, dict):  # as it comes back from a job's JSON
+        if isinstance(self.expected, dict):  # from the JSON of a job
             self.expected = ExpectedConfig(**self.expected)
         if self.top_k is not None and not self.name.endswith(ending := f"_top{self.top_k}"):
             self.name += ending
 
     template_arguments: dict[str, Any] = field(default_factory=dict)
-    """What the chat template is given besides the messages, such as enable_thinking: false."""
+    """Arguments of the chat template besides the messages, such as enable_thinking: false."""
     search: dict[str, Any] = field(default_factory=dict)
-    """Parameters of allocation=evolutionary published for this model; what the allocation sets goes before."""
+    """Parameters of allocation=evolutionary published for this model; those of the allocation take precedence."""
 
 
 @dataclass
@@ -90,10 +90,10 @@ class SourceConfig:
     path: str | None = None
     """Read this instead of the set's own path, as in {calibration: text, path: notes.txt, share: 0.5}."""
     settings: Any = None
-    """Set by `calibration` and `path`: the settings of the set."""
+    """The settings of the set; filled in from `calibration` and `path`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.settings, dict):  # as it comes back from a job's JSON
+        if isinstance(self.settings, dict):  # from the JSON of a job
             self.settings = CalibrationConfig(**self.settings)
 
 
@@ -102,7 +102,7 @@ class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
 
     name: str = MISSING
-    """The word used for the calibration set in tables and file names."""
+    """Name of the calibration set in tables and file names."""
     path: str = ""
     """A text file, JSON lines with a text field or chat messages, a hub id, or `pocket:calibration/NAME.jsonl`."""
     sources: list[SourceConfig] = field(default_factory=list)
@@ -132,20 +132,20 @@ class CalibrationConfig:
     order: str = "random"
     """Which documents come first: random (without replacement, by seed) or first (as in the file)."""
     seed: int | None = None
-    """Seed of the document order; null takes the cell's."""
+    """Seed of the document order; null takes the cell's seed."""
     gap: str = "none"
-    """What stands between packed documents: none, eos, or zero (token id 0, as the REAP and EvoESAP code)."""
+    """Separator between packed documents: none, eos, or zero (token id 0, as in the REAP and EvoESAP code)."""
     special_tokens: bool = True
-    """Let the tokenizer add its special tokens; never after a chat template, which has its own."""
+    """Let the tokenizer add its special tokens; never applies with a chat template, which has its own."""
     snapshots: int = 0
-    """Parts of the pass after each of which scores are taken, to see whether more text would matter; 0: only at the
-    end."""
+    """Number of parts of the pass after each of which scores are computed, to see whether more text would change them;
+    0: only at the end."""
     checkpointing: bool = False
-    """Compute activations again in backward passes instead of keeping them: slower, and fits large models."""
+    """Compute activations again in backward passes instead of keeping them: slower, but takes less memory."""
     engine: str = "resident"
-    """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models beyond the memory)."""
+    """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models larger than memory)."""
     activation_budget: float = 8.0
-    """GiB of activations that engine=streamed keeps in memory; all of them are on disk, in the store, meanwhile."""
+    """GiB of activations that engine=streamed keeps in memory; during a pass all of them are on disk, in the store."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ class AllocationConfig:
     name: str = "uniform"
     """Name in the allocation registry."""
     label: str | None = None
-    """The word used in tables; null takes the name and the parameters."""
+    """Name in tables; null takes `name` and the parameters."""
     multiple_of: int = 1
     """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
     ratio_basis: str = "routed"
@@ -175,7 +175,7 @@ class RecoveryConfig:
     """What is done to a pruned model before it is evaluated: fine-tuning, then quantising."""
 
     name: str = "none"
-    """The word used in tables and file names."""
+    """Name in tables and file names."""
     bits: int = 16
     """16 leaves weights as they are loaded, 4 stores them as NF4 with double quantisation."""
     modules: list[str] = field(default_factory=lambda: ["experts", "shared_experts"])
@@ -185,7 +185,7 @@ class RecoveryConfig:
     epochs: float = 2.0
     """Passes over the instruction set."""
     rows_per_step: int = 16
-    """Rows of the instruction set in one step of the optimiser; how many fit in memory is the set's batch_size."""
+    """Rows of the instruction set in one step of the optimiser; batch_size of the set is how many run at once."""
     shared_experts: bool = True
     """Fine-tune shared experts like routed ones, where the model has them."""
     rank: int = 32
@@ -197,7 +197,7 @@ class RecoveryConfig:
     router_learning_rate: float = 1e-6
     """Peak learning rate of the routers' adapters."""
     scaling: float = 4.0
-    """What multiplies the product of an adapter's two matrices, alpha / rank of other programs."""
+    """Factor on the product of an adapter's two matrices: alpha / rank of other programs."""
     dropout: float = 0.05
     """Share of an expert adapter's inputs that are set to 0 while training."""
     schedule: str = "cosine"
@@ -207,7 +207,7 @@ class RecoveryConfig:
     clip: float = 0.5
     """Largest norm of the gradient of one step."""
     save_every: int = 50
-    """Steps between two saves that an interrupted fine-tuning goes on from; changes nothing in the result."""
+    """Steps between two checkpoints for resuming fine-tuning; does not change the result."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class GridConfig:
     model: list[str] = field(default_factory=list)
     """Names of files in conf/model."""
     top_k: list[int | None] = field(default_factory=list)
-    """Experts a token is given to, null as trained; each makes a model of its own of every one on the axis before."""
+    """Routed experts per token, null as trained; every model of the axis `model` is taken with each of them."""
     criterion: list[str] = field(default_factory=list)
     """Names of files in conf/criterion; glob(*) takes all."""
     calibration: list[str] = field(default_factory=list)
@@ -227,10 +227,10 @@ class GridConfig:
     recovery: list[str] = field(default_factory=list)
     """Names of files in conf/recovery."""
     protocol: list[str] = field(default_factory=list)
-    """Names of files in conf/protocol; a grid of `more` can so ask its models in their own way."""
+    """Names of files in conf/protocol; with them, a grid of `more` can ask its models by another protocol."""
     ratio: list[float] = field(default_factory=list)
     """Ratios of experts, or channels, to remove."""
     gate: list[str] = field(default_factory=list)
-    """Gates to weigh expert outputs with."""
+    """Weights that multiply expert outputs; see `Config.gate`."""
     seed: list[int] = field(default_factory=list)
     """Seeds."""

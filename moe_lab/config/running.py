@@ -1,4 +1,4 @@
-"""Where the steps of a study run, and who is told."""
+"""Settings of how a study runs: launcher, resources of Slurm jobs, timing, experiment tracker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LauncherConfig:
     name: str = "local"
     """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
     processes: int | None = None
-    """Processes of launcher=local; null takes one per GPU, or one per CPU core at most."""
+    """Processes of launcher=local; null takes one per GPU, or one per CPU core without GPUs."""
     cells_per_job: int = 16
     """Pruned models that one Slurm job evaluates on weights it loads once."""
     steps_per_job: int = 256
@@ -21,25 +21,26 @@ class LauncherConfig:
     parallel: int = 64
     """Jobs of one array that may run at the same time."""
     max_requeues: int = 3
-    """How often a job that is interrupted, by its time limit or for another job, is put back into the queue."""
+    """How often a job that is interrupted, by its time limit or by another job, is put back into the queue."""
     signal_seconds: int = 120
     """Seconds before its time limit at which a job is told to stop."""
     python: str | None = None
-    """What starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter of now."""
+    """Command that starts Python in a job, such as `apptainer exec image.sif python`; null takes the interpreter that
+    runs now."""
 
 
 @dataclass
 class JobConfig:
-    """What a Slurm job asks for; null takes what stands further up, and at last an estimate."""
+    """Resources of a Slurm job; null takes the next more general setting, and without one an estimate."""
 
     gpus: int | None = None
-    """GPUs; null takes as many as hold the model and the work."""
+    """GPUs; null takes as many as the model and the work need for their memory."""
     cpus: int | None = None
     """CPU cores."""
     memory: float | None = None
     """Main memory in GiB."""
     minutes: int | None = None
-    """Time limit; what is interrupted by it goes on from where it was."""
+    """Time limit; interrupted work resumes from where it was."""
     partition: str | None = None
     """Partition, as sinfo names it."""
     account: str | None = None
@@ -56,10 +57,10 @@ class JobConfig:
 
 @dataclass
 class ResourcesConfig:
-    """What Slurm jobs ask for, by model and kind of step; the most particular that is set counts."""
+    """Resources of Slurm jobs by model and kind of step; the most specific setting counts."""
 
     name: str = "default"
-    """The word used for the cluster."""
+    """Name of the cluster."""
     gpu_memory: float = 80.0
     """GiB of one GPU of the cluster."""
     cpus_per_gpu: int = 8
@@ -67,8 +68,8 @@ class ResourcesConfig:
     margin: float = 2.0
     """Time asked for, as a multiple of what such steps took."""
     longest: int = 1440
-    """Minutes that are asked for at most, and where no time is known, if the partition allows them; longer work is
-    requeued and goes on."""
+    """Most minutes that a job asks for, and those it asks for when its time is not known, if the partition allows them;
+    longer work is requeued and resumes."""
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
     jobs: dict[str, Any] = field(default_factory=dict)
@@ -77,25 +78,25 @@ class ResourcesConfig:
 
 @dataclass
 class TimingConfig:
-    """What timing=true measures: requests of so many prompts at once, each so long."""
+    """The requests that timing=true measures: how many prompts each has, and how long they are."""
 
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
-    """Prompts of a request."""
+    """Prompts per request."""
     prompt_lengths: list[int] = field(default_factory=lambda: [128])
     """Tokens of each prompt."""
     new_tokens: int = 32
-    """Tokens that are written after the first one, for each prompt."""
+    """Tokens that are generated after the first one, for each prompt."""
     repeats: int = 7
     """Requests that are timed; medians and quartiles are over them."""
     warmup: int = 2
-    """Requests before; the first one tells the memory."""
+    """Requests before the timed ones; memory is measured in the first one."""
     device: str | None = None
-    """GPU or processor the numbers are of, by name, such as `NVIDIA H100 80GB HBM3`; null is that of this machine."""
+    """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null is that of this machine."""
 
 
 @dataclass
 class TrackerConfig:
-    """Who else is told about results; the store always is."""
+    """Experiment tracker that gets a copy of the results; the store always has them."""
 
     name: str = "none"
     """none or wandb."""
