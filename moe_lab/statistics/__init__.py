@@ -1,1 +1,1 @@
-"""What one calibration pass leaves behind: sums over tokens, mergeable, saved as safetensors."""
+"""Statistics of a calibration pass: sums over tokens, mergeable, saved as safetensors."""

@@ -1,10 +1,10 @@
-"""The exact damage of losing one expert: what the layer's output loses when that expert alone is removed.
+"""Exact damage of each expert: how much the layer's output changes when that expert alone is removed.
 
     D_j = sum over valid tokens t with j in their top-k of || y_t - y_t without j ||
 
-y is the routed output. Without j, the model's own routing rule chooses again among the other experts and gives new
-gates, so every other gate of the token changes and a replacement comes in. Shared experts cancel; tokens that j did
-not serve lose nothing.
+y is the routed output. Without j, the model's own routing rule chooses again among the other experts and computes new
+gates, so a replacement comes in and the other gates of the token change. Shared experts cancel; tokens that are not
+routed to j do not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_lab.models.experts import mix_outputs, spread
 from moe_lab.statistics.observe import Observer, Tap
 
 TOKENS = 2048
-"""Tokens handled at once: the outputs of their top-k + 1 experts are held together."""
+"""Tokens processed at once: the outputs of their top-k + 1 experts are in memory together."""
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Expert ids and gates, (R, K) each."""
 
@@ -38,7 +38,7 @@ class DamageTap(Tap):
         self.rerouting: Rerouting | None = None
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the call, to be repeated without each of the chosen experts."""
+        """Record the call of the router, which is repeated without each of the chosen experts."""
         self.rerouting = Rerouting(self.layer, args, kwargs)
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class DamageTap(Tap):
 
 
 def coefficients(rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - y without the k-th one.
+    """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - (y without the k-th).
 
     `token` (t,) are the tokens, `index` (t, K) the experts they were routed to.
     """
@@ -74,19 +74,19 @@ def coefficients(rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor,
 def _check_rule(
     layer: MoELayer, rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> None:
-    """Raise UserError unless repeating the router gives the routing that the experts were called with."""
+    """Raise UserError when repeating the router's call does not give the routing that the experts were called with."""
     given = spread(index[token], weights[token], layer.n_experts)
     if not torch.equal(spread(*rerouting.rule(token, None), layer.n_experts), given):
         raise UserError(f"criterion=exact_damage cannot repeat the router of {layer.name}: this model is not supported")
 
 
 class Rerouting:
-    """A router and the arguments of one of its calls, ready to be called again on its own logits.
+    """A recorded call of a router, which can be repeated on its logits without some of the experts.
 
     `rule` runs the router's own code with two differences. Its linear map gives the logits of the recorded call, so
     that hidden states are projected once; and the logit of the removed expert is -inf, as is its entry wherever the
-    router picks the best of all experts, so that no correction bias can win it back. Probabilities, groups and the
-    selection follow as if the expert's row were not there; groups of a group-limited router then differ in size.
+    router selects the best of all experts, so that no correction bias can bring it back. Probabilities, groups and the
+    selection follow as if the expert's row did not exist; groups of a group-limited router then differ in size.
     UserError for routers that are not one linear map followed by a choice.
     """
 
@@ -110,7 +110,7 @@ class Rerouting:
         return result[2], result[1]
 
     def _given(self, n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The recorded arguments with n rows of hidden states, whose values no longer matter."""
+        """The recorded arguments with n rows of hidden states; their values have no effect, as logits are replayed."""
         hidden = self.args[0] if self.args else self.kwargs["hidden_states"]
         width = hidden.shape[-1]
         row = hidden.reshape(-1, width)[:1].expand(n, width)
@@ -119,7 +119,7 @@ class Rerouting:
 
 
 class _Record(TorchFunctionMode):
-    """Keeps what a linear map with one output per expert gives."""
+    """Records the output of the linear map with one output per expert."""
 
     def __init__(self, n_experts: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Record(TorchFunctionMode):
 
 
 class _Replay(TorchFunctionMode):
-    """Gives `logits` (R, E) for the linear map, and hides expert `removed[r]` from every choice among all experts."""
+    """Returns `logits` (R, E) for the linear map, and hides expert `removed[r]` from every choice among all experts."""
 
     def __init__(self, logits: torch.Tensor, removed: torch.Tensor | None) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class _Replay(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _without(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """The best of `scores` without the removed experts; where too few are left, the removed one at value 0."""
+        """Select the best of `scores` without the removed experts; if too few are left, the removed one at value 0."""
         assert self.removed is not None
         left = scores.reshape(self.logits.shape).scatter(1, self.removed[:, None], float("-inf")).reshape(scores.shape)
         values, indices = func(left, *args[1:], **kwargs)

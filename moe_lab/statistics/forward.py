@@ -1,7 +1,7 @@
 """Every forward statistic of routed experts, at about the cost of a plain forward pass.
 
 Experts compute what the eager forward computes, in the same order: logits are bit-identical to it on the CPU. Gates are
-those the model's own router gave, so no routing rule is known here.
+those of the model's own router, so no routing rule is implemented here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ForwardTap(Tap):
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
         self.softmax_router = "sums_double_softmax" in start if start else None
-        # a pass that goes on from sums without the histogram would count only the rest of the tokens
+        # a pass resumed from sums without the histogram would count only the remaining tokens
         self.counts_entropies = not start or "router_entropy" in start
         self.logits: torch.Tensor | None = None
         self.call: Call | None = None
@@ -46,7 +46,7 @@ class ForwardTap(Tap):
             self.logits = first.detach().reshape(-1, self.layer.n_experts)
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output m (T, H), observed on the way."""
+        """The routed output m (T, H); adds the statistics of this call."""
         module = self.layer.experts
         rows = sort_by_expert(index, self.layer.n_experts)
         call = None
@@ -71,7 +71,7 @@ class ForwardTap(Tap):
         return mixed
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """The decoder layer is done: its output is the denominator of what the call left open."""
+        """Add the sums of the last call whose denominator is the output of the decoder layer."""
         if self.call is not None:
             stream = result[0] if isinstance(result, tuple) else result
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
@@ -81,7 +81,7 @@ class ForwardTap(Tap):
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts.
 
-        Its first call tells.
+        This is decided at its first call.
         """
         if self.softmax_router is None:
             self.softmax_router = self.logits is not None and is_softmax(self.logits, index, weights)
@@ -92,7 +92,7 @@ class ForwardTap(Tap):
 
 
 def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """How many tokens have a router entropy in each of ENTROPY_BINS equal bins between 0 and ln E; `logits` (T, E)."""
+    """Count valid tokens by router entropy, in ENTROPY_BINS equal bins between 0 and ln E; `logits` (T, E)."""
     logits = logits if valid is None else logits[valid]
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(max(2, logits.shape[-1]))
     bins = (entropies * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
@@ -102,8 +102,8 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities, renormalised or not.
 
-    `logits` (T, E), `index` and `weights` (T, K). Told from what the router does, not from its name: log g - z is then
-    the same for all experts of a token. With K = 1 that says nothing, and g must be the probability times a constant.
+    `logits` (T, E), `index` and `weights` (T, K). Decided by the router's outputs, not by its name: log g - z is then
+    the same for all experts of a token. With K = 1 it always is, so g must be the probability times a constant.
     """
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     chosen = logits.double().log_softmax(-1).gather(-1, index)
@@ -118,7 +118,7 @@ def inside_backward() -> bool:
 
 
 class Call:
-    """The statistics of one call, names as in sums.py; `add` for each expert, then `finish`, then `normalize`.
+    """The statistics of one call, named as in sums.py: `add` for each expert, then `finish`, then `normalize`.
 
     `rows`: the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further gates (T, K)
     by name. `valid`: (T,) bool, which tokens count, None for all.
@@ -147,7 +147,7 @@ class Call:
         self.outputs: list[tuple[slice, torch.Tensor]] = []
 
     def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
-        """The rows `part` of one expert: phi (n, I) enters down_proj, f (n, H) leaves the expert."""
+        """Add the rows `part` of one expert: phi (n, I) is the input of down_proj, f (n, H) the expert's output."""
         phi, f = wide(phi), wide(f)
         self.outputs.append((part, f))
         torch.sum(f.square(), -1, out=self.norm_square[part])
@@ -190,9 +190,9 @@ class Call:
         return summed
 
     def _align(self, mixed: torch.Tensor) -> None:
-        """What the ala sums need of every row and token; it waits for the layer's output.
+        """Compute the numerators of the ala sums and the layer loss; `normalize` divides by the layer's output.
 
-        f is kept for this until m is known, T x K x H numbers, and let go here.
+        They need m, so f, T x K x H numbers, is kept until now and freed here.
         """
         aligned = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
@@ -203,7 +203,7 @@ class Call:
         self.loss = mixed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), the gates one after the other; [:, 0, 0] counts tokens."""
+        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), kinds of gates one after the other; [:, 0, 0] counts tokens."""
         rows, keep = self.rows, self.valid_rows
         token, column, ends = rows.token, rows.column, rows.ends
         norm_square = self.norm_square.double()
@@ -226,7 +226,7 @@ class Call:
 
 
 class Channels:
-    """channel_square, channel_max and the same weighed with one or several `gates`, (E, I) each, of one call.
+    """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each, of one call.
 
     Names as in sums.py.
     """
@@ -240,7 +240,7 @@ class Channels:
                 self.columns[f"{weight}channel_{what}"] = wide(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
-        """The tokens of one expert that count: phi (n, I) and, of every gate, g^2 (n,), at least fp32."""
+        """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), at least fp32."""
         if len(phi) == 0:
             return
         square = phi.square()
@@ -252,7 +252,7 @@ class Channels:
             torch.amax(weighed, 0, out=self.columns[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """The columns, once every expert was added."""
+        """The sums and maxima by name, after every expert was added."""
         for name, column in self.columns.items():
             if name.endswith("_max"):  # maxima of squares until here
                 column.sqrt_()

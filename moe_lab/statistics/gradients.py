@@ -1,9 +1,9 @@
-"""What the loss says about every channel: gradients with respect to activations, and with respect to weights (SNIP).
+"""Gradient statistics of every channel: gradients with respect to activations, and with respect to weights (SNIP).
 
-The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that both count. Sums, unlike
-means, do not depend on how rows are cut into batches. Two vectors per expert replace HEAPr's (H, H) matrix, because the
-gradient at the input of down_proj is that matrix's factor already multiplied with the channel's weights: memory grows
-with the number of channels, and one forward and backward pass does it.
+The loss is the summed cross-entropy of the next tokens, over pairs of neighbouring tokens that are both valid. Sums,
+unlike means, do not depend on how rows are cut into batches. Two vectors per expert replace HEAPr's (H, H) matrix,
+because the gradient at the input of down_proj is that matrix's factor already multiplied with the channel's weights:
+memory grows with the number of channels, and one forward and backward pass is enough.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from moe_lab.statistics.sums import Statistics
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 LOSS_SCALE = 2.0**8
-"""Gradients that flow back are those of the loss times this, so that half precision does not round small ones to zero;
-a power of two, so that dividing by it loses nothing."""
+"""The loss is multiplied by this before the backward pass, so that half precision does not round small gradients to
+zero. A power of two, so that dividing by it is exact."""
 LOGITS = 1 << 26
-"""Vocabulary logits that exist at once: 256 MB in fp32."""
+"""Most vocabulary logits in memory at once: 256 MB in fp32."""
 
 
 def gather_gradients(
@@ -56,16 +56,16 @@ def check_loss(batches: Sequence[Batch]) -> None:
 
 
 class GradientTap(Tap):
-    """Adds channel sums of the forward pass, once, and of the backward pass when it comes along.
+    """Adds channel sums of the forward pass, once, and of the backward pass that may follow.
 
-    Experts compute what the eager forward computes, in the same order. Gradients are taken to be LOSS_SCALE times those
-    of the loss.
+    Experts compute what the eager forward computes, in the same order. The backward pass must be that of LOSS_SCALE
+    times the loss.
     """
 
     kind = "gradients"
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H), observed on the way there and back."""
+        """The routed output (T, H), observed in the forward and in the backward pass."""
         module, n_experts = self.layer.experts, self.layer.n_experts
         rows = sort_by_expert(index, n_experts)
         valid = self.valid(hidden)
@@ -86,12 +86,12 @@ class GradientTap(Tap):
             for name, part in channels.finish().items():
                 self.add(name, part)
             self.add("tokens", torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts))
-            for name in GRADIENT_SUMS:  # new tensors for the backward pass to add to, where the activations are
+            for name in GRADIENT_SUMS:  # new tensors, on the device of the activations, for the backward pass
                 self.add(name, torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device))
         return mixed
 
     def add_gradient(self, expert: int, phi: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The tokens of one expert that count: phi and LOSS_SCALE * dL/dphi, (n, I) each."""
+        """Add the valid tokens of one expert: phi and LOSS_SCALE * dL/dphi, (n, I) each."""
         gradient = wide(gradient)
         product = gradient * wide(phi)
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
@@ -100,7 +100,7 @@ class GradientTap(Tap):
 
 
 class _Watch(torch.autograd.Function):
-    """The identity. phi is saved the way autograd saves things, so gradient checkpointing lets go of it too."""
+    """The identity; its backward reports to the tap. Autograd saves phi, so gradient checkpointing can free it."""
 
     @staticmethod
     def forward(
@@ -119,9 +119,9 @@ class _Watch(torch.autograd.Function):
 
 
 def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Read one batch, `input_ids` and `valid` (B, S), and send LOSS_SCALE times the gradient of the loss back.
+    """Run one batch, `input_ids` and `valid` (B, S), forward, and LOSS_SCALE times its loss backward.
 
-    To be called within `differentiable(model)`.
+    Must be called within `differentiable(model)`.
     """
     output = run(model, input_ids, valid)
     states: torch.Tensor = output.last_hidden_state
@@ -132,7 +132,7 @@ def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid:
 def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`.
 
-    Only positions whose token and next token both count reach the vocabulary, LOGITS numbers at a time.
+    Logits are computed only at positions whose token and next token are both valid, LOGITS numbers at a time.
     """
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
@@ -149,9 +149,9 @@ def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, 
 
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
-    """Logits (B, n, V) the model reads from `states` (B, n, H), whatever it does on the way (scaling, capping).
+    """Compute logits (B, n, V) from `states` (B, n, H), including the model's scaling or capping of them.
 
-    The model's own forward is called, its decoder standing still: it gives `states` in the place of `output`.
+    The model's own forward is called. Its decoder is not run: it returns `states` in an object of the type of `output`.
     """
     with ExitStack() as undo:
         stand_in(model.base_model, type(output)(last_hidden_state=states), undo)
@@ -161,10 +161,10 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 @contextmanager
 def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> Iterator[None]:
-    """While open, no weight of `model` takes part in gradients and its embedded tokens do.
+    """While open, gradients are taken with respect to activations only: no weight requires them, embedded tokens do.
 
     With `checkpointing` each decoder layer keeps only its input and is computed again in the backward pass; the modules
-    stay in eval mode. UserError for a model whose layers cannot do that.
+    stay in eval mode. UserError for a model whose layers do not support this.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
@@ -182,11 +182,11 @@ def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> It
 
 
 class WeightGradientTap(Tap):
-    """SNIP's sums `snip_down`, `snip_up` and, where experts have one, `snip_gate` (E, I): of |w dL/dw| over a channel's
-    weights in that projection (Lee et al. 2019, by channel).
+    """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of |w dL/dw| over the
+    weights of a channel in that projection (Lee et al. 2019, by channel).
 
-    LOSS_SCALE * dL/dw of all routed experts is held, at least in fp32, because the absolute value is taken of the
-    gradient of the whole set. So a stopped pass starts again: `gather_gradients` is called without a folder `out`.
+    LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the absolute value is taken of
+    the gradient of the whole set. So a stopped pass cannot be resumed: `gather_gradients` is called without `out`.
     """
 
     kind = "weight_gradients"
@@ -196,7 +196,7 @@ class WeightGradientTap(Tap):
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H), each used expert's weights taking part in gradients."""
+        """The routed output (T, H); the weights of each used expert get gradients."""
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
             module: Any = _OneExpert(self.layer.experts, expert, self._add)
@@ -205,7 +205,7 @@ class WeightGradientTap(Tap):
         return routed_output(hidden, sort_by_expert(index, self.layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 where no gradient came."""
+        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for unused experts."""
         experts: Any = self.layer.experts
         projections = ("gate", "up", "down") if experts.has_gate else ("up", "down")
         shape = (self.layer.n_experts, self.layer.width)
@@ -227,7 +227,7 @@ class WeightGradientTap(Tap):
 
 
 class _OneExpert:
-    """An experts module whose weights, for one expert, are leaves that give their gradients away at once."""
+    """An experts module in which the weights of one expert are leaves; their gradients are passed to `take` at once."""
 
     def __init__(self, module: torch.nn.Module, expert: int, take: Callable[[str, int, torch.Tensor], None]) -> None:
         self.module = module
@@ -241,9 +241,9 @@ class _OneExpert:
 
 
 def by_channel(module: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Projection -> sums (I,) over each channel's entries of the weight `name` of one expert.
+    """Sum `values` over each channel's entries of the weight `name` of one expert: projection -> sums (I,).
 
-    `values` have the shape of the weight, which the experts `module` says how to read.
+    `values` have the shape of that weight; the experts `module` defines its layout.
     """
     channels_last = module.is_transposed != (name == "down_proj")
     sums = values.sum(0 if channels_last else 1)

@@ -1,7 +1,7 @@
 """Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer, one pass, checkpoints.
 
-A function of ours takes the place of every experts module, through transformers' registry of experts functions. It is
-handed exactly the routed tokens and the weights the router gave them, for every family that uses the registry.
+Through transformers' registry of experts functions, a function of ours replaces the forward of every experts module. It
+receives exactly the routed tokens and the gates of the router, for every family that uses the registry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOT = "_moe_lab_experts_function"
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
-"""What is done with one batch: model, input_ids (B, S), valid (B, S)."""
+"""Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
@@ -39,7 +39,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def _dispatch(
     module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What the registry calls: the function that stands for this very module."""
+    """Called by the registry: run the function that replaces this module."""
     function: ExpertsFunction = module.__dict__[SLOT]
     return function(hidden, index, weights)
 
@@ -91,14 +91,14 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
 
 
 class Tap:
-    """One layer under observation: its sums so far, and what stands in for its experts.
+    """Observes one layer: replaces its experts and holds its sums so far.
 
-    Subclasses say in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, as in sums.py, on the
-    device of the activations they came from.
+    Subclasses define in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, as in sums.py, on the
+    device of the activations that were summed.
     """
 
     kind: ClassVar[str]
-    """What the header of the sums says that they are."""
+    """`kind` in the header of the sums."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         self.observer = observer
@@ -107,7 +107,7 @@ class Tap:
         self.calls = 0
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What the registry calls in the place of the layer's experts."""
+        """Called by the registry instead of the layer's own experts."""
         self.calls += 1
         return self.experts(hidden, index, weights)
 
@@ -116,13 +116,13 @@ class Tap:
         raise NotImplementedError
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """The layer's router has run; its experts are next."""
+        """Called after the layer's router, before its experts."""
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """The decoder layer around the experts has run."""
+        """Called after the decoder layer that contains the experts."""
 
     def result(self) -> dict[str, torch.Tensor]:
-        """What the layer's statistics are after the batches read so far; while the layer has its weights."""
+        """The layer's statistics after the batches read so far. Called while the layer has its weights."""
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
@@ -144,14 +144,14 @@ class Tap:
 
 
 class Observer:
-    """Taps on all MoE layers of a model, or on some `layers`, over the batches it reads while open.
+    """Observes all MoE layers of a model, or some `layers`, with one tap each, while it is open.
 
         with Observer(model, ForwardTap) as observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    Whatever else runs the model meanwhile is observed too, under the `valid` mask set last. `start` are sums to go on
-    from.
+    Any other forward pass of the model meanwhile is observed too, with the `valid` mask set last. `start`: sums to
+    continue from.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class Observer:
     def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
         """Add one batch: `input_ids` (B, S) int64, `valid` (B, S) bool, which is the attention mask too.
 
-        Gives what `reading` does, which runs the model. UserError when an experts module was not called through the
-        registry.
+        Returns the result of `reading`, which runs the model. UserError when an experts module was not called through
+        the registry.
         """
         self.valid = valid
         for tap in self.taps:
@@ -221,10 +221,9 @@ def gather(
 ) -> Statistics:
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
-    Every `groups` batches the sums are saved in the folder `out`, unless it is None; a pass that finds sums there, of
-    the same fingerprint and the same batches, goes on from them, to the very numbers of a pass that was never stopped.
-    Anything else it finds is another pass's and is overwritten. `snapshots` are given the sums after each of their
-    points.
+    Every `groups` batches the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the same
+    fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted pass.
+    Sums of any other pass are overwritten. `snapshots` saves the sums after each of its points.
 
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
@@ -233,7 +232,7 @@ def gather(
     with Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
-            if snapshots is not None and number in snapshots.points:  # before the sums to go on from, so none is missed
+            if snapshots is not None and number in snapshots.points:  # before the checkpoint, so none is missed
                 snapshots.save(observer.layers(), about, number)
             if number == len(batches) or (out is not None and number % groups == 0):
                 layers = observer.layers()
@@ -244,7 +243,7 @@ def gather(
 
 
 def description(batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of sums of that kind over `batches`, as it comes back from a file. UserError when there are none."""
+    """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when there are no batches."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     tensors = [tensor for batch in batches for tensor in batch]
@@ -268,12 +267,12 @@ def save_checkpoint(out: Path | None, layers: Layers, about: Mapping[str, Any], 
 
 
 def resume(out: Path | None, about: Mapping[str, Any]) -> tuple[int, Layers]:
-    """(parts done, their sums) from the checkpoint of this very pass in the folder `out`; (0, {}) without one."""
+    """(parts done, their sums) from the checkpoint of the same pass in the folder `out`; (0, {}) without one."""
     if out is None or not (out / CHECKPOINT).exists():
         return 0, {}
     try:
         saved = Statistics.load(out / CHECKPOINT)
-    except UserError:  # damaged: what it held is computed again
+    except UserError:  # damaged: the pass starts again
         return 0, {}
     done = saved.header.pop("done", 0)
     return (done, saved.layers) if saved.header == about else (0, {})

@@ -1,7 +1,7 @@
-"""Calibration of models larger than the memory: layer after layer over all batches, the checkpoint read once a pass.
+"""Calibrate models larger than the memory: each layer in turn reads all batches; a pass reads the checkpoint once.
 
-The model's own code runs, with what is below the layer standing in for its output and nothing above it run. So what is
-computed, and in which order it is summed, is the same as when the whole model is there.
+A layer is run by the model's own code: the layers below it return stored outputs, the layers above it are not run. So
+what is computed, and the order in which it is summed, are the same as with the whole model in memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
 
 class States:
-    """(place, batch) -> a tensor.
+    """Stores a tensor for each (place, batch), where a place is the number of a layer.
 
-    Every one is in a file, so that a pass can go on after it was killed; those that fit into `budget` bytes are kept in
-    memory as well and are not read back.
+    Every tensor is saved in a file, so that a pass can be resumed after it was killed. Those that fit into `budget`
+    bytes are kept in memory as well and are not read back.
     """
 
     def __init__(self, folder: Path, budget: float) -> None:
@@ -35,7 +35,7 @@ class States:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
-        """Keep `state`, detached, on its device if there is room."""
+        """Save `state`, detached; it is also kept on its device if the budget allows."""
         state = state.detach()
         file = self._file(place, batch)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,12 +46,12 @@ class States:
             self._kept[place, batch] = state
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
-        """The state as it was put, on `device`."""
+        """The saved state, on `device`."""
         kept = self._kept.get((place, batch))
         return (load_file(self._file(place, batch))["state"] if kept is None else kept).to(device)
 
     def drop(self, place: int) -> None:
-        """Forget all batches at a place."""
+        """Delete the states of all batches at a place."""
         self._kept = {key: state for key, state in self._kept.items() if key[0] != place}
         shutil.rmtree(self.folder / str(place), ignore_errors=True)
 
@@ -70,8 +70,8 @@ def stream(
 ) -> Statistics:
     """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
 
-    Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. A pass that finds
-    there what an interrupted one of the same kind, fingerprint and batches left goes on from its last finished layer.
+    Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. An interrupted pass
+    of the same kind, fingerprint and batches is resumed after its last finished layer.
     """
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
     rows = LayerPass(streamed, batches, finished.folder / "states", budget)
@@ -94,8 +94,9 @@ def stream_back(
 ) -> Statistics:
     """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
 
-    The sums are those of `gather_gradients`; the rest is as in `stream`. Forward through all layers, keeping what
-    enters each; then backward from the last to the first MoE layer, each of which runs once more.
+    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through
+    all layers and keeps the input of each. The backward pass goes from the last layer to the first MoE layer, and runs
+    each of them once more.
     """
     check_loss(batches)
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
@@ -132,15 +133,15 @@ def stream_back(
 
 
 class LayerPass:
-    """Batches on their way through a streamed model, one decoder layer after the other."""
+    """Runs all batches through a streamed model, one decoder layer after the other."""
 
     def __init__(self, streamed: StreamedModel, batches: Sequence[Batch], folder: Path, budget: float) -> None:
         self.streamed, self.batches = streamed, batches
         self.states = States(folder, budget)
-        """(layer, batch) -> the hidden states (B, S, H) that enter the layer; those after the last layer too."""
+        """(layer, batch) -> the layer's input (B, S, H); the number after the last layer holds the final output."""
 
     def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:
-        """Run all batches through a layer that has its weights, and `keep` what it gives for the next layer.
+        """Run all batches through a layer that has its weights; if `keep`, save its outputs for the next layer.
 
         Returns the sums that `tap` collects in a layer with routed experts; empty for others and without a tap.
         """
@@ -158,11 +159,11 @@ class LayerPass:
         return Observer(self.streamed.model, tap, layers=[self.streamed.moe[number]])
 
     def entering(self, number: int, index: int) -> torch.Tensor | None:
-        """What enters a layer; None for the first, which the embeddings feed."""
+        """The input of a layer (B, S, H); None for the first layer, which reads the embeddings."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
     def read(self, number: int, index: int, state: torch.Tensor | None, observer: Observer | None) -> torch.Tensor:
-        """What the layer makes of a batch (B, S, H), given what enters it."""
+        """Run the layer on one batch, with `state` as its input, and return its output (B, S, H)."""
         ids, valid = self.batches[index]
         if observer is None:
             return self.streamed.through(number, ids, valid, state)
@@ -193,10 +194,10 @@ def _gradient_at_head(
 
 
 class FinishedLayers:
-    """What a pass has finished, in a folder: a file of sums per layer, and a list of the layers of each phase."""
+    """Record of a pass in a folder: a file of sums per finished layer, and a list of the finished (phase, layer)."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """What the pass that `about` describes left in the folder; anything of another one is removed."""
+        """Open the record of the pass that `about` describes; a record of another pass is removed."""
         self.folder, self.about = folder / "streamed", about
         self.list = self.folder / "finished.json"
         content: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Sums over tokens, a set of tensors per MoE layer: kept, saved, loaded. Reading them takes no torch.
+"""Names, shapes and files of the statistics: sums over tokens, a set of tensors per MoE layer. Reading needs no torch.
 
 Names and shapes for a layer of E experts, hidden size H and I channels per expert; t runs over the valid tokens that
 the router sent to expert j, f is the expert's output before the gate, g the gate, phi the input of down_proj:
@@ -21,7 +21,7 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     renormalized_channel_square, renormalized_channel_max  (E, I) the same with g divided by its sum over the top-k
 
 Sums over a forward and a backward pass (gradients.py), L the next-token cross-entropy summed over the calibration set;
-beside these it has tokens and the first four channel sums above:
+such a pass also gives tokens and the first four channel sums above:
 
     channel_gradient_square  (E, I) sum_t (dL/dphi)^2
     channel_product          (E, I) sum_t phi dL/dphi; over all channels that is sum_t <f, dL/df>, if experts have
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 SCHEMA = 1
 SNAPSHOT_INDEX = "snapshots.json"
-"""Which snapshots a finished pass has: {"asked": how many parts, "files": [name, ...]}, the first part first."""
+"""Lists the snapshots of a finished pass: {"asked": number of parts, "files": [name, ...]}, the first part first."""
 _OF_CHANNELS = "channel_"
 
 
 @dataclass
 class Statistics:
-    """Sums per MoE layer, and what they are sums of.
+    """Sums per MoE layer, with a header that says what was summed.
 
     `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
     damage, gradients, weight_gradients, weights or channel_weights) and `fingerprint` (model, data and settings).
@@ -78,7 +78,10 @@ class Statistics:
     header: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path | str) -> None:
-        """Write one safetensors file, header as JSON in its metadata; beside and renamed, so never half a file."""
+        """Write one safetensors file, with the header as JSON in its metadata.
+
+        It is written beside its place and then renamed, so it is never incomplete.
+        """
         from safetensors.torch import save
 
         path = Path(path)
@@ -101,12 +104,12 @@ class Statistics:
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:
-        """Read what `save` wrote. UserError when it is missing, damaged, foreign, or of a newer moe_lab."""
+        """Read a file of `save`. UserError when it is missing, damaged, not statistics, or of a newer moe_lab."""
         return cls(read(path, framework="pt"), header(path))
 
 
 def read(path: Path | str, framework: str = "np") -> dict[int, dict[str, Any]]:
-    """Layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above.
+    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above.
 
     UserError when the file is missing, damaged, not statistics, or written by a newer moe_lab.
     """
@@ -120,7 +123,7 @@ def read(path: Path | str, framework: str = "np") -> dict[int, dict[str, Any]]:
 
 
 def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Layer -> the arrays of several passes over one model, by name."""
+    """Merge the arrays of several passes over one model: layer -> name -> array."""
     merged: dict[int, dict[str, Any]] = {}
     for layers in passes:
         for layer, arrays in layers.items():
@@ -129,7 +132,7 @@ def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dic
 
 
 def header(path: Path | str) -> dict[str, Any]:
-    """What the sums in a file are sums of: kind and fingerprint. Errors as `read`."""
+    """Read the header of a file of statistics: kind and fingerprint of the sums. Same errors as `read`."""
     try:
         with safe_open(path, framework="np") as file:
             content: dict[str, Any] = dict(json.loads((file.metadata() or {}).get("moe_lab", "{}")))
@@ -144,7 +147,7 @@ def header(path: Path | str) -> dict[str, Any]:
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
-    """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` says what was being read."""
+    """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` names what was read."""
     for layer, named in layers.items():
         for name, tensor in named.items():
             if tensor.isfinite().all():
@@ -155,7 +158,7 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -
 
 
 def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
-    """Rows (layer, expert, tokens), ordered: how many valid tokens each expert was given."""
+    """Rows (layer, expert, tokens), ordered: how many valid tokens were routed to each expert."""
     return [
         (layer, expert, int(tokens))
         for layer, named in statistics.layers.items()
@@ -164,7 +167,7 @@ def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
 
 
 class Snapshots:
-    """Saves the sums of one pass at its points into a folder."""
+    """Saves the sums of one pass into a folder, after each number of batches in `points`."""
 
     def __init__(self, folder: Path, batches: Sequence[Any], parts: int) -> None:
         self.folder = folder
@@ -175,11 +178,11 @@ class Snapshots:
         """Numbers of batches after which to save: parts as equal as whole batches allow, the end left out."""
 
     def file(self, done: int) -> Path:
-        """Where the sums after so many batches are."""
+        """Path of the sums after `done` batches."""
         return self.folder / f"snapshot-{self.points.index(done) + 1}-of-{self.parts}.safetensors"
 
     def save(self, layers: Layers, about: Mapping[str, Any], done: int) -> None:
-        """Keep the sums after `done` batches, one of `points`."""
+        """Save the sums after `done` batches, one of `points`."""
         saved: Layers = {}
         for layer, sums in layers.items():
             saved[layer] = {}
@@ -192,7 +195,7 @@ class Snapshots:
     def publish(self, folder: Path) -> bool:
         """Move all snapshots into `folder` with their index.
 
-        False, and nothing moved, when one is missing, as when the pass was begun without.
+        Returns False and moves nothing when one is missing, such as when the pass was started without snapshots.
         """
         files = [self.file(done) for done in self.points]
         if not all(file.exists() for file in files):
@@ -205,9 +208,9 @@ class Snapshots:
 
 
 def load_snapshots(folder: Path, parts: int) -> list[tuple[int, dict[int, dict[str, Any]]]] | None:
-    """(valid tokens, layer -> arrays) of each snapshot in `folder`, the least first.
+    """(valid tokens, layer -> arrays) of each snapshot in `folder`, fewest tokens first.
 
-    None where no pass left snapshots of so many parts there.
+    None when the folder has no snapshots of a pass in so many `parts`.
     """
     index = folder / SNAPSHOT_INDEX
     if not index.exists() or (content := json.loads(index.read_text()))["asked"] != parts:

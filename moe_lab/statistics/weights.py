@@ -23,9 +23,9 @@ from moe_lab.statistics.gradients import by_channel
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16
-"""Weights that are summed in fp32 at once: they fit the cache, and sums of so few lose nothing that matters."""
+"""Number of weights summed in fp32 at once: they fit the cache, and the rounding of so short sums is negligible."""
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of plain numbers, as safetensors calls them."""
+"""Unquantised dtypes, by their names in safetensors."""
 DECODER = r"^(?!mtp\.)(?:\w+\.)*layers\.(\d+)\.(?:\w+\.)*"
 ONE_EXPERT = re.compile(DECODER + r"experts\.(?P<expert>\d+)\.\w+\.weight$")
 ALL_EXPERTS = re.compile(
@@ -36,15 +36,15 @@ PROJECTIONS = {
     **dict.fromkeys(("gate_proj", "w1"), "gate"),
     **dict.fromkeys(("up_proj", "w3"), "up"),
 }
-"""What one expert's weight is by its name on disk."""
+"""Name of an expert's weight on disk -> its projection."""
 ONE = re.compile(r"experts\.\d+\.(\w+)\.weight$")
 DOWN_OF_ALL = re.compile(r"(?:down_proj|output_linear\.weight)$")
 
 
 def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
-    """abs_sum (E,), square_sum (E,) and count () of every layer: sum |w|, sum w^2 and number of an expert's weights.
+    """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer.
 
-    `folder` is a checkpoint in safetensors; an expert's gate, up and down weights count, biases, routers and shared
+    `folder` is a checkpoint in safetensors. An expert's gate, up and down weights count; biases, routers and shared
     experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a chunk and fp64 across. UserError for a
     folder without experts, quantised experts, damaged shards, and weights that are NaN or infinite (naming layer,
     expert and tensor).
@@ -55,7 +55,7 @@ def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device:
         weighed.append((layer, expert, name, weights.numel(), absolute_and_square(weights)))
     if not weighed:
         raise _no_experts(folder)
-    # all at once: nothing waits for the device before
+    # read once at the end, so that no tensor waits for the device
     sums = torch.stack([sums for *_, sums in weighed]).tolist()
     totals: dict[int, dict[int, list[float]]] = {}
     for (layer, expert, name, count, _), (absolute, square) in zip(weighed, sums, strict=True):
@@ -133,11 +133,11 @@ def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tupl
 
 
 def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
-    """channel_down_square, channel_down_abs, channel_up_square and, where experts have one, channel_gate_square.
+    """Sum the weights of every channel: channel_down_square, channel_down_abs, channel_up_square, channel_gate_square.
 
-    (E, I) each, per layer: sums over the weights that belong to channel c of a projection, so a column of down_proj
-    and a row of gate_proj and up_proj. `folder` is a checkpoint in safetensors; one tensor is in memory at a time,
-    sums are fp32 and taken on `device`, cpu or cuda[:N].
+    (E, I) each, per layer, the last one only for gated experts: sums over the weights of channel c in a projection,
+    which are a column of down_proj and a row of gate_proj and up_proj. `folder` is a checkpoint in safetensors; one
+    tensor is in memory at a time, sums are fp32 and taken on `device`, cpu or cuda[:N].
 
     UserError for a folder without experts, quantised experts, damaged or missing shards, projections of unknown names,
     and weights that are NaN or infinite (naming layer, expert and tensor).
@@ -188,7 +188,7 @@ def _channel_sums(
 
 
 def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folder: Path) -> Layers:
-    """Layer -> statistic -> (E, I). UserError when something is missing."""
+    """Stack the sums of experts: layer -> statistic -> (E, I). UserError when weights of an expert are missing."""
     if not sums:
         raise _no_experts(folder)
     layers: Layers = {}
@@ -211,9 +211,10 @@ def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folde
 def read_tensors(
     checkpoint: Checkpoint, shard: str, names: Sequence[str], device: str = "cpu"
 ) -> Iterator[torch.Tensor]:
-    """The tensors `names` of the file `shard`, in that order, on `device`; each is there until the next is asked for.
+    """Read the tensors `names` of the file `shard` onto `device`, in that order; each is valid until the next one.
 
-    On the CPU they are mapped. UserError for a file that cannot be read, and for weights that are not plain numbers.
+    On the CPU they are memory-mapped. UserError for a file that cannot be read, and for weights that are not plain
+    numbers.
     """
     entries = [checkpoint.tensors[name] for name in names]
     for name, entry in zip(names, entries, strict=True):
@@ -231,23 +232,23 @@ def read_tensors(
 
 
 def through_buffers(path: Path, entries: Sequence[Entry], device: torch.device) -> Iterator[torch.Tensor]:
-    """The tensors `entries` of a file on `device`; each is there until the next is asked for.
+    """Read the tensors `entries` of a file onto `device`; each is valid until the next one is requested.
 
-    While one is copied and computed with, a thread reads the next one from the disk, into pinned memory if the device
-    is CUDA. Two are in memory at most.
+    While one is copied and used, a thread reads the next one from the disk, into pinned memory if the device is CUDA.
+    At most two are in memory.
     """
     buffers = (_Buffer(device), _Buffer(device))
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
         ahead = [thread.submit(buffers[0].fill, file, entry) for entry in entries[:1]]
         for number in range(len(entries)):
             ahead.pop().result()
-            for entry in entries[number + 1 : number + 2]:  # into the buffer of the one before, which is not needed
+            for entry in entries[number + 1 : number + 2]:  # the previous tensor's buffer, free by now
                 ahead.append(thread.submit(buffers[(number + 1) % 2].fill, file, entry))
             yield buffers[number % 2].tensor()
 
 
 class _Buffer:
-    """Memory that holds one tensor of a file after the other."""
+    """Memory that is reused for one tensor of a file after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -255,10 +256,10 @@ class _Buffer:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.stored = self.memory
         self.copied: torch.cuda.Event | None = None
-        """When the device has its copy of what is stored."""
+        """Event recorded after the copy of `stored` to the device."""
 
     def fill(self, file: BinaryIO, entry: Entry) -> None:
-        """Read the tensor `entry` of an unbuffered file. UserError when the file ends before."""
+        """Read the tensor `entry` of an unbuffered file. UserError when the file ends too early."""
         if self.copied is not None:
             self.copied.synchronize()
         if len(self.memory) < entry.size:
