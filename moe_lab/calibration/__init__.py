@@ -1,1 +1,1 @@
-"""What a model reads while it is scored: sources of documents, packing into rows, batches with a validity mask."""
+"""Calibration sets: sources of documents, packing into rows, batches with a validity mask."""

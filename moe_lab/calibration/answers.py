@@ -1,4 +1,4 @@
-"""A set of tasks with their solutions as the model reads it, and which of its tokens belong to an answer."""
+"""Calibration batches of tasks with solutions, in which the tokens of answers are marked."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool = False) -> list[AnswerBatch]:
     """The batches that `batches(settings, tokenizer)` gives, with the tokens of answers marked.
 
-    An answer is the output, the answer, the completion, or what an assistant says; a token belongs to it if it holds
-    one of its characters. `header` adds what the chat template writes around it (the name of the speaker and the end
-    of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. Marks are of tokens, not of
-    the positions that predict them. UserError as for `batches`, and for a set without answers.
+    An answer is the output, the answer, the completion, or what an assistant says; a token belongs to it if it contains
+    one of its characters. `header` also marks what the chat template writes around it (the name of the speaker and the
+    end of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. The tokens themselves are
+    marked, not the positions that predict them. UserError as for `batches`, and for a set without answers.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -75,10 +75,10 @@ def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Itera
 
 
 def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
-    """As `_spans`, of a conversation that a chat template has written.
+    """As `_spans`, for a conversation that was rendered with a chat template.
 
-    Where a turn begins is where the text of the messages before it stops being the beginning of the whole; so what a
-    template writes at the end of any conversation does no harm.
+    A turn begins where the rendered messages before it stop being a prefix of `text`. So what a template writes at the
+    end of every conversation does no harm.
     """
     turns = messages(document)
     for number, message in enumerate(turns):
@@ -98,7 +98,7 @@ def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> It
 
 
 def _shared(before: Sequence[Any], text: str, tokenizer: Any) -> int:
-    """Characters that the conversation so far has in common with `text`, from its beginning."""
+    """Length in characters of the longest common prefix of `text` and the rendered messages `before`."""
     so_far = from_template(before, tokenizer) if before else ""
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False))
     return sum(1 for _ in equal)

@@ -19,14 +19,14 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 
 GAP = -1
-"""Stands for the filler token among the places of tokens."""
+"""Stands for the filler token in rows of places."""
 TOLERANCE = 0.01
-"""How far the share of tokens of a mixture's set may be from the one asked for."""
+"""Largest difference between the share of tokens that a set of a mixture has and the one in the settings."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the model reads."""
+    """The batches of a calibration set, and a report about them."""
 
     rows: list[tuple[torch.Tensor, torch.Tensor]]
     """Batches (ids, valid): (B, S) int64 token ids and (B, S) bool, False at gaps and padding, which no statistic
@@ -37,7 +37,7 @@ class Calibration:
 
 @dataclass
 class Source:
-    """One set that documents come from, and how much was taken of it."""
+    """One set of documents, and how much of it was used."""
 
     settings: CalibrationConfig
     share: float
@@ -45,20 +45,20 @@ class Source:
     used: int = 0
     """Documents tokenised so far."""
     tokens: int = 0
-    """Their tokens."""
+    """Tokens of these documents."""
     placed: int = 0
-    """Those that stand in rows, or will if nothing more is cut."""
+    """Tokens that are in rows, or will be if nothing more is cut."""
     kept: int = 0
-    """Those that stand in finished rows."""
+    """Tokens in finished rows."""
     renderings: set[str] = field(default_factory=set)
 
 
 class Packed:
-    """Rows of a calibration set, or of a mixture of sets, as places in one list of tokens.
+    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of tokens.
 
-    Rows hold places and not ids, so that what is known of a token (its set, whether it belongs to an answer) follows
-    it through packing. The next document comes from the set that is furthest behind its share of the tokens placed so
-    far, the first listed of equals; so the interleaving depends on nothing but the settings and the tokenizer.
+    Rows hold places instead of ids, so that the set of a token, and whether it belongs to an answer, are still known
+    after packing. The next document comes from the set that is furthest behind its share of the tokens placed so far;
+    ties go to the set listed first. So the interleaving depends only on the settings and the tokenizer.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Packed:
         read: Callable[[CalibrationConfig], list[Document]],
         tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """Read and pack the set: `read` gives documents, `tokenized` the ids of one and a mark of each.
+        """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a mark for each id.
 
-        UserError for settings that cannot work and for a set that is too short.
+        UserError for invalid settings and for a set that is too short.
         """
         check(settings)
         check_context(settings, tokenizer)
@@ -95,7 +95,7 @@ class Packed:
             yield ids[places].masked_fill(~valid, self.gap or 0), valid, marks[places] & valid
 
     def _packed(self) -> list[list[int]]:
-        """The rows that are asked for, or fewer when a set runs out."""
+        """Pack the number of rows in the settings, or fewer when a set runs out."""
         pack = PACKINGS[self.settings.packing]
         rows = pack(self._documents(), self.settings.length, None if self.gap is None else GAP)
         packed = []
@@ -104,13 +104,13 @@ class Packed:
             for place in row:
                 if place != GAP:
                     self._origins[place].kept += 1
-            if self.settings.packing != "chunk":  # which cuts nothing off: what is in no row yet goes into the next
+            if self.settings.packing != "chunk":  # chunk cuts nothing off: other tokens go into the next row
                 for source in self.sources:
                     source.placed = source.kept
         return packed
 
     def _documents(self) -> Iterator[list[int]]:
-        """The places of one document's tokens after the other, until a set that is to give the next has none left."""
+        """Yield the places of each document's tokens, until the set whose turn it is has no document left."""
         streams = {id(source): self._read(source) for source in self.sources}
         while True:
             source = min(self.sources, key=lambda source: source.placed / source.share)
@@ -122,7 +122,7 @@ class Packed:
             yield places
 
     def _read(self, source: Source) -> Iterator[list[int]]:
-        """The places of the documents of one set; in a stream shared with other sets at most a row of them at once."""
+        """Yield the places of one set's documents; in a stream shared with other sets, at most `length` at once."""
         mixed = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._tokenized(document, source.settings.special_tokens)
@@ -139,7 +139,7 @@ class Packed:
             yield from (places[start : start + step] for start in range(0, len(places), step))
 
     def _too_short(self) -> UserError:
-        """A set, the first to have nothing left, gives fewer rows than asked for."""
+        """The error for a set that runs out before all rows are filled."""
         settings, filled, source = self.settings, len(self.rows), self._exhausted
         assert source is not None
         if filled:
@@ -161,7 +161,7 @@ class Packed:
         )
 
     def _check_shares(self) -> None:
-        """Raise UserError when a set of a mixture has another share of the valid tokens than the one asked for."""
+        """Raise UserError when a set of a mixture has another share of the valid tokens than in the settings."""
         total = sum(source.kept for source in self.sources)
         for source in self.sources:
             if abs(source.kept / total - source.share) > TOLERANCE:
@@ -175,7 +175,7 @@ class Packed:
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     """Read, order, tokenise and pack a calibration set; the same settings and tokenizer give the same tensors.
 
-    Raises UserError for settings that cannot work, a source that cannot be read, and one that is too short.
+    Raises UserError for invalid settings, and for a source that cannot be read or is too short.
     """
 
     def unmarked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
@@ -187,7 +187,7 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
 
 
 def check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
-    """Rows longer than the tokenizer's limit would be read at positions the model was never trained on."""
+    """Raise UserError for rows longer than the tokenizer's limit: the model was not trained on such positions."""
     if settings.length > tokenizer.model_max_length:
         raise UserError(
             f"calibration.length={settings.length} is more than the model reads at once: "
@@ -196,13 +196,13 @@ def check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
 
 
 def ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
-    """The order documents are read in: as they come, or shuffled by the seed (drawn without replacement)."""
+    """Documents in the order of reading: that of the source, or shuffled by the seed (drawn without replacement)."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
 def filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
-    """The token id at invalid positions: what stands in gaps, or, for packing=none, the padding."""
+    """The token id at invalid positions: that of gaps (None for no gaps) or, for packing=none, of the padding."""
     if settings.packing == "none":
         # Right padding is invisible to the causal tokens before it: any id the embedding has will do.
         return 0
@@ -214,7 +214,7 @@ def filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 
 def _report(packed: Packed) -> dict[str, Any]:
-    """What was read: the sources and their digests, how much of them, and the first row as the model sees it."""
+    """Report what was read: the sources and their digests, how much of them, and the first row as the model sees it."""
     settings, sources = packed.settings, packed.sources
     digests = [_digest(source) for source in sources]
     kept = {source.settings.name: source.kept for source in sources}
@@ -244,7 +244,7 @@ def _report(packed: Packed) -> dict[str, Any]:
 
 
 def _digest(source: Source) -> str:
-    """sha256 of the source's file, or of the documents of a hub set, which has no one file."""
+    """sha256 of the source's file, or of the documents of a hub set, which is not a single file."""
     if (file := locate(source.settings.path)) is not None:
         return digest(file)
     total = hashlib.sha256()

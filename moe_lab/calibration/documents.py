@@ -1,4 +1,4 @@
-"""One record of a source -> a document -> token ids."""
+"""Turn a record of a source into a document, and a document into token ids."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moe_lab.errors import UserError, nearest
 PAIRS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
 BLANK_LINE = "\n\n"
-"""What parts the two halves of a pair for a model without a chat template, and the rows of a joined set."""
+"""Separates the two halves of a pair for a model without a chat template, and the rows of a joined set."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A document that is read as it stands."""
+    """Plain text, read without a chat template."""
 
     text: str
 
@@ -39,7 +39,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and how it goes on: one text, with nothing between the two, for a model trained on such text."""
+    """A prompt and its completion: one text, with nothing between the two, for a model trained on such text."""
 
     prompt: str
     completion: str
@@ -60,8 +60,8 @@ def document(
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
     `input` of instruction sets), `question` and `answer`, or `prompt` and `completion`, whichever is there first.
-    `template` is a text with fields in braces, read as it stands once they are filled in.
-    `where` is the record's place, for the error's sentence, and `remedy` what it says to do.
+    `template` is a text with fields in braces; with these filled in, it is read as plain text.
+    For error messages, `where` is the location of the record and `remedy` the advice to give.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with fields such as text, found {_kind(record)}")
@@ -95,13 +95,13 @@ def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
 
 
 def _filled_in(record: Mapping[str, Any], field: str, where: str) -> str:
-    """What stands in a template's field."""
+    """The text for one field of a template."""
     _check_field(record, field, where, f"field {field} of calibration.template")
     return _string(record, field, where)
 
 
 def _check_field(record: Mapping[str, Any], field: str, where: str, setting: str) -> None:
-    """Raise UserError with the nearest field, naming the `setting` that asks for it, unless the record has it."""
+    """Raise UserError, naming the nearest field and the `setting` that asks for this one, if the record lacks it."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
@@ -126,18 +126,18 @@ def _names(record: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
-    """A JSON value's type in words a person uses."""
+    """The type of a JSON value in plain words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def is_empty(document: Document) -> bool:
-    """Whether there is nothing to read in it."""
+    """Whether a document has no content."""
     return not document.messages if isinstance(document, Chat) else not plain(document).strip()
 
 
 def has_answer(document: Document) -> bool:
-    """Whether it has an answer: an output, a completion, or a turn of the assistant."""
+    """Whether a document has an answer: an output, a completion, or a turn of the assistant."""
     if isinstance(document, Text | Completion):
         return isinstance(document, Completion) and bool(document.completion.strip())
     turns = messages(document)
@@ -155,7 +155,7 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
     """Token ids of one document.
 
     Conversations go through the tokenizer's chat template, which writes its own special tokens: adding the
-    tokenizer's would double the first one, so `special_tokens` counts only for text read as it stands.
+    tokenizer's would double the first one, so `special_tokens` applies only to text without a chat template.
     """
     text, add = written(document, tokenizer, special_tokens)
     ids: list[int] = tokenizer(text, add_special_tokens=add, verbose=False)["input_ids"]
@@ -184,7 +184,7 @@ def plain(document: Text | Pair | Completion) -> str:
 
 
 def messages(document: Chat | Pair) -> list[Mapping[str, str]]:
-    """A conversation's messages, or those a pair makes."""
+    """The messages of a conversation; a pair becomes one message of the user and one of the assistant."""
     if isinstance(document, Chat):
         return list(document.messages)
     return [
@@ -194,7 +194,7 @@ def messages(document: Chat | Pair) -> list[Mapping[str, str]]:
 
 
 def from_template(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
-    """Messages as the tokenizer's chat template writes them; UserError when it refuses them."""
+    """Render messages with the tokenizer's chat template; UserError when it refuses them."""
     from jinja2 import TemplateError
 
     try:

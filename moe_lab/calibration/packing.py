@@ -1,8 +1,8 @@
-"""How documents fill rows: pure functions on lists of token ids.
+"""Pack documents into rows: pure functions on lists of token ids.
 
 Every function turns a stream of documents (token ids, none of them empty) into a stream of rows of exactly `length`
-ids, some of which may be a filler: a gap between documents or padding. Rows come as soon as they are full, so only as
-many documents are taken from the stream as the rows need.
+ids, some of which may be a filler: a gap between documents or padding. A row is yielded as soon as it is full, so only
+as many documents are taken from the stream as the rows need.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Rows as the REAP and EvoESAP code fills them: a document that overflows is cut at the row end, its rest dropped.
+    """Pack as the code of REAP and EvoESAP: a document that overflows a row is cut there, and its remainder dropped.
 
-    After a document that leaves room the cursor moves one past it: that position holds the `gap` token. `gap` None
-    leaves no such position. Every row starts with the beginning of a document; a last row that the documents do not
-    fill is dropped.
+    After a document that leaves room in the row, one position holds the `gap` token; there is none if `gap` is None.
+    Every row starts with the beginning of a document; a last row that the documents do not fill is dropped.
     """
     row: list[int] = []
     for document in documents:
@@ -28,9 +27,9 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """One stream of all documents, a `gap` token after each unless None, cut every `length` tokens.
+    """Join all documents, with a `gap` token after each unless it is None, and cut the stream every `length` tokens.
 
-    Only the tail that fills no row is lost.
+    Only the last tokens, which fill no row, are lost.
     """
     stream: list[int] = []
     for document in documents:
@@ -45,7 +44,7 @@ def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Itera
 
 
 def one_a_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
-    """One document a row: what is longer than `length` is cut, what is shorter is padded on the right."""
+    """Pack one document per row: those longer than `length` are cut, shorter ones are padded on the right."""
     for document in documents:
         yield document[:length] + [padding] * (length - len(document))
 

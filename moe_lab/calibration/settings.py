@@ -16,11 +16,14 @@ ORDERS = ("random", "first")
 GAPS = ("none", "eos", "zero")
 ENGINES = ("resident", "streamed")
 OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order", "special_tokens")
-"""Settings of where documents come from and how each is read: those that the sets of a mixture keep."""
+"""Settings of where documents come from and how each is read. In a mixture, every set has its own."""
 
 
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
-    """(share, set) for each set of a mixture, in the order of its seed; a set that is no mixture is its only part."""
+    """(share, settings) of each set of a mixture; a set that is no mixture is its own only part.
+
+    A set without a seed gets that of the mixture.
+    """
     return [
         (
             source.share,
@@ -31,7 +34,7 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
 
 
 def check(settings: CalibrationConfig) -> None:
-    """Raise UserError for a value that cannot work. Looks at names, sizes and first bytes of files."""
+    """Raise UserError for an invalid setting. Reads names, sizes and first bytes of files."""
     for name, value, choices in (
         ("packing", settings.packing, PACKINGS),
         ("gap", settings.gap, GAPS),
@@ -47,7 +50,7 @@ def check(settings: CalibrationConfig) -> None:
 
 
 def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], None] | None = None) -> list[str]:
-    """A sentence for what `check` refuses; if it refuses nothing, one for each set in which `look` finds a mistake."""
+    """Error messages of `check`; if there are none, those of `look` for each set of a mixture."""
     sentences = list(user_errors(check, settings))
     if sentences or look is None:
         return sentences
@@ -55,7 +58,7 @@ def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], None]
 
 
 def _check_documents(settings: CalibrationConfig) -> None:
-    """Raise UserError for a source, or a way to read its documents, that cannot be."""
+    """Raise UserError for invalid settings of a source, or of how its documents are read."""
     if settings.path in ("", "???"):
         raise UserError(
             "calibration.path is not set: give a text file, a JSON lines file, or a hub id; or, for a mixture, "
@@ -72,8 +75,7 @@ def _check_documents(settings: CalibrationConfig) -> None:
 
 
 def _check_mixture(settings: CalibrationConfig) -> None:
-    """Raise UserError for shares that are no shares, a set that is named twice, and settings that each set has of its
-    own."""
+    """Raise UserError for invalid shares, a set that is named twice, and settings that belong to the single sets."""
     usual = CalibrationConfig(name=settings.name)
     for name in OF_DOCUMENTS:
         if (value := getattr(settings, name)) != getattr(usual, name):
@@ -124,7 +126,7 @@ def row_count(settings: CalibrationConfig) -> int:
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:
-    """The seed documents are shuffled by; None for order=first, which has no chance in it."""
+    """The seed by which documents are shuffled; None for order=first. UserError for order=random without a seed."""
     if settings.order == "first":
         return None
     if settings.seed is None:
@@ -135,9 +137,9 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 def identity(settings: CalibrationConfig) -> dict[str, Any]:
     """The settings that change what is read, in one canonical form, JSON-ready.
 
-    A file counts by the sha256 of its bytes and its format, wherever it lies; a hub set by its id, subset
-    and split; a mixture by those of its sets and their shares. Left out is what makes no difference: name and batch
-    size, the seed of an order that is not random, the gap of a packing that has none, tokens that fill no row.
+    A file is identified by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and
+    split; a mixture by those of its sets and their shares. Settings that make no difference are left out: name and
+    batch size, the seed of an order that is not random, the gap of a packing that has none, tokens that fill no row.
     """
     check(settings)
     filling = {
@@ -152,7 +154,7 @@ def identity(settings: CalibrationConfig) -> dict[str, Any]:
 
 
 def _documents(settings: CalibrationConfig) -> dict[str, Any]:
-    """What identifies the documents of one set, and how each is read."""
+    """The part of the identity that names the documents of one set, and how each is read."""
     file = locate(settings.path)
     if file is None:
         source: dict[str, Any] = {"hub": settings.path, "subset": settings.subset, "split": settings.split}

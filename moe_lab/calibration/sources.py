@@ -1,4 +1,4 @@
-"""Files of texts -> documents: a text file, JSON lines or a JSON list (each also gzipped), or a set on the hub.
+"""Read documents from a text file, JSON lines or a JSON list (each also gzipped), or from a data set on the hub.
 
 Only data formats are read; nothing is unpickled. Nothing here needs torch or transformers.
 """
@@ -36,12 +36,12 @@ SIGNS = {
     b"PAR1": "a Parquet file",
     b"\x93NUMPY": "a NumPy array",
 }
-"""How files begin that are no UTF-8 text, whatever they are called."""
+"""First bytes of files that are not UTF-8 text, whatever their suffix -> what they are."""
 HEAD = 1 << 16
-"""Bytes that are looked at before anything else is done."""
+"""Bytes at the start of a file that are checked before it is used."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
-"""How a file on the hub is written: hf://datasets/OWNER/NAME/FILE. C4 is read so: its split is 300 GB, one file 0.3."""
+"""Prefix of a file on the hub, hf://datasets/OWNER/NAME/FILE, such as one of C4: its split is 300 GB, one file 0.3."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
@@ -61,7 +61,7 @@ def read(settings: CalibrationConfig) -> list[Document]:
 
 
 def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
-    """One text of all documents, empty ones included."""
+    """Join all documents into one text, empty ones included."""
     if not all(isinstance(document, Text) for document in documents):
         raise UserError(
             f"calibration.joined=true: {settings.path} holds more than plain texts: expected a field of text"
@@ -70,7 +70,7 @@ def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
-    """As `read`. UserError, too, when no document has an answer."""
+    """As `read`; also raises UserError when no document has an answer."""
     documents = read(settings)
     if not any(has_answer(document) for document in documents):
         raise UserError(f"calibration.path={settings.path} holds no answers: expected the fields {ANSWERED}")
@@ -78,7 +78,7 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 
 def check_answers(settings: CalibrationConfig) -> None:
-    """Raise UserError when the source is a file of this machine and no document in it has an answer."""
+    """Raise UserError when the source is a file on this machine and no document in it has an answer."""
     if not is_hub_file(settings.path) and locate(settings.path) is not None:
         read_answered(settings)
 
@@ -86,8 +86,8 @@ def check_answers(settings: CalibrationConfig) -> None:
 def locate(path: str) -> Path | None:
     """The local file that `path` names, or None when it names a data set, or a file of one, on the hub.
 
-    Raises UserError for a missing file (with the nearest name in its folder), a folder, an empty file, a format
-    that is not read.
+    Raises UserError for a missing file (with the nearest name in its folder), a folder, an empty file, and an
+    unsupported format.
     """
     if is_hub_file(path):
         file_format(path, Path(path))
@@ -107,7 +107,7 @@ def locate(path: str) -> Path | None:
 
 
 def digest(file: Path) -> str:
-    """sha256 of the file's bytes, in hex. Remembered while its size and time of change stay the same."""
+    """sha256 of the file's bytes, in hex. Cached while its size and modification time stay the same."""
     status = file.stat()
     return _digest(file, status.st_size, status.st_mtime_ns)
 
@@ -119,7 +119,7 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether a path that is no file looks like NAME or OWNER/NAME rather than like a mistyped file."""
+    """Whether a path that is not a file looks like NAME or OWNER/NAME rather than like a mistyped file."""
     parent = Path(path).parent
     is_in_folder = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + FOREIGN
@@ -135,7 +135,7 @@ def _missing(path: str, file: Path) -> UserError:
 
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
-    """How a file is read, by its suffix (.gz apart): "text" or "json". UserError for anything else."""
+    """Format of a file by its suffix, ignoring .gz: "text" or "json". UserError for any other suffix."""
     suffix = suffix_of(file)
     if suffix in TEXT_SUFFIXES:
         return "text"
@@ -163,19 +163,18 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 
 
 def lines(text: str) -> list[str]:
-    """The rows of a text as the hub has those of WikiText: a blank line is "", any other keeps its end."""
+    """Split a text into rows as the hub does for WikiText: a blank line becomes "", any other keeps its line end."""
     return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
 def check_text(file: Path, setting: str) -> None:
-    """Raise UserError when the first bytes of a file say that it is no UTF-8 text. `setting` names the file."""
+    """Raise UserError when the first bytes of a file show that it is not UTF-8 text. `setting` names the file."""
     with _reading(file, setting), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
         _check_bytes(opened.read(HEAD), file, setting)
 
 
 def check_first(settings: CalibrationConfig) -> None:
-    """Raise UserError when the first record of JSON lines on this machine has not what the settings read, such as a
-    field."""
+    """Raise UserError when the first record of JSON lines on this machine lacks a field that the settings read."""
     file = None if is_hub_file(settings.path) else locate(settings.path)
     if file is None or not is_json(file):
         return
@@ -184,7 +183,7 @@ def check_first(settings: CalibrationConfig) -> None:
         while not start.strip() and (line := opened.readline()):
             start += line
     start = start.removeprefix(codecs.BOM_UTF8)
-    if start.lstrip().startswith(b"{"):  # a JSON list is read whole, or not at all
+    if start.lstrip().startswith(b"{"):  # not for a JSON list, which can only be read whole
         _documents(_records(start.decode("utf-8", "replace"), file), settings)
 
 
@@ -194,14 +193,14 @@ def is_json(file: Path) -> bool:
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix of a file, .gz apart."""
+    """The suffix of a file, ignoring .gz."""
     return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
 
 
 def whole_text(file: Path, setting: str) -> str:
-    """A file as one text: a text file as it stands, the documents of a JSON file joined by blank lines.
+    """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank lines.
 
-    UserError for conversations, which only a model's chat template makes a text of, and for what is no text.
+    UserError for conversations, which only a model's chat template can turn into text, and for files without text.
     """
     text = _text(file, setting)
     if not is_json(file):
@@ -215,7 +214,7 @@ def whole_text(file: Path, setting: str) -> str:
 
 @contextmanager
 def _reading(file: Path, setting: str) -> Iterator[None]:
-    """Whatever keeps a file from being read, as a sentence."""
+    """Turn errors of reading a file into UserError while open."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -233,7 +232,7 @@ def _check_bytes(raw: bytes, file: Path, setting: str) -> None:
 
 
 def _text(file: Path, setting: str) -> str:
-    """The file's text, UTF-8, line ends made equal."""
+    """Read a UTF-8 text file, gzipped or not; Windows line ends are replaced."""
     with _reading(file, setting):
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     _check_bytes(raw, file, setting)
