@@ -31,7 +31,7 @@ GIB = 2**30
 GPU_FROM = 2**30
 """Bytes of weights from which a model is put on a GPU."""
 READ = 500
-"""How many finished steps of a kind, the newest ones, have their times read."""
+"""Most finished steps of a kind whose times are read, the newest first."""
 IDENTITY_SHAPE = {"settings": dict, "inputs": {str: str}}
 BYTES_ON_CPU = {"auto": 4}
 """dtype -> bytes of a parameter on the CPU, for dtypes that do not determine it themselves."""

@@ -150,7 +150,7 @@ class Job:
 
     @cached_property
     def policy(self) -> Policy:
-        """What programs may do that are run for grading."""
+        """Permissions of the programs that are run for grading."""
         return Policy(**self.runtime["policy"])
 
     def input(self, role: str, file: str) -> Path:
