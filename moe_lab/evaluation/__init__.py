@@ -1,1 +1,1 @@
-"""Suites, harness adapters, and the confinement that programs written by a model run in."""
+"""Benchmarks: suites, adapters of harnesses, text generation, judges, and the sandbox for programs a model wrote."""

@@ -24,13 +24,13 @@ class GenSpec:
     """Settings of generation, which is always greedy: the checkpoint's sampling settings and penalties are not used."""
 
     max_new_tokens: int
-    """Tokens of a text at most."""
+    """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
     """Texts at which generation ends; they are cut off. Only generated text is searched for them."""
     batch_size: int = 64
     """Prompts in one forward pass."""
     max_length: int | None = None
-    """Tokens of prompt and text together at most; None: what the model can read."""
+    """Largest number of tokens of prompt and text together; None: what the model can read."""
     special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a prompt. False for chats: the template has written them."""
     skip_long: bool = False
@@ -38,7 +38,7 @@ class GenSpec:
 
 
 class Generator(ABC):
-    """What generates texts: a loaded model (`local_model.py`) or a server (`served_model.py`)."""
+    """Generates texts: a loaded model (`local_model.py`) or a server (`served_model.py`)."""
 
     tokenizer: Any
     """The model's tokenizer."""
@@ -46,7 +46,7 @@ class Generator(ABC):
     """Arguments of its chat template besides the messages."""
 
     def render(self, messages: Messages) -> str:
-        """The conversation as the prompt for its next message. UserError without a chat template."""
+        """The prompt for the next message of a conversation. Raises UserError without a chat template."""
         if not self.tokenizer.chat_template:
             raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
         text: str = self.tokenizer.apply_chat_template(
@@ -63,7 +63,7 @@ class Generator(ABC):
 
     @abstractmethod
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as it is done; none for a prompt that `spec.skip_long` leaves out."""
+        """(index, text) of each prompt as soon as it is done; none for a prompt that `spec.skip_long` leaves out."""
 
     @abstractmethod
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
@@ -73,7 +73,7 @@ class Generator(ABC):
 def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> list[int]:
     """Indices of the prompts that leave room for `spec.max_new_tokens`, longest first; `lengths` are in tokens.
 
-    UserError when one leaves too little, unless `spec.skip_long`.
+    Raises UserError when a prompt leaves too little room, unless `spec.skip_long`.
     """
     room = min((length for length in (model_length, spec.max_length) if length is not None), default=None)
     fits = [index for index, length in enumerate(lengths) if room is None or length + spec.max_new_tokens <= room]
@@ -94,7 +94,7 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Text that can be written as UTF-8: a model, or its server, may send half of a surrogate pair."""
+    """Replace what cannot be written as UTF-8: a model, or its server, may send half of a surrogate pair."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -107,7 +107,7 @@ class Question:
     prompt: str | Messages
     """Text to continue, or a conversation for the model's chat template."""
     reference: str | None = None
-    """A right answer, exactly as it follows the prompt."""
+    """A right answer, with exactly the text that follows the prompt."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class Answer:
 
     item: str
     prompt: str
-    """As the model read it."""
+    """The prompt as the model read it."""
     output: str
     too_long: bool = False
-    """Nothing was generated, because the prompt and the tokens to generate do not fit."""
+    """Whether nothing was generated, because prompt and max_new_tokens together are too long."""
     loss: float | None = None
     """Loss on the question's reference, in bits per byte."""
 
     def sample(self, result: str, outcome: float, extracted: str) -> Sample:
-        """The row of samples.parquet for this answer and the result of this name."""
+        """The row of samples.parquet for this answer and the result called `result`."""
         return Sample(
             benchmark=result,
             item=self.item,
@@ -139,8 +139,8 @@ class Answer:
 def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, partial: Path) -> list[Answer]:
     """An answer to every question, in order, with the loss on its reference.
 
-    Answers are appended to `partial` as they come. Answers to the same prompts that a killed process left there are
-    reused.
+    Answers are appended to `partial` as soon as they are done. Answers to the same prompts that a killed process left
+    there are reused.
     """
     prompts = [
         question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt)
@@ -151,7 +151,7 @@ def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, 
     missing = [number for number, name in enumerate(names) if name not in saved]
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("a", encoding="utf-8") as lines:
-        lines.write("\n")  # ends a line that was cut off
+        lines.write("\n")  # ends a line that a killed process left incomplete
         for index, text in generator.stream([prompts[number] for number in missing], spec):
             name = names[missing[index]]
             saved[name] = text

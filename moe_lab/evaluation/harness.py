@@ -1,4 +1,4 @@
-"""Benchmark harnesses: their properties, known before they are imported, and the form of their results. No torch."""
+"""Properties of benchmark harnesses, known without importing them, and the form of their results. No torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Harness:
     """Properties of a harness."""
 
     package: str | None = None
-    """Distribution that grades, if it is another than moe_lab and installed in this interpreter."""
+    """Package that grades, if it is not moe_lab itself and is installed in this interpreter."""
     metrics: tuple[str, ...] | None = None
-    """Metrics it can report; None: those of the task."""
+    """Metrics it can report; None: those that the task defines."""
     question_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters that change the model's input."""
     grading_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters that change only how answers are graded."""
     two_phases: bool = False
-    """Texts are graded without the model: generating and grading are separate steps."""
+    """Texts are graded without the model, so that generating and grading are separate steps."""
     generates: bool = False
     """All its benchmarks generate text."""
     continues_text: bool = False
     """The model continues a text, so a chat template cannot be used."""
     answer_loss: bool = False
-    """It reports the loss on right answers beside the outcomes."""
+    """It reports the loss on right answers in addition to the outcomes."""
     shows_examples: bool = False
     """It can put solved examples before a question."""
     judged: bool = False
@@ -100,9 +100,9 @@ class Graded:
     """Results of one benchmark on one model."""
 
     results: list[Result]
-    """One per entry of the benchmark's reports."""
+    """One result per entry of the benchmark's reports."""
     samples: list[Sample]
-    """One per item and result."""
+    """One sample per item and result."""
     protocol: dict[str, Any] = field(default_factory=dict)
     """Settings of the harness, as JSON."""
     tolerated: int = 0
@@ -161,7 +161,7 @@ def loss_result(
 
 @cache
 def installed(package: str) -> str | None:
-    """The version of `package`; None without it. Looked up once: reading a package's metadata takes milliseconds."""
+    """The version of `package`, None if it is not installed. Cached, because reading metadata takes milliseconds."""
     try:
         return version(package)
     except PackageNotFoundError:

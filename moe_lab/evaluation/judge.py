@@ -25,9 +25,9 @@ from moe_lab.json_files import read_json, write_json
 from moe_lab.secret_settings import revealed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the second request; seconds before any request at most."""
+"""Seconds before the second request, and the most before any request."""
 _BUSY = (408, 409, 425, 429)
-"""HTTP status codes below 500 after which a request is sent again."""
+"""HTTP status codes below 500 after which a request is sent again, as it is after any from 500 on."""
 _EXCERPT = 80
 """Bytes of an unexpected reply that an error quotes."""
 
@@ -45,9 +45,9 @@ class Verdict:
 
 
 class Judge:
-    """Requests scores. Replies with a score are kept in `cache`, one file each; failures are not.
+    """Requests scores from a judge. Replies with a score are kept in `cache`, one file each; failures are not.
 
-    The key of a reply is the judge's model and settings and the prompt, but not its address.
+    A reply's key in the cache is made of the judge's model and settings and of the prompt, but not of its address.
     """
 
     def __init__(self, settings: JudgeConfig, cache: Path) -> None:
@@ -67,8 +67,8 @@ class Judge:
     def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
         """A verdict for each prompt, in order.
 
-        Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and at once
-        where the endpoint refuses a request. Address and key are no part of a step, so another run may succeed.
+        Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and immediately
+        when the endpoint refuses a request. Address and key are not part of a step, so another run may succeed.
         """
         self._stop.clear()
         self._refusal = None
@@ -165,7 +165,7 @@ class Judge:
 
 
 class _NoReply(Exception):
-    """An endpoint did not answer in any attempt."""
+    """The endpoint did not answer in any attempt."""
 
 
 def _pause(attempt: int, requested: float) -> float:
@@ -175,7 +175,7 @@ def _pause(attempt: int, requested: float) -> float:
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds of a Retry-After header, which is a number or a date; 0 where it is neither."""
+    """Seconds to wait from a Retry-After header, which is a number or a date; 0 if it is neither."""
     with suppress(TypeError, ValueError):
         return max(0.0, float(header or 0))
     with suppress(TypeError, ValueError):
@@ -184,7 +184,7 @@ def _retry_after(header: str | None) -> float:
 
 
 def _text(body: bytes) -> str:
-    """The message in a response. Unparsable where there is none, as when another program listens at the address."""
+    """The message in a response. Raises Unparsable if there is none, as when another program listens at the address."""
     try:
         choice = json.loads(body)["choices"][0]
         content = str(choice["message"]["content"] or "")

@@ -1,6 +1,6 @@
 """Text generation by a loaded model: in batches, or with the continuous batching of transformers.
 
-Every harness generates through it, so that a prompt gets the same text everywhere.
+Every harness generates text with it, so that a prompt gets the same text everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
 
 LOGITS = 1 << 30
-"""Bytes of the logits of one forward pass at most, unless a single row has more."""
+"""Largest size in bytes of the logits of one forward pass, unless a single row has more."""
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
 
@@ -41,7 +41,7 @@ class LocalModel(Generator):
         return length
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as `generate` gives it, batch after batch: left-padded, the longest first."""
+        """(index, text) of each prompt, batch after batch: padded on the left, the longest prompts first."""
         if not prompts:
             return
         lengths = [len(ids) for ids in self._encoded(prompts, spec).input_ids]
@@ -53,9 +53,9 @@ class LocalModel(Generator):
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         """The loss on each answer after its prompt in bits per byte: -log2 p(answer | prompt) / bytes of the answer.
 
-        None where there is no answer or no prompt, or where the two are longer than the model, or `spec.max_length`,
-        can read. As in lm-eval, space at the end of a prompt is read as part of the answer, and the answer's tokens are
-        those by which both together exceed the prompt.
+        It is None where there is no answer or no prompt, or where both together are longer than the model can read or
+        than `spec.max_length`. As in lm-eval, white space at the end of a prompt counts as part of the answer, and the
+        answer's tokens are those of prompt and answer together after the number of tokens of the prompt alone.
         """
         losses: list[float | None] = [None] * len(prompts)
         numbers = [number for number, answer in enumerate(answers) if answer]
@@ -86,7 +86,7 @@ class LocalModel(Generator):
 
     @torch.inference_mode()
     def _likelihoods(self, rows: list[list[int]], starts: list[int]) -> list[float]:
-        """The summed log-likelihood, in nats, of each row's tokens from its start on; rows are padded on the right."""
+        """The summed log-likelihood, in nats, of each row's tokens from index `starts` on. Pads rows on the right."""
         longest = max(map(len, rows))
         ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=self.model.device)
         attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=ids.device)
@@ -126,7 +126,7 @@ class LocalModel(Generator):
         ]
 
     def _decode(self, before: list[int], after: list[int], ends: list[int]) -> str:
-        """The new tokens up to the first end token as text that continues the prompt."""
+        """The text of the new tokens `after`, up to the first end token, as it continues the prompt tokens `before`."""
         length = next((index for index, token in enumerate(after) if token in ends), len(after))
         tail = before[-_CONTEXT_TOKENS:]
         prefix, whole = (
@@ -138,8 +138,11 @@ class LocalModel(Generator):
 
 @contextmanager
 def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) -> Iterator[None]:
-    """A context in which the model generates greedily. The checkpoint's settings are replaced, because generate()
-    takes from them what it is not given, such as a repetition penalty."""
+    """A context in which the model generates greedily.
+
+    The generation settings of the checkpoint are replaced, because generate() would use those that it is not given,
+    such as a repetition penalty.
+    """
     own = model.generation_config
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=padding, use_cache=True
@@ -151,7 +154,7 @@ def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) ->
 
 
 def _window(stop: Sequence[str]) -> int:
-    """Number of last tokens that hold any stop text that has just been completed: a token adds at least one byte."""
+    """Number of last tokens that contain any stop text just completed, as every token adds at least one byte."""
     return max(len(text.encode()) for text in stop) + 1
 
 
@@ -164,7 +167,7 @@ class _StopTexts(StoppingCriteria):
         self.done: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
-        """Which rows (B,) of input_ids (B, T) are done, bool."""
+        """(B,) bool: the rows of input_ids (B, T) that are done."""
         recent = input_ids[:, self.prompt_length :][:, -self.window :]
         texts = self.tokenizer.batch_decode(recent, clean_up_tokenization_spaces=False)
         now = torch.tensor([any(stop in text for stop in self.stop) for text in texts], device=input_ids.device)
@@ -183,9 +186,9 @@ class ContinuousModel(LocalModel):
     """Memory limits: fields of transformers' ContinuousBatchingConfig."""
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as it is done; `spec.batch_size` share a forward pass.
+        """(index, text) of each prompt as soon as it is done; up to `spec.batch_size` prompts share a forward pass.
 
-        UserError where transformers does not support this model.
+        Raises UserError where transformers does not support this model.
         """
         if not prompts:
             return
@@ -197,7 +200,7 @@ class ContinuousModel(LocalModel):
             left = set(order)
             while left:
                 index, tokens, ended = _next(manager)
-                if index not in left:  # a text that was cut may still grow a little
+                if index not in left:  # a text that was cut at a stop text may still get tokens
                     continue
                 if not ended:
                     recent = self.tokenizer.decode(tokens[-_window(spec.stop) :], clean_up_tokenization_spaces=False)

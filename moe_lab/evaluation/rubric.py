@@ -25,7 +25,7 @@ PLACES = ("history", "user_query", "model_output", "checklist")
 _DEFAULT = Path(__file__).with_name("wildbench_template.md")
 _PLACE = re.compile(r"\{\$(\w+)\}")
 _SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
-# A number must be followed by something: a reply may be cut off in the middle of 10.
+# A character must follow the number, because a reply may be cut off in the middle of 10.
 _NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
 _RESERVED = ("model", "messages", "temperature", "max_tokens", "stream")
 
@@ -35,7 +35,7 @@ class Unparsable(ValueError):
 
 
 def template(benchmark: BenchmarkConfig) -> str:
-    """The template in parameters.template, or the default one. UserError for one that cannot be used."""
+    """The template in parameters.template, or the default one. Raises UserError for one that cannot be used."""
     named = benchmark.parameters.get("template")
     file = Path(named).expanduser() if named else _DEFAULT
     try:
@@ -68,9 +68,9 @@ def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, 
 
 
 def score(reply: str) -> float:
-    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable.
+    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable when there is none.
 
-    The last, because a judge may quote the form while it reasons, before it fills it in.
+    It is the last, because a judge may quote the form while it reasons, before it gives its score.
     """
     *_, last = [None, *_SCORE.finditer(reply)]
     if last is None:
@@ -90,7 +90,7 @@ def rescaled(value: float) -> float:
 
 
 def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
-    """Everything that can change a judge's replies; not its address and key."""
+    """All settings that can change a judge's replies, so without its address and key."""
     return {
         "model": judge.model,
         "temperature": judge.temperature,
@@ -100,7 +100,7 @@ def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Everything besides its questions that can change a judged benchmark's results."""
+    """All settings, besides the questions, that can change the results of a judged benchmark."""
     assert benchmark.judge is not None
     text = template(benchmark)
     return {"judge": judge_identity(benchmark.judge), "template": hashlib.sha256(text.encode()).hexdigest()}

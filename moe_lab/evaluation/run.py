@@ -1,4 +1,4 @@
-"""Evaluate one benchmark on one model, in one or two phases, and write the results."""
+"""Evaluate a benchmark on a model, in one phase or in two (generating and grading), and write the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _harness(benchmark: BenchmarkConfig) -> Any:
 def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
     problems = suite.preflight([benchmark], policy)
     if problems:
-        # A missing permission, data set or key is no part of the step: another run may have it.
+        # A missing permission, data set or key is not the step's fault: another run may have it.
         raise (UserError if suite.wrong([benchmark]) else Unavailable)("; ".join(problems))
 
 
@@ -66,7 +66,7 @@ def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partia
 
 
 def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
-    """Grade what was generated and write out/result.json and out/samples.parquet; needs no model."""
+    """Grade generated answers and write out/result.json and out/samples.parquet. Needs no model."""
     _check(benchmark, policy)
     graded: Graded = _harness(benchmark).grade(answers, benchmark, policy)
     graded.protocol.setdefault("prompt", answers[0].prompt)

@@ -16,11 +16,11 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
 
 TOKEN_SECONDS = 1.0
-"""Seconds that a slow server may take for a token."""
+"""Seconds per token that a slow server may take."""
 STOPS = 4
-"""Stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut here at the others."""
+"""Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
 _EXCERPT, _REFUSAL = 120, 1000
-"""Characters that an error quotes of an unexpected reply, and of the reason that a server gives."""
+"""Characters quoted in an error: of an unexpected reply; of the reason that a server gives."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Completions:
     url: str
     """Base address, such as http://127.0.0.1:8000/v1."""
     model: str
-    """What the server calls the model."""
+    """Name of the model at the server."""
     last_words: Callable[[], str | None] = lambda: None
-    """The last output of a server that has ended; None while it runs."""
+    """Returns the last output of a server that has ended; None while it runs."""
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
-        """A client with this timeout for a text; none by default, because a server may write one text after another."""
+        """A client with a timeout of `seconds` per text; None by default, as a server may queue all texts."""
         direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
         return openai.OpenAI(base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct)
 
     def complete(self, client: openai.OpenAI, prompt: str, tokens: int, stop: Sequence[str]) -> tuple[str, str]:
-        """(text after the prompt, reason why it ended) of a greedy search without penalties, `tokens` at most.
+        """(text, reason why it ended) of greedy generation without penalties after the prompt, at most `tokens` tokens.
 
         Raises UserError for a refused request and for an answer of another model, Unavailable when the server has
         ended or fails.
@@ -81,10 +81,10 @@ class Completions:
 
 @dataclass(frozen=True)
 class ServedModel(Generator):
-    """A causal language model loaded by a server. Its tokenizer is loaded here."""
+    """A causal language model that a server runs. Its tokenizer is loaded in this process."""
 
     completions: Completions
-    """Where it generates."""
+    """The endpoint that generates."""
     tokenizer: Any
     """The tokenizer the server uses."""
     max_length: int | None
@@ -92,13 +92,13 @@ class ServedModel(Generator):
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
     patience: float = BackendConfig.ready_seconds
-    """Seconds without any finished text, besides the time for writing one, after which the server counts as hung."""
+    """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as it is done, longest first, `spec.batch_size` at the same time.
+        """(index, text) of each prompt as soon as it is done; longest first, `spec.batch_size` requests at a time.
 
-        Raises Unavailable when no text at all arrives for too long. A single late text is no error: it may wait for all
-        others.
+        Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
+        may finish all others first.
         """
         if not prompts:
             return
@@ -115,7 +115,7 @@ class ServedModel(Generator):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        """None for every answer: a server gives no likelihood of a given text."""
+        """None for every answer: the server does not return the likelihood of a given text."""
         return [None] * len(answers)
 
     def _arriving(self, futures: Collection[Future[str]], seconds: float) -> Iterator[Future[str]]:
@@ -132,7 +132,7 @@ class ServedModel(Generator):
                 ) from None
 
     def _request_text(self, prompt: str, ids: Sequence[int]) -> str:
-        """The text from which a server reads `ids`: it always adds the tokenizer's special tokens itself."""
+        """The text that a server tokenizes to `ids`, given that it always adds the tokenizer's special tokens."""
         candidates = (prompt, prompt.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if self.tokenizer(text).input_ids == ids:
@@ -143,8 +143,11 @@ class ServedModel(Generator):
         )
 
     def _text(self, client: openai.OpenAI, prompt: str, spec: GenSpec) -> str:
-        """One text. On some servers a stop text may begin in the prompt. Here it may not, so a text that ended for that
-        reason is requested again without the stop texts that can."""
+        """Generate one text, with stop texts searched in the generated text only.
+
+        Some servers also stop at a stop text that begins in the prompt. A text that ended for that reason is requested
+        again without such stop texts.
+        """
         text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, spec.stop)
         if reason == "stop" and cut(text, spec.stop) == text and _crosses(prompt, text, spec.stop):
             inside = [stop for stop in spec.stop if not _begins(prompt, stop)]

@@ -36,8 +36,8 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no pro
 def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str) -> Iterator[ServedModel]:
     """A context with a server of the checkpoint; the name of the served model begins with `name`.
 
-    The server gets a view of the checkpoint with its own settings of generation, because these must be greedy whatever
-    the checkpoint's author preferred. Raises UserError for a folder that is no checkpoint, Unavailable for a server
+    The server reads a view of the checkpoint with greedy generation settings, because it may take defaults from the
+    settings of the checkpoint's author. Raises UserError for a folder that is no checkpoint, Unavailable for a server
     that ends, serves another model or does not answer within backend.ready_seconds.
     """
     if not (checkpoint / "config.json").is_file():
@@ -51,7 +51,7 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
         view = Path(scratch, "checkpoint")
         make_view(checkpoint, view, tokenizer)
         port = _free_port()
-        served_name = f"{name}-{secrets.token_hex(4)}"  # so that nobody else's server can be mistaken for this one
+        served_name = f"{name}-{secrets.token_hex(4)}"  # so that another server cannot be mistaken for this one
         with running(command_line(backend, view, port, served_name), Path(scratch, "log")) as server:
             url = f"http://127.0.0.1:{port}/v1"
             completions = _await(server, url, (served_name, str(view)), backend.ready_seconds)
@@ -62,13 +62,13 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
-    """Make a folder with links to the checkpoint's files, and neutral settings of generation and decoding."""
+    """Make a folder with links to the checkpoint's files and its own, neutral settings of generation and decoding."""
     view.mkdir()
     changed = {
         "generation_config.json": _greedy(checkpoint, tokenizer),
         "tokenizer_config.json": {**_json(checkpoint / "tokenizer_config.json"), "clean_up_tokenization_spaces": False},
     }
-    for file_name, content in changed.items():  # first, so that nothing is ever written through a link
+    for file_name, content in changed.items():  # before the links, so that nothing is ever written through a link
         (view / file_name).write_text(json.dumps(content))
     for file in checkpoint.iterdir():
         if file.name not in changed:
@@ -76,7 +76,7 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
 
 
 def _greedy(checkpoint: Path, tokenizer: Any) -> dict[str, Any]:
-    """Settings of greedy generation, with the end tokens of a loaded model."""
+    """Settings of greedy generation, with the same end tokens as `LocalModel` uses."""
     for file in ("generation_config.json", "config.json"):
         configured = _json(checkpoint / file).get("eos_token_id")
         if configured is not None:
@@ -106,7 +106,7 @@ class Server:
         return None if self.process.poll() is None else self.last_lines()
 
     def last_lines(self) -> str:
-        """The last lines of its log, as part of a sentence. Prints more of them to standard error."""
+        """The last two lines of its log, as part of a sentence. Prints more lines to standard error."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
         return "; ".join(line.strip() for line in lines[-2:]) or "it said nothing"
@@ -114,7 +114,7 @@ class Server:
 
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[Server]:
-    """Run the command as a process group that ends with the context, and with this process however it ends."""
+    """A context that runs the command as a process group, which ends with the context and when this process dies."""
     watcher = Path(__file__).with_name("server_process.py")
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -131,7 +131,7 @@ def running(command: list[str], log: Path) -> Iterator[Server]:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE + 5)
-        with suppress(ProcessLookupError):  # nothing is left of the group, as it should be
+        with suppress(ProcessLookupError):  # as expected, no process of the group is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -147,7 +147,7 @@ def _free_port() -> int:
 
 
 def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> Completions:
-    """Wait until the server answers with the model of one of these names."""
+    """Wait until the server answers requests for a model of one of these names."""
     deadline = time.monotonic() + seconds
     while (served := _models(url)) is None:
         if (ended := server.last_words()) is not None:
@@ -158,7 +158,7 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
                 f"{server.last_lines()}"
             )
         time.sleep(_POLL_SECONDS)
-    # `vllm serve` lists the name it is told; `transformers serve` lists other models and takes the checkpoint's path.
+    # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the checkpoint's path.
     completions = Completions(url, names[0] if names[0] in served else names[1], server.last_words)
     try:
         with completions.client(max(_ANSWER, deadline - time.monotonic())) as client:
@@ -175,7 +175,7 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
 
 
 def _models(url: str) -> list[str] | None:
-    """The models that the server lists, [] where it answers without a list; None while nothing answers."""
+    """Names of the models that the server lists, [] if it answers without a list; None while nothing answers."""
     try:
         with _DIRECT.open(f"{url}/models", timeout=_ANSWER) as answer:
             return [str(entry["id"]) for entry in json.load(answer)["data"]]

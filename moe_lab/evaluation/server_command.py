@@ -1,4 +1,4 @@
-"""What backend=server starts: the words of its command line. Without torch or openai, for the preflight."""
+"""The command line that backend=server starts, and its checks. Without torch or openai, for the preflight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moe_lab.secret_settings import filled, revealed
 
 BACKENDS = ("hf", "server")
 PLACES = ("checkpoint", "port", "name")
-"""What a command line has places for; it can go without the name."""
+"""Placeholders of a command line; the name is optional."""
 _NEEDED = ("checkpoint", "port")
 _HINTS = {"transformers": "transformers[serving]"}
 
 
 def check_command(backend: BackendConfig) -> None:
-    """UserError for a back end that cannot be."""
+    """Raise UserError for impossible settings of the back end."""
     if backend.name not in BACKENDS:
         raise unknown("backend.name", backend.name, BACKENDS)
     if backend.name == "server":
@@ -41,8 +41,10 @@ def wrong(
     models: Iterable[ModelConfig],
     recoveries: Iterable[RecoveryConfig],
 ) -> Iterator[str]:
-    """A sentence for each mistake in the back end, and for what it cannot generate. A server reads an exported
-    checkpoint, which has what pruning leaves, before it is recovered."""
+    """A sentence for each mistake in the back end, and for each benchmark or recovery that it cannot serve.
+
+    A server reads an exported checkpoint, which is pruned and not recovered.
+    """
     yield from user_errors(check_command, backend)
     for benchmark in benchmarks:
         by_loaded_model = benchmark.max_new_tokens and not has_two_phases(benchmark)
@@ -62,12 +64,12 @@ def wrong(
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The command with everything in its places; what is put in stays one word. UserError for a wrong place."""
+    """The command's words with placeholders filled, each in its word. Raises UserError for a wrong placeholder."""
     command = backend.command
     if not command:
         raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
     try:
-        # Secrets last, each within its word and never looked at for places.
+        # Secrets are filled in last, so that they are neither split nor searched for placeholders.
         split = shlex.split(ENVIRONMENT.sub(lambda secret: f"${{{secret[0][1:]}}}", filled(command)))
         places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
     except ValueError as error:
@@ -81,10 +83,10 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
 
 
 def check_installed(backend: BackendConfig) -> None:
-    """UserError when the program that a server's command starts is not on this machine."""
+    """Raise UserError when the program that backend.command starts is not on this machine."""
     try:
         check_command(backend)
-    except UserError:  # which `check` tells
+    except UserError:  # which `wrong` reports
         return
     if backend.name != "server":
         return
@@ -97,5 +99,5 @@ def check_installed(backend: BackendConfig) -> None:
 
 
 def search_path() -> str:
-    """Where programs are looked for: beside this interpreter, then as everywhere else."""
+    """The PATH in which programs are searched: first the folder of this interpreter, then the usual PATH."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))

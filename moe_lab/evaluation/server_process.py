@@ -1,4 +1,4 @@
-"""Run a server, and end it and all it started on SIGTERM or when the parent process is gone.
+"""Run a server, and end it with all its child processes on SIGTERM or when the parent process has died.
 
     python server_process.py PARENT SECONDS COMMAND ...
 

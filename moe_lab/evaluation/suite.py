@@ -1,4 +1,4 @@
-"""Benchmarks before anything heavy is imported: their data, their identity, and problems with their settings."""
+"""Data, identity and checks of benchmarks, without importing anything heavy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from moe_lab.paths import PREFIX, resolve
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template")
-"""Parameters that are not part of the identity: the template counts by its content."""
+"""Parameters that are not part of the identity; a template is identified by its content."""
 
 
 def policy(config: Config) -> Policy:
-    """The policy of a study."""
+    """What a study's settings allow."""
     return Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
 
 
 def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files of a benchmark without a mirror, the one with the items last. UserError naming a missing one."""
+    """The files of a benchmark without a mirror; the last one has the items. Raises UserError naming a missing file."""
     if not benchmark.task:
         raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
     task = Path(resolve(benchmark.task)).expanduser().absolute()
@@ -42,7 +42,7 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
 def data_digest(benchmark: BenchmarkConfig) -> str:
     """sha256 over the benchmark's files, or over their digests in its mirror.
 
-    While the mirror is missing, the name of the data stands for it, so that costs can be estimated before it is made.
+    If the mirror is missing, a text with the name of the data is returned, so that costs can be estimated without it.
     """
     if benchmark.data is not None:
         try:
@@ -57,15 +57,15 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
 
 
 def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that ship."""
+    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
     return benchmark.task.startswith(PREFIX)
 
 
 def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Everything about a benchmark that can change what a model answers; not its name, batch size or folder."""
+    """All settings of a benchmark that can change what a model answers, so without its name, batch size or folder."""
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
-    # Earlier versions evaluated the JSON text of such a file, markup included.
+    # Results of earlier versions differ: they evaluated the JSON text of such a file, markup included.
     of_documents = benchmark.harness == "perplexity" and benchmark.data is None and is_json(data_files(benchmark)[-1])
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
@@ -80,7 +80,7 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Everything about a benchmark that can change its results. A judge's address does not."""
+    """All settings of a benchmark that can change its results, so without the address of a judge."""
     harness = HARNESSES[benchmark.harness]
     return {
         **question_identity(benchmark),
@@ -106,12 +106,12 @@ def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str
 
 
 def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
-    """Wrong settings, which are wrong on any machine."""
+    """Problems with settings that would be wrong on any machine."""
     return list(dict.fromkeys(chain(*map(_wrong, benchmarks), _duplicate_results(benchmarks))))
 
 
 def _duplicate_results(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
-    """Results of one name would be taken for one."""
+    """A sentence for each result name that two benchmarks report, because their results would be confused."""
     reported: dict[str, str] = {}
     for benchmark in benchmarks:
         for name in benchmark.reports:
@@ -123,7 +123,7 @@ def _duplicate_results(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
 
 
 def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
-    """What is missing on this machine, or not allowed: packages, data, a sandbox for programs, a judge."""
+    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
     known = [benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES]
     return list(dict.fromkeys(chain(*(_lacking(benchmark, policy) for benchmark in known))))
 
@@ -162,7 +162,7 @@ def runs_programs(benchmark: BenchmarkConfig) -> bool:
 
 
 def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that could reach outside themselves count as wrong, because there are no namespaces here."""
+    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
     try:
         return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
     except UserError:  # which `lacking` reports
@@ -216,7 +216,7 @@ def _check_items(benchmark: BenchmarkConfig) -> None:
 
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:
-    """UserError unless the benchmark's data has the number of items it should have."""
+    """Raise UserError unless `count`, the items in the benchmark's data, is the expected number."""
     if benchmark.expected is not None and count != benchmark.expected:
         raise UserError(
             f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: its data is not the "

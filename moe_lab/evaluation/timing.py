@@ -23,9 +23,9 @@ _RESET_PEAK = "5"
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
     """Rows of `results.TIMINGS`: for each batch size and prompt length `settings.repeats` requests, after a warm-up.
 
-    Prompts are cut from `tokens` (N,), repeated as often as needed. Answers are the most likely tokens,
-    `settings.new_tokens` of them whatever they are, with a cache of keys and values. UserError for a prompt that leaves
-    too little room.
+    Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a cache of keys and
+    values, and always makes `settings.new_tokens` tokens after the first; end tokens are ignored. Raises UserError for
+    a prompt that leaves too little room.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1
@@ -48,7 +48,7 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
 
 
 def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds until the first new token of each prompt, and from there to the last."""
+    """Seconds until the first new token of each prompt, and seconds for the `new_tokens` after it."""
     start = _now(model.device)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     chosen = output.logits[:, -1:].argmax(-1)
@@ -68,7 +68,7 @@ def _now(device: torch.device) -> float:
 
 
 def _working_bytes(device: torch.device, request: Callable[[], object]) -> float:
-    """Peak memory of `request` beyond what is held before it: torch's allocations on GPUs, else resident pages."""
+    """Peak bytes of `request` beyond those used before it: torch's allocations on GPUs, else resident memory."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         before = sum(torch.cuda.memory_allocated(number) for number in gpus)
@@ -77,9 +77,9 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
         request()
         return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - before)
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # release free memory, whose reuse by the request would not be counted
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system: its reuse would not be counted
         _RESET.write_text(_RESET_PEAK)
-    except (AttributeError, OSError):  # another system than Linux, or one that does not let a process do so
+    except (AttributeError, OSError):  # not Linux, or not permitted
         request()
         return float("nan")
     before = _peak_bytes()

@@ -1,1 +1,1 @@
-"""One module per benchmark harness: what it asks and how it grades."""
+"""Adapters of benchmark harnesses, one module each: the questions they ask and how they grade answers."""

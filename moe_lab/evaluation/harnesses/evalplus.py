@@ -1,7 +1,7 @@
 """EvalPlus: problems with EvalPlus's own prompts, graded in a separate process (`evalplus_grader.py`).
 
 A model either completes a problem's prompt, as base models do in EvalPlus, or is asked for a program through its chat
-template, as EvalPlus asks models behind an API: one message, and no beginning of the answer.
+template, as EvalPlus asks models behind an API: with one message, and without a prefilled start of the answer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _INSTRUCTION = (
 
 
 def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """Every problem's prompt, to be completed or, with benchmark.chat, answered. The reference of a completion is the
-    problem's canonical solution; an answer in words has none."""
+    """Every problem's prompt, to be completed or, with benchmark.chat, answered.
+
+    The reference of a completion is the problem's canonical solution; an answer in a chat has none.
+    """
     questions = []
     for task, problem in _problems(benchmark).items():
         text = problem["prompt"].strip()
@@ -50,16 +52,16 @@ def ask(benchmark: BenchmarkConfig) -> list[Question]:
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """Texts that end a completion; an answer ends by itself."""
+    """Stop texts of a completion; answers in a chat have none."""
     return () if benchmark.chat else (*EOS, *extra_eos_for_direct_completion(dataset_of(_problems(benchmark))))
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Grade programs on the base tests and on all (plus) tests. A program that passes plus has passed base too.
 
-    Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. The shipped models write
-    nothing but code, so answers to the shipped problems need none.
-    Raises UserError where programs may not run, RuntimeError with the grader's last line where grading itself fails.
+    Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers to the shipped problems
+    do not need it, because the shipped models write nothing but code. Raises UserError when programs may not be run,
+    and RuntimeError with the grader's last line when grading itself fails.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)
@@ -97,8 +99,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
 
 def fenced_program(text: str, entry_point: str) -> str:
-    """The last fenced block of `text` that defines the function `entry_point`; without one the longest block, and
-    without a fence all of the text. A block that was cut off ends with the text."""
+    """The last fenced block of `text` that defines the function `entry_point`.
+
+    If no block defines it, the longest block; if there is no block, all of the text. A block without a closing fence
+    ends with the text.
+    """
     lines_of_blocks: list[list[str]] = []
     inside = False
     for line in text.splitlines():
@@ -139,7 +144,7 @@ def dataset_of(problems: Mapping[str, Any]) -> str:
 
 
 def run_grader(request: GradeRequest) -> dict[str, Any]:
-    """Grade in a process without torch, without a folder to write to and with a minimal environment."""
+    """Grade in a process without torch, with a minimal environment and without a home folder to write to."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
     done = subprocess.run(
         command("moe_lab.evaluation.harnesses.evalplus_grader"),

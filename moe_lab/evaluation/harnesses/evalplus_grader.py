@@ -1,7 +1,7 @@
 """Grade programs with EvalPlus's data and rules: `python -m moe_lab.evaluation.harnesses.evalplus_grader`.
 
-The process reads a request from standard input and writes verdicts to standard output. It has neither torch nor the
-model, and it never runs a program itself: `sandbox/runner.py` does, which gets the program and the inputs but not the
+The process reads a request from standard input and writes verdicts to standard output. It loads neither torch nor the
+model, and never runs a program itself: `sandbox/runner.py` does, which gets the program and the inputs but not the
 expected outputs.
 """
 
@@ -40,23 +40,23 @@ class GradeRequest:
     """Programs for the problems of one EvalPlus data file."""
 
     dataset: str
-    """humaneval or mbpp: whose rules apply."""
+    """humaneval or mbpp: the data set whose rules apply."""
     data: str
     """Path of the data file."""
     programs: dict[str, str]
-    """Task id -> whole program."""
+    """Task id -> complete program."""
     confined: bool
-    """Run programs in namespaces, otherwise only in a subprocess with limits."""
+    """Run programs in namespaces; False: only in a subprocess with limits."""
     closed_world_only: bool
     """Count programs that could reach outside themselves as wrong, without running them."""
     sanitize: bool = False
     """Apply EvalPlus's sanitizer to the programs first."""
     seconds: float = 4.0
-    """CPU time of a call at most, or four times that of the canonical solution if this is more."""
+    """CPU limit of a call, or four times the CPU time of the canonical solution if that is more."""
     memory_mib: int = 4096
-    """Address space of a program."""
+    """Limit on the address space of a program."""
     comparing_seconds: int = 20
-    """CPU time at most for comparing the outputs of one program, within `_COMPARING_MEMORY` bytes."""
+    """CPU limit for comparing the outputs of one program, which may take `_COMPARING_MEMORY` bytes."""
     processes: int = 0
     """Programs that run at the same time; 0: one per core that this process may use."""
     cache: str | None = None
@@ -65,7 +65,7 @@ class GradeRequest:
 
 @dataclass
 class Verdict:
-    """How one program ended on the base tests and on all: pass, fail, timeout, crash, output or refused."""
+    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or refused."""
 
     base: str
     plus: str
@@ -73,8 +73,10 @@ class Verdict:
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """The problems as EvalPlus reads them, with its special input types. Sets EvalPlus's environment variable of their
-    path, so a process can read only one file."""
+    """The problems as EvalPlus reads them, with its special input types.
+
+    Sets EvalPlus's environment variable for the path of the data, so a process can read only one file.
+    """
     os.environ["HUMANEVAL_OVERRIDE_PATH" if dataset == "humaneval" else "MBPP_OVERRIDE_PATH"] = data
     # evalplus.data imports `datasets` for a benchmark not used here; without it the import takes 0.1 s instead of 1.3.
     unused = types.ModuleType("datasets")
@@ -92,7 +94,7 @@ class Grader:
     def __init__(self, request: GradeRequest) -> None:
         self.request = request
         self.problems = problems_of(request.dataset, request.data)
-        from moe_lab.evaluation.harnesses import evalplus_rules  # here, as `problems_of` makes its import fast
+        from moe_lab.evaluation.harnesses import evalplus_rules  # here, because `problems_of` makes its import fast
 
         self._rules = evalplus_rules
         self.programs = dict(request.programs)
@@ -104,7 +106,7 @@ class Grader:
         self._expected: dict[str, dict[str, Any]] = {}
 
     def verdicts(self) -> dict[str, Verdict]:
-        """One verdict per program of the request."""
+        """Task id -> verdict, for each program of the request."""
         with ThreadPoolExecutor(min(self.request.processes or cores(), max(1, len(self.programs)))) as pool:
             self._load_expected(pool)
             return dict(zip(self.programs, pool.map(self._verdict, self.programs), strict=True))
@@ -115,7 +117,7 @@ class Grader:
         request = Request(program, self.problems[task]["entry_point"], inputs, seconds, total, memory, _OUTPUT)
         return self.runners.run(request)
 
-    # Expected outputs: those of the canonical solutions, which run like any other program.
+    # Expected outputs are those of the canonical solutions, which are run like any other program.
 
     def _load_expected(self, pool: ThreadPoolExecutor) -> None:
         file = self._cache_file()
@@ -187,7 +189,7 @@ class Grader:
         return _COMPARED[status]
 
     def _compared(self, task: str, part: str, outcome: Outcome, expected: list[Any]) -> str:
-        """A key of `_COMPARED`. A program's outputs are decoded only here, where time and memory are limited."""
+        """Compare outputs; returns a key of `_COMPARED`. They are decoded only here, with limited time and memory."""
         try:
             outputs = outcome.values()
         except ValueError:
@@ -205,7 +207,7 @@ _COMPARED = {
 
 
 def cores() -> int:
-    """Number of cores that this process may use; all of the machine where the system does not tell."""
+    """Number of cores that this process may use, or all of the machine if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

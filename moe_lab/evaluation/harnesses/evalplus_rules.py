@@ -1,11 +1,12 @@
-"""EvalPlus's own sanitizer and comparison, made safe against the programs that they work on.
+"""EvalPlus's own sanitizer and comparison, protected against the programs that they process.
 
 EvalPlus compares outputs in the process that runs the program, where the program can see and change the verdict. Here
 EvalPlus compares the outputs of a stand-in, which returns the values that the model's program returned in the sandbox.
-Tolerances, set equality and the special cases of MBPP remain EvalPlus's.
+Tolerances, set equality and the special cases of MBPP are EvalPlus's own.
 
-EvalPlus's sanitizer searches for the longest run of lines that is Python in a time cubic in their number, and parsing
-what a model wrote can end a process. So it runs in a child with limits, on few lines, from the longest run down.
+EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in their number, and parsing
+what a model wrote can crash a process. So here it runs in a child process with limits, on a limited number of lines,
+and tries the longest runs first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS as MBPP_OUT
 from moe_lab.evaluation.sandbox.confinement import in_child
 
 MOST_LINES = 150
-"""Lines searched of a text that is not Python as a whole."""
+"""Number of lines that are searched of a text that is not Python as a whole."""
 _SECONDS = 20
 _MEMORY = 4 << 30
 
@@ -36,15 +37,15 @@ def sanitized(text: str, entry_point: str) -> str:
 
 
 def longest_program(text: str) -> str:
-    """The longest run of lines of `text` that is Python, by its lines that are not blank; the first of equals.
+    """The run of lines of `text` that is Python and has the most lines that are not blank; of equal ones, the first.
 
-    It gives what `code_extract` of EvalPlus gives, which tries every run, but searches only the first MOST_LINES lines
-    of a text that is not Python as a whole.
+    The result is that of EvalPlus's `code_extract`, which tries every run, except that only the first MOST_LINES lines
+    are searched of a text that is not Python as a whole.
     """
     lines = text.split("\n")
     if not _is_python(text):
         lines = lines[:MOST_LINES]
-    filled = [0, *accumulate(bool(line.strip()) for line in lines)]  # lines before each that are not blank
+    filled = [0, *accumulate(bool(line.strip()) for line in lines)]  # non-blank lines before each line
     runs = []
     for start in range(len(lines)):
         for end in range(start + 2, len(filled)):
@@ -67,8 +68,8 @@ def _is_python(text: str) -> bool:
 def gives_something(function: Any) -> bool:
     """Whether a function's tree-sitter node holds a return or a yield.
 
-    EvalPlus drops functions without a return as unfinished. That includes generators, without which the canonical
-    solution of Mbpp/630 fails.
+    EvalPlus drops functions without a return statement as unfinished. That would include generators, without which the
+    canonical solution of Mbpp/630 fails.
     """
     return any(node.type in ("return_statement", "yield") for node in evalplus_sanitize.traverse_tree(function))
 
@@ -81,7 +82,7 @@ _recorded: Iterator[Any] = iter(())
 
 
 def _compare_without_guards() -> FunctionType:
-    """EvalPlus's `unsafe_execute` without its protections: it runs nothing but our stand-in."""
+    """EvalPlus's `unsafe_execute` without its protections, which are not needed: it runs only the stand-in."""
     original = evalplus_eval.unsafe_execute
     unguarded = {
         "create_tempdir": nullcontext,
@@ -104,7 +105,7 @@ def replay(*arguments: Any) -> Any:
 def agrees(dataset: str, problem: dict[str, Any], part: str, outputs: list[Any], expected: list[Any]) -> bool:
     """Whether EvalPlus accepts `outputs`, one per input of the problem's `part`, base or plus.
 
-    EvalPlus 0.3.1 reports HumanEval/32 as failed after its own check has succeeded; here it passes.
+    EvalPlus 0.3.1 reports HumanEval/32 as failed although its own check has succeeded; here it passes.
     """
     global _recorded
     inputs = problem[f"{part}_input"]

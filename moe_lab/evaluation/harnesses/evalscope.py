@@ -1,6 +1,6 @@
-"""EvalScope's tasks: their settings and problems, known before EvalScope is started, and their questions and grades.
+"""EvalScope's tasks: checks of their settings without starting EvalScope, their questions, and grading.
 
-EvalScope runs in a process of its own (`evalscope_worker.py`): it gives the questions, and later grades the answers.
+EvalScope runs in a separate process (`evalscope_worker.py`), once for the questions and later to grade the answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moe_lab.results import Sample
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
-"""Share of answers that EvalScope may fail to compare, because its time for one is limited. They count as wrong."""
+"""Share of answers that EvalScope may fail to compare, as its time for each is limited. They count as wrong."""
 _TESTS_SECONDS = 6.0  # EvalScope's own limit
 _ROUNDING = 1e-4  # of EvalScope's means
 
@@ -45,7 +45,7 @@ class Task:
     """Properties of a task of EvalScope."""
 
     split: str
-    """Split whose items are asked."""
+    """Split whose items are evaluated."""
     shots: tuple[int, ...] | None = (0,)
     """Numbers of examples it can show; None: any number."""
     code: bool = False
@@ -61,13 +61,13 @@ TASKS: Mapping[str, Task] = {
     "gpqa_diamond": Task("train", shots=(0, 5)),
     "live_code_bench": Task("test", code=True),
 }
-"""Tasks by EvalScope's name. Others may work, but nobody has checked what they ask and how they grade."""
+"""Tasks by EvalScope's name. Questions and grading of other tasks have not been checked."""
 OWN = Path(__file__).resolve().parents[3] / ".venv-evalscope" / "bin" / "python"
 """The interpreter of the environment that `make evalscope` creates."""
 
 
 def interpreter(benchmark: BenchmarkConfig) -> str:
-    """The Python with EvalScope: interpreters.evalscope, or that of `make evalscope`, or this one."""
+    """The Python interpreter with EvalScope: interpreters.evalscope, or that of `make evalscope`, or this one."""
     if benchmark.python is not None:
         python = Path(benchmark.python).expanduser()
         if not python.is_file():
@@ -84,7 +84,7 @@ def interpreter(benchmark: BenchmarkConfig) -> str:
 
 
 def installed(benchmark: BenchmarkConfig) -> str | None:
-    """EvalScope's version under the benchmark's interpreter; None for other harnesses, or where there is none."""
+    """EvalScope's version in the benchmark's interpreter; None for other harnesses, or if it is not installed."""
     if benchmark.harness != "evalscope":
         return None
     try:
@@ -100,7 +100,7 @@ def _version(python: str) -> str:
 
 
 def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
-    """Wrong settings for EvalScope's task, one sentence each."""
+    """Problems with the settings of an EvalScope benchmark, one sentence each."""
     name = f"benchmark {benchmark.name}"
     if benchmark.task not in TASKS:
         yield str(unknown(f"{name}: task", benchmark.task, TASKS))
@@ -128,7 +128,7 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """A missing EvalScope, or the permission to read pickled tests where it is needed, one sentence each."""
+    """A sentence if EvalScope is missing, and one if pickled tests would need a permission."""
     yield from user_errors(lambda: _check_interpreter(benchmark))
     task = TASKS.get(benchmark.task)
     if task and task.code and benchmark.data is not None and not policy.allow_pickled_data:
@@ -142,7 +142,7 @@ def _check_interpreter(benchmark: BenchmarkConfig) -> None:
 
 
 def _check_pickles(benchmark: BenchmarkConfig) -> None:
-    """UserError when the private tests of the first row are not JSON."""
+    """Raise UserError when the private tests of the first row are not JSON."""
     import pyarrow.parquet as parquet
 
     for files in mirror.subsets(benchmark).get(benchmark.subset or "default", {}).values():
@@ -170,12 +170,12 @@ def ask(benchmark: BenchmarkConfig) -> list[Question]:
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """None: EvalScope reads whole answers."""
+    """No stop texts: EvalScope reads complete answers."""
     return ()
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """EvalScope's verdicts. RuntimeError when it could not compare more than 1 % of the answers."""
+    """Grade answers by EvalScope. Raises RuntimeError when it could not compare more than 1 % of them."""
     code = TASKS[benchmark.task].code
     protection = policy.protection(closed_world=False) if code else None
     reply = _run(benchmark, {answer.item: replace_surrogates(answer.output) for answer in answers}, policy)
@@ -210,7 +210,7 @@ def _sample(name: str, answer: Answer, verdict: Mapping[str, Any], code: bool) -
 
 
 def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Policy | None) -> Reply:
-    """Run EvalScope's process. UserError for a problem of the data, RuntimeError with the last line of its log."""
+    """Run EvalScope's process. Raises UserError for a problem of the data, else RuntimeError with its last line."""
     task = TASKS[benchmark.task]
     dataset_args: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
     if not task.own_subsets:
@@ -252,7 +252,7 @@ def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
 
 
 def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
-    """Run the process to its end, with a minimal environment, and end everything that it started."""
+    """Run the process until it ends, with a minimal environment, and then kill everything that it started."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     caches = {name: str(place / "cache") for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
@@ -270,7 +270,7 @@ def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
         try:
             code = process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the group is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             assert process.stdin is not None

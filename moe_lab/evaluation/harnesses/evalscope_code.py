@@ -1,8 +1,8 @@
-"""LiveCodeBench in EvalScope's process: selection of problems, and running of programs that a model wrote.
+"""LiveCodeBench in EvalScope's process: selecting problems, and running programs that a model wrote.
 
-EvalScope runs such programs in a process that knows the expected outputs and keeps the verdicts. Here they run in
-`sandbox/runner.py`, which knows neither, and EvalScope's own comparison gets what they printed or returned. EvalScope's
-own source text around a program (imports, input, main block) is sent to the sandbox with it.
+EvalScope runs such programs in a process that has the expected outputs and the verdicts. Here they run in
+`sandbox/runner.py`, which has neither, and EvalScope's own comparison gets what they printed or returned. The code that
+EvalScope puts around a program (imports, input, main block) is sent to the sandbox with it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from moe_lab.evaluation.sandbox.client import Outcome, Runners
 from moe_lab.evaluation.sandbox.confinement import in_child
 from moe_lab.evaluation.sandbox.runner import Request
 
-_FIRST_TESTS = 4  # a wrong program mostly fails one of them, and the others need not be run
+_FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others are not run
 _OUTPUT = 256 << 20
-_PROCESSES = 4  # recursion is often given a thread of its own, and one that ends is counted for a moment
+_PROCESSES = 4  # solutions often recurse in a thread of their own, and a thread that ended still counts for a moment
 _COMPARING_SECONDS = 60
 _COMPARING_MEMORY = 4 << 30
 _WRONG = -2  # EvalScope's number for a wrong answer
@@ -64,22 +64,22 @@ class CodeSettings:
     """Selection of problems, and limits of programs."""
 
     start_date: str
-    """First day of contests, YYYY-MM-DD."""
+    """First day of the selected contests, YYYY-MM-DD."""
     end_date: str
-    """Last day of contests; all of it counts."""
+    """Last day of the selected contests, included."""
     pickles: bool = False
-    """Private tests may be a pickle, of which nothing but text is read."""
+    """Private tests may be a pickle, from which nothing but text is read."""
     confined: bool = True
-    """Run programs in namespaces, otherwise only in a subprocess with limits."""
+    """Run programs in namespaces; False: only in a subprocess with limits."""
     seconds: float = 6.0
-    """CPU time per test."""
+    """CPU limit of a test."""
     memory_mib: int = 4096
-    """Address space of a program."""
+    """Limit on the address space of a program."""
     processes: int = 1
     """Programs that run at the same time."""
 
     def chooses(self, day: str) -> bool:
-        """Whether a problem of a contest on this day, an ISO date or time, is selected."""
+        """Whether problems of a contest on this day (an ISO date or time) are selected."""
         return self.start_date <= date.fromisoformat(day[:10]).isoformat() <= self.end_date
 
 
@@ -93,7 +93,7 @@ class Programs:
         self._judging = threading.Lock()
 
     def adapter(self, of_evalscope: type, *, asking: bool) -> type:
-        """EvalScope's task with the selected problems only; for asking, private tests are not read."""
+        """EvalScope's task, with only the selected problems; with `asking`, private tests are not read."""
         settings = self.settings
 
         class Adapter(of_evalscope):
@@ -108,7 +108,7 @@ class Programs:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which EvalScope unpickles nothing but text and runs no program itself."""
+        """A context in which EvalScope unpickles only text and runs no program itself."""
         from evalscope.benchmarks.live_code_bench import evaluate_utils, load_utils, testing_util
 
         with (
@@ -139,7 +139,7 @@ class Programs:
             if len(tests["inputs"]) <= _FIRST_TESTS or not all(result is True for result in results):
                 return results, notes
             return self._judge(tests, self._run(generation, tests, None))
-        except Exception as error:  # EvalScope would take any for a wrong answer
+        except Exception as error:  # EvalScope would count any exception as a wrong answer
             self.failures.append(error)
             raise
 
@@ -159,7 +159,7 @@ class Programs:
         return self._runners.run(request)
 
     def _judge(self, tests: dict[str, Any], outcome: Outcome) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's comparison of a program's outputs with the expected ones, as far as there are outputs."""
+        """EvalScope's comparison of the outputs that a program gave with the expected ones."""
         number = len(outcome.encoded) + (outcome.status != "ok")
         first = {name: tests[name][:number] for name in ("inputs", "outputs")}
         with self._judging:
@@ -186,7 +186,7 @@ def _compared(function: str | None, tests: dict[str, Any], outcome: Outcome) -> 
 
 
 def unpickled_text(content: bytes) -> str:
-    """The string in a pickle. DataError for a pickle of anything else, or one that needs an import."""
+    """The string in a pickle. Raises DataError for a pickle of anything else, or one that needs an import."""
 
     class OnlyText(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -215,7 +215,7 @@ def program(solution: str, function: str | None) -> str:
 
 @contextmanager
 def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
-    """A context in which EvalScope's comparison gets a recorded outcome instead of running a solution."""
+    """A context in which EvalScope's comparison gets the recorded outcome instead of running a solution."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     values, printed = _replies(outcome), list[str]()
@@ -233,7 +233,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _replies(outcome: Outcome) -> Iterator[Any]:
-    """The program's output for each test, then an exception if it did not end well."""
+    """The program's output for each test. After the last one, raises an exception that says how the program ended."""
     try:
         yield from outcome.values()
     except ValueError as error:

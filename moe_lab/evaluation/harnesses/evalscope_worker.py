@@ -1,8 +1,8 @@
-"""The process that runs EvalScope: it gives the questions of a task, or grades answers to them.
+"""The process that runs EvalScope: it returns the questions of a task, or grades answers to them.
 
 It needs EvalScope and the standard library, but no other package of moe_lab's environment. EvalScope writes the
-prompts, extracts the answers and scores them. Its model is a stand-in that records questions (ask) or returns texts
-that were generated before (grade).
+prompts, extracts the answers and scores them. In place of a model it gets a stand-in that records the questions (ask)
+or returns texts that were generated before (grade).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Request:
     dataset_args: dict[str, Any]
     """EvalScope's settings of the task: subset_list, eval_split, few_shot_num."""
     settings: dict[str, Any]
-    """Generation settings, with which every question must arrive."""
+    """Generation settings, which EvalScope must pass with every question."""
     limit: int | None = None
     """Number of items, taken evenly from the subsets; None: all."""
     texts: dict[str, str] | None = None
-    """Name of an item -> the model's answer, for grading; None: ask."""
+    """Name of an item -> the model's answer, for grading; None: return the questions."""
     code: evalscope_code.CodeSettings | None = None
     """Selection of problems and limits of programs, for tasks whose answers are programs."""
 
@@ -59,16 +59,16 @@ class Reply:
     error: str = ""
     """A sentence for the user; the other fields are empty then."""
     questions: list[dict[str, Any]] = field(default_factory=list)
-    """item, messages."""
+    """Dicts of item and messages."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """item, outcome (None where EvalScope could not compare), extracted, why."""
+    """Dicts of item, outcome (None where EvalScope could not compare), extracted and why."""
     score: float | None = None
     """EvalScope's own mean over the samples with an outcome."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
 def main(request_file: str, reply_file: str) -> None:
-    """Perform the request. Ends at once when the process that started this one is gone."""
+    """Perform the request. Ends immediately when the process that started this one has ended."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     content = json.loads(Path(request_file).read_text(encoding="utf-8"))
     code = content.pop("code")
@@ -81,12 +81,12 @@ def main(request_file: str, reply_file: str) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # not sys.stdin: its lock, held here, would stop every process that EvalScope forks
+    os.read(0, 1)  # not sys.stdin, whose lock, held here, would block every process that EvalScope forks
     os.killpg(0, signal.SIGKILL)
 
 
 def run(request: Request) -> Reply:
-    """Ask the task, or grade `request.texts`. Raises AssertionError if EvalScope did not do exactly that."""
+    """Collect the task's questions, or grade `request.texts`. Raises AssertionError if EvalScope did anything else."""
     from evalscope import TaskConfig, run_task
 
     stand_in = _stand_in()(request.texts)
@@ -133,14 +133,14 @@ def _check(request: Request, task: _Task, stand_in: Any, report: Any) -> None:
 
 
 class _Task:
-    """EvalScope's task with three changes: items have names, their number may be limited, and asking scores nothing."""
+    """EvalScope's task with three changes: items have names, a limit applies to all, and asking scores nothing."""
 
     def __init__(self, request: Request, stand_in: Any, programs: evalscope_code.Programs | None) -> None:
         self.request, self.stand_in, self.programs = request, stand_in, programs
         self.names: dict[Item, str] = {}
 
     def in_place(self) -> Any:
-        """A context in which EvalScope uses this task."""
+        """A context in which EvalScope uses this task instead of its own."""
         from evalscope.api.registry import BENCHMARK_REGISTRY
 
         meta = BENCHMARK_REGISTRY.lookup(self.request.task)
@@ -167,7 +167,7 @@ class _Task:
         return self.programs.adapter(Adapter, asking=self.request.texts is None) if self.programs else Adapter
 
     def name_items(self, subsets: Any) -> Any:
-        """Name every sample by subset, number and a digest of its prompt; drop those beyond the limit."""
+        """Name every sample by subset, number and a digest of its prompt; drop samples beyond the limit."""
         order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
         wanted = {(subset, number) for number, subset in order[: self.request.limit]}
         for subset, samples in subsets.items():
@@ -183,7 +183,7 @@ class _Task:
 
 
 def _stand_in() -> Callable[[dict[str, str] | None], Any]:
-    """The class of the stand-in for a model. Defined in a function because EvalScope is imported late."""
+    """The class of the stand-in for a model, defined in a function so that EvalScope is imported only when needed."""
     from evalscope.api.model import ModelAPI, ModelOutput
 
     class StandIn(ModelAPI):
@@ -247,7 +247,7 @@ def _samples(request: Request, names: dict[Item, str], read: dict[str, str]) -> 
 def _why(score: dict[str, Any]) -> str:
     """Why an answer is wrong, or could not be scored."""
     notes = score.get("metadata") or {}
-    if "final_metadata" in notes:  # of a program; a right one has no error
+    if "final_metadata" in notes:  # of a program; right programs have no error
         of_program = json.loads(notes["final_metadata"][0][0])
         return " ".join(of_program.get(name) or "" for name in ("error_message", "program_error")).strip()
     return str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or "")

@@ -1,7 +1,7 @@
-"""lm-eval on a loaded model: tasks, prompts, filters and metrics of lm-eval; data and generation of moe_lab.
+"""lm-eval on a loaded model, with lm-eval's tasks, prompts, filters and metrics, and moe_lab's data and generation.
 
-Tasks are built by lm-eval's public `TaskManager`. `datasets.load_dataset`, from which tasks get their data, is replaced
-meanwhile, so that neither the hub nor a cache on disk nor the current folder is used.
+Tasks are built by lm-eval's public `TaskManager`. While it runs, `datasets.load_dataset`, from which tasks get their
+data, is replaced, so that neither the hub nor a cache on disk nor the current folder is used.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Row = dict[str, Any]
 
 
 def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Run a task, or a group whose items have equal weight. Both of lm-eval's caches stay off: their keys contain
-    neither the model nor the data.
+    """Run a task, or a group of tasks whose items have equal weight.
 
-    Raises UserError for a metric that the task lacks, an unexpected number of items, a task that samples, and an item
-    longer than the model can read.
+    Both caches of lm-eval are off, because their keys contain neither the model nor the data. Raises UserError for a
+    metric that the task lacks, an unexpected number of items, a task that samples, and an item longer than the model
+    can read.
     """
     with _quiet(), _random_state_kept():
         by_name = tasks(benchmark)
@@ -72,7 +72,7 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
         of_metric = _rows_with(metric, rows, benchmark)
         own = [_sample(result, metric, row) for row in of_metric]
         samples += own
-        if isinstance(of_metric[0][metric.partition(",")[0]], tuple):  # of a document: its likelihood, words or bytes
+        if isinstance(of_metric[0][metric.partition(",")[0]], tuple):  # of a document: log-likelihood, words or bytes
             nats = [sample["outcome"] for sample in own]
             weights = [row[metric][1] for row in of_metric]
             scores.append(loss_result(result, metric, nats, weights, benchmark))
@@ -88,7 +88,7 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
 
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
-    """Task -> its items to evaluate: all, or `limit` in total, the first of every task before the second of any."""
+    """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in turn."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
     places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
     counts = Counter(name for _, name in places)
@@ -103,10 +103,10 @@ _built: dict[str, dict[str, Any]] = {}
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task, several for a group such as mmlu. Built once per process for the same data and settings.
+    """Name -> task; several for a group such as mmlu. Built once per process for the same data and settings.
 
-    Examples are drawn as in a new process each time. UserError when the task's split is not the benchmark's, or when
-    the task lacks examples to show.
+    Examples are drawn anew in each call, as in a new process. Raises UserError when the task's split is not the
+    benchmark's, or when the task lacks examples to show.
     """
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
     key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens}"
@@ -121,7 +121,7 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """A task or group of lm-eval; only its folder is indexed."""
+    """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
     manager = TaskManager(include_path=str(lm_eval_folders.folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
@@ -138,7 +138,7 @@ def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """A file in lm-eval's format; every split that it names is the JSON lines file beside it."""
+    """The task in a file of lm-eval's format; all its splits are the JSON lines file with the same name."""
     definition, items = data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     return _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
@@ -151,7 +151,7 @@ def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[s
 
 
 class _Splits(dict[str, Any]):
-    """Splits of a data set, each read at its first use; one that the mirror lacks is empty."""
+    """Splits of a data set, each read at its first use; those that the mirror lacks are empty."""
 
     def __init__(self, files: Mapping[str, list[Path]], otherwise: Path | None = None) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class LoadedLM(HFLM):
         self.local_model, self.benchmark = model, benchmark
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As lm-eval's, without its progress bar; a text that it would cut off is an error."""
+        """Log-likelihoods by lm-eval, without progress bar. Raises UserError for a text that lm-eval would truncate."""
         self._check_room([request.args[0] + request.args[1] for request in requests])
         likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         for request, (likelihood, _) in zip(requests, likelihoods, strict=True):
@@ -207,8 +207,8 @@ class LoadedLM(HFLM):
         return likelihoods
 
     def _check_room(self, texts: list[str]) -> None:
-        """UserError for a text with more tokens than are read."""
-        # A text has at most as many tokens as bytes, besides a few special ones; the others are not tokenized.
+        """Raise UserError for a text that has more tokens than are read."""
+        # A text has at most as many tokens as bytes, plus a few special ones, so shorter texts need not be tokenized.
         long = [text for text in dict.fromkeys(texts) if len(text.encode()) > self.max_length - 8]
         longest = max((len(ids) for ids in self.tokenizer(long, verbose=False).input_ids), default=0) if long else 0
         if longest > self.max_length + 1:  # the last token is never read
@@ -219,7 +219,7 @@ class LoadedLM(HFLM):
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Texts for requests (prompt, settings); requests with equal settings are generated together."""
+        """Generate texts for requests (prompt, settings); requests with equal settings are generated together."""
         texts: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -251,8 +251,8 @@ def _answer_losses(
 ) -> Sequence[float | None]:
     """The loss on each row's right answer in bits per byte; None without a right answer, as for a whole document.
 
-    The likelihoods of choices are in the rows. For a generated text the loss is computed if the task's target is a text
-    that follows the prompt, which it does not in a chat.
+    For choices, the likelihoods are in the rows. For generated texts, the loss is computed if the task's target is a
+    text that follows the prompt, which it does not in a chat.
     """
     if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
         return [_loss_of_right_choice(row, task) for row in rows]
@@ -266,7 +266,7 @@ def _answer_losses(
 
 
 def _loss_of_right_choice(row: Row, task: Any) -> float | None:
-    """Bits per byte of lm-eval's right choice; None where there is not exactly one."""
+    """Loss on lm-eval's right choice in bits per byte; None if there is not exactly one."""
     right: Any = 0
     if task.OUTPUT_TYPE == "multiple_choice":
         right = task.doc_to_text(row["doc"]) if getattr(task, "multiple_input", 0) else row["target"]
@@ -280,7 +280,7 @@ def _loss_of_right_choice(row: Row, task: Any) -> float | None:
 
 
 def _named(rows: Sequence[Row], task: str) -> list[Row]:
-    """The rows of a task with the item's name: its id if the ids are unique, else its number."""
+    """The rows of a task with the name of their item: its id if the ids are unique, else its number."""
     ids = {row["doc_id"]: str(row["doc"].get("id", row["doc_id"])) for row in rows}
     unique = len(set(ids.values())) == len(ids)
     named = []
@@ -308,7 +308,7 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
     first, value = row["resps"][0][0], row[metric.partition(",")[0]]
     if isinstance(first, str):
         output, extracted = first, str(row["filtered_resps"][0])
-    elif isinstance(first, float):  # the likelihood of a whole document
+    elif isinstance(first, float):  # the log-likelihood of a whole document
         output, extracted = json.dumps(round(first, 4)), ""
         value = -value[0] / value[1]
     else:
@@ -328,12 +328,12 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
     )
 
 
-# Side effects of lm-eval that are undone.
+# Suppress or undo side effects of lm-eval.
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No messages of lm-eval but errors, and no progress bars."""
+    """A context without progress bars, and without messages of lm-eval other than errors."""
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, not datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
@@ -353,7 +353,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Restore the random number generators of Python, numpy and torch."""
+    """A context after which the random states of Python, numpy and torch are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:

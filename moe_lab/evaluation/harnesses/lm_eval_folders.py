@@ -15,9 +15,10 @@ _NAME = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one named like the task.
+    """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one with the task's name.
 
-    Only it is indexed: indexing all of lm-eval's 14,000 files takes ten seconds. UserError without such a task.
+    Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises UserError when
+    lm-eval, the folder or the task does not exist.
     """
     package = find_spec("lm_eval")
     if package is None or package.origin is None:
@@ -36,7 +37,7 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def problems(benchmark: BenchmarkConfig) -> Iterator[str]:
-    """Problems of a benchmark of lm-eval that reads a mirror, one sentence each."""
+    """Problems of an lm-eval benchmark that reads a mirror, one sentence each."""
     yield from user_errors(lambda: folder(benchmark))
     if benchmark.chat and not benchmark.max_new_tokens:
         yield (

@@ -23,7 +23,7 @@ _USUAL_LENGTH = 2048
 
 
 def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Token-weighted loss in nats; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
+    """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
 
     The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read), the last of
     which may be shorter. Every token of a window but the first is predicted.
@@ -65,8 +65,11 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
 
 
 def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
-    """The source of the text, and the text. Rows of a mirror, and documents of a JSON file, are joined by blank lines,
-    as papers read WikiText and as `calibration.joined` does."""
+    """The source of the text, and the text.
+
+    Rows of a mirror and documents of a JSON file are joined by blank lines, as papers do with WikiText and as
+    `calibration.joined` does.
+    """
     if benchmark.data is None:
         file = data_files(benchmark)[-1]
         return str(file), whole_text(file, "suite.path")
@@ -74,7 +77,7 @@ def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
 
 
 def _losses(model: LocalModel, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
-    """Mean loss of each window in nats, a scalar in fp64 each; windows of equal length share a forward pass."""
+    """Mean loss of each window in nats, an fp64 scalar; windows of equal length share a forward pass."""
     full = [window for window in windows if len(window) == len(windows[0])]
     batches = [torch.stack(full[start : start + batch_size]) for start in range(0, len(full), batch_size)]
     batches += [window[None] for window in windows[len(full) :]]

@@ -18,8 +18,11 @@ from moe_lab.evaluation.suite import check_count, data_files
 
 
 def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Score of a story: the share of the rules in its checklist that it keeps. The data file has lines {"id", "prompt",
-    "checklist"} and possibly "reference", a story that follows the prompt and whose loss is measured."""
+    """Generate a story for each prompt; its score is the share of the rules in its checklist that it keeps.
+
+    The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that follows the prompt and
+    whose loss is measured.
+    """
     file = data_files(benchmark)[-1]
     rows = mirror.read_rows(file)
     check_count(benchmark, len(rows))

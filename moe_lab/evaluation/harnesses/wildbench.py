@@ -1,4 +1,4 @@
-"""WildBench v2: conversations of real users, answered by the model and scored by a judge with a checklist."""
+"""WildBench v2: the model answers conversations of real users, and a judge scores the answers with checklists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import cache
 
 TOLERATED = 0.01
-"""Share of the items that may go without a score; more fail the benchmark."""
+"""Share of items that may lack a score. If more do, the benchmark fails."""
 EMPTY = Verdict(rubric.LOWEST, "nothing was written, which is 1 without asking")
 TOO_LONG = Verdict(
     rubric.LOWEST, "the conversation and max_new_tokens do not fit max_length, which is 1 without asking"
@@ -37,7 +37,7 @@ def ask(benchmark: BenchmarkConfig) -> list[Question]:
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """None: only an end token ends a text."""
+    """No stop texts: only an end token ends an answer."""
     return ()
 
 
@@ -47,7 +47,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     Items without a score are left out and named in the protocol. Raises Unavailable when they are more than 1 %.
     """
     for sentence in rubric.problems(benchmark, policy):
-        raise Unavailable(sentence)  # permission, address and key are no part of the step: another run may have them
+        raise Unavailable(sentence)  # permission, address and key are not part of the step: another run may have them
     assert benchmark.judge is not None
     rows = {row["session_id"]: row for row in _rows(benchmark)}
     if [answer.item for answer in answers] != list(rows):
@@ -78,7 +78,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows with the benchmark's tag, or all rows if it names none. UserError for a tag that no row has."""
+    """The rows with the benchmark's tag, or all rows if it has none. Raises UserError for a tag that no row has."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")
     chosen = [row for row in rows if tag is None or row["primary_tag"] == tag]

@@ -24,11 +24,11 @@ Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, bytes, sha256, digest of its rows, source, revision."""
 
 _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": str, "digest": str}}}
-"""What is read of a manifest."""
+"""Expected form of a manifest."""
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The mirror of the benchmark's data. UserError with the command that makes it when there is none."""
+    """The folder of the benchmark's mirror. Raises UserError with the command that makes it when there is none."""
     assert benchmark.data is not None and benchmark.root is not None
     place = Path(benchmark.root).expanduser().absolute() / benchmark.data
     if not (place / MANIFEST).is_file():
@@ -40,8 +40,10 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the manifest's digests of the rows that a benchmark reads: its split, or all splits if it shows
-    examples. It depends neither on the file format nor on the source of the data.
+    """sha256 over the digests, in the manifest, of the rows that a benchmark reads.
+
+    These are the rows of its split, or of all splits if it shows examples. The digest depends neither on the file
+    format nor on the source of the data.
     """
     read = _entries(benchmark, None if benchmark.shots else benchmark.split)
     names = sorted([entry["subset"], entry["split"], entry["digest"]] for entry in read.values())
@@ -49,7 +51,7 @@ def digest(benchmark: BenchmarkConfig) -> str:
 
 
 def check(benchmark: BenchmarkConfig) -> None:
-    """UserError when the mirror is missing, is damaged, or has another number of rows than it should have."""
+    """Raise UserError when the mirror is missing, is damaged, or does not have the expected number of rows."""
     rows = sum(entry["rows"] for entry in _entries(benchmark, benchmark.split).values())
     wanted = expected_rows(benchmark)
     if wanted is not None and rows != wanted:
@@ -62,7 +64,7 @@ def check(benchmark: BenchmarkConfig) -> None:
 
 
 def verify(benchmark: BenchmarkConfig) -> None:
-    """UserError naming the first file that differs from the manifest."""
+    """Raise UserError naming the first file that differs from the manifest."""
     place = folder(benchmark)
     for name, entry in _entries(benchmark, None if benchmark.shots else benchmark.split).items():
         file = place / name
@@ -82,7 +84,7 @@ def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
-    """Subset -> split -> files of the mirror. The only subset of a data set without subsets is called default."""
+    """Subset -> split -> files of the mirror. A data set without subsets has one, called default."""
     place = folder(benchmark)
     by_subset: dict[str, dict[str, list[Path]]] = {}
     for name, entry in _entries(benchmark, None).items():
@@ -91,7 +93,7 @@ def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
 
 
 def expected_rows(benchmark: BenchmarkConfig) -> int | None:
-    """Number of rows of the evaluated split; more than the benchmark's items where the harness selects among them."""
+    """Number of rows of the evaluated split. The benchmark has fewer items if the harness selects among the rows."""
     count: int | None = known_data(benchmark).get("rows", {}).get(benchmark.split, benchmark.expected)
     return count
 
@@ -115,7 +117,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def manifest(place: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a mirror's manifest, {} where there is none. UserError for a manifest that cannot be read."""
+    """The entries of a mirror's manifest; {} if there is none. Raises UserError for a manifest that cannot be read."""
     file = place / MANIFEST
     try:
         entries: dict[str, dict[str, Any]] = read_json(file, _SHAPE)["files"]
@@ -127,7 +129,7 @@ def manifest(place: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
-    """The manifest's entries of the benchmark's subset and of `split`; None: of every split."""
+    """The manifest's entries for the benchmark's subset and for `split` (None: for every split)."""
     every = manifest(folder(benchmark))
     of_subset = {n: e for n, e in every.items() if benchmark.subset in (None, e["subset"])}
     chosen = {n: e for n, e in of_subset.items() if split in (None, e["split"])}
@@ -144,7 +146,7 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
 
 @lru_cache(maxsize=1024)
 def _sha256(file: Path, size: int, changed: int) -> str:
-    """Computed once for every state of a file: a worker checks the same mirror before each of many plans."""
+    """sha256 of a file, cached by size and time: a worker checks the same mirror before each of many plans."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

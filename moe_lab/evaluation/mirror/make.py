@@ -24,7 +24,7 @@ from moe_lab.paths import conf
 def main(words: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    Returns 0, or 2 after a sentence for each benchmark whose data is missing. The other mirrors are made.
+    Returns 0; or 2 if data is missing, after printing a sentence for each such benchmark and making the other mirrors.
     """
     try:
         names, root, source = _arguments(words)
@@ -44,9 +44,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
-    """Write the mirror of the benchmark's data from `source`, None for the hub. Returns a line about each split.
+    """Write the mirror of the benchmark's data from `source` (None: the hub). Returns a line about each split.
 
-    Nothing is written unless every row has its columns and the evaluated split has the expected number of rows.
+    Nothing is written unless every row has all columns and the evaluated split has the expected number of rows.
     """
     assert benchmark.data is not None and benchmark.root is not None
     place = Path(benchmark.root).expanduser().absolute() / benchmark.data
@@ -54,7 +54,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
     with tempfile.TemporaryDirectory(prefix=".mirror-", dir=place.parent) as scratch:
         splits = list(parts(benchmark, source, Path(scratch)))
         _check(benchmark, splits)
-        with FileLock(place.with_name(f".{place.name}.lock")):  # benchmarks of one data set may be made side by side
+        with FileLock(place.with_name(f".{place.name}.lock")):  # several processes may mirror the same data set
             entries = {**mirror.manifest(place), **dict(_write(part, place) for part in splits)}
             _put(place / "README.md", _readme(str(benchmark.data), entries).encode())
             write_json(place / mirror.MANIFEST, {"files": entries})
@@ -63,7 +63,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> list[str]:
 
 
 def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
-    """The benchmarks with data that are named, or that are in a named suite, each once."""
+    """The benchmarks, each once, that are named or in a named suite, and that need a mirror."""
     names_by_group = {
         group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")
     }
@@ -132,7 +132,7 @@ def _check(benchmark: BenchmarkConfig, splits: Sequence[Part]) -> None:
 
 
 def _write(part: Part, place: Path) -> tuple[str, dict[str, Any]]:
-    """The name of the part's file and its entry in the manifest."""
+    """Write the part's file. Returns its name and its entry in the manifest."""
     if part.original is not None:
         name = part.original.name
         _put(place / name, part.original.read_bytes())
@@ -186,7 +186,7 @@ def _readme(data: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _lines(benchmark: BenchmarkConfig, written: Sequence[Part]) -> list[str]:
-    """A line about each split, with the number of its subsets if there are several."""
+    """A line of text about each split, with the number of its subsets if there are several."""
     splits: dict[str, list[Part]] = {}
     for part in written:
         splits.setdefault(part.split, []).append(part)

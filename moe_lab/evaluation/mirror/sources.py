@@ -30,15 +30,15 @@ class Part:
     source: str
     """A file, a folder, or a data set on the hub."""
     revision: str | None = None
-    """Commit on the hub."""
+    """Commit on the hub, if it came from there."""
     original: Path | None = None
     """The file to copy unchanged, if its rows do not fit a table."""
 
 
 def parts(benchmark: BenchmarkConfig, source: Path | None, scratch: Path) -> Iterator[Part]:
-    """All splits in `source` of the benchmark's subset, or of all subsets if it names none. None is the hub.
+    """All splits in `source` (None: the hub) of the benchmark's subset, or of all subsets if it names none.
 
-    `scratch` is an empty folder for downloads. UserError when the data cannot be downloaded or read.
+    `scratch` is an empty folder for downloads. Raises UserError when the data cannot be downloaded or read.
     """
     about = mirror.known_data(benchmark)
     if source is None and "address" in about:
@@ -133,7 +133,7 @@ def _download(benchmark: BenchmarkConfig, address: str, scratch: Path) -> Path:
 
 
 def _find(benchmark: BenchmarkConfig, about: Mapping[str, Any], source: Path) -> dict[str, Path]:
-    """Split -> its file."""
+    """Split -> its file, for splits that have one in `source`."""
     if source.is_file():
         return {benchmark.split or "test": source}
     by_split = {}
@@ -179,7 +179,7 @@ def _labelled(about: Mapping[str, Any], file: Path, rows: Rows) -> Rows:
 
 
 def _text(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> Rows:
-    """Rows of a text as on the hub: one per line, with its line end unless it is blank, or one per document."""
+    """Rows of a text as on the hub: one per line (with its line end, unless blank), or one per document."""
     text = file.read_text(encoding="utf-8")
     if about.get("text") == "lines":
         return [{"text": line} for line in lines(text)]
@@ -189,7 +189,7 @@ def _text(benchmark: BenchmarkConfig, about: Mapping[str, Any], file: Path) -> R
 
 
 def _documents(lines: list[str]) -> Iterator[str]:
-    """Texts of WikiText, which begin with a heading of the first level: ` = Title = `."""
+    """The documents of WikiText, each of which starts with a heading of the first level: ` = Title = `."""
     page: list[str] = []
     for line in [*lines, None]:
         if line is None or re.fullmatch(r" *= [^=].*[^=] = *", line):

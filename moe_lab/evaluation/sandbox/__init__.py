@@ -1,1 +1,1 @@
-"""Running programs that a model wrote, without network, writable files or a view of other processes."""
+"""Sandbox for programs that a model wrote: no network, no writable files, no view of other processes."""

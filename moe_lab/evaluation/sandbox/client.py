@@ -1,4 +1,4 @@
-"""Start processes that run programs (`runner.py`), send them programs and inputs, read what the programs returned."""
+"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outcome:
     """How a program ended."""
 
     status: str
-    """ok (every call returned), failed (an exception), timeout, crash (it died), or output (it sent too much)."""
+    """ok (every call returned), failed (an exception), timeout, crash (it died), or output (too much, or no value)."""
     error: str
     """Exception of a failed program."""
     encoded: list[str]
@@ -29,7 +29,7 @@ class Outcome:
     """CPU seconds of each call."""
 
     def values(self) -> list[Any]:
-        """What each call returned. Raises ValueError when the program sent something else than encoded values."""
+        """What each call returned, decoded. Raises ValueError when the program sent anything but encoded values."""
         return [decode_text(text) for text in self.encoded]
 
 
@@ -38,7 +38,7 @@ class RunnerError(RuntimeError):
 
 
 class Runner:
-    """One runner process, confined by namespaces or only limited. It runs one program at a time."""
+    """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
         line, environment = runner_command(confined=confined)
@@ -57,7 +57,7 @@ class Runner:
             raise RunnerError(greeting["reason"])
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. Whatever it does affects its own outcome only."""
+        """Run one program. Whatever the program does affects only its own outcome."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(vars(request)).encode() + b"\n")
         self._process.stdin.flush()
@@ -96,7 +96,7 @@ class Runner:
 
 
 class Runners:
-    """A pool of runners for several threads, one per program that runs at the same time. A dead one is replaced."""
+    """A pool of runners for several threads, one per program running at the same time. Dead runners are replaced."""
 
     def __init__(self, *, confined: bool) -> None:
         self._confined = confined
@@ -104,11 +104,11 @@ class Runners:
         self._free: SimpleQueue[Runner] = SimpleQueue()
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. An unconfined program that ends its runner twice has crashed.
+        """Run one program. An unconfined program that ends its runner twice counts as crashed.
 
-        Raises RunnerError when no runner can start, or when confined ones end twice: no program can do that.
+        Raises RunnerError when no runner can start, or when confined runners end twice, which no program can cause.
         """
-        # Twice: an unconfined program can end its runner, and a little later the runner of the next program.
+        # Two tries: an earlier unconfined program may have ended this runner, not the program of this request.
         for _ in range(2):
             runner = self._idle_runner()
             try:

@@ -1,7 +1,7 @@
 """Check that a program cannot reach outside itself: no import, no private attribute, no builtin that opens anything.
 
-Used where a shipped model's programs run without namespaces. Everything that is not listed as allowed is refused. It is
-a second barrier beside the limits of the subprocess, not a sandbox for programs of unknown models.
+Used where programs of a shipped model run without namespaces. Everything that is not listed as allowed is refused. It
+is a second barrier in addition to the limits of the subprocess, not a sandbox for programs of unknown models.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ATTRIBUTES = frozenset(
 
 
 def leaves_closed_world(program: str) -> str | None:
-    """What in `program` could reach outside, in a few words; None if nothing can, or if it is not Python."""
+    """What in `program` could reach outside itself, in a few words; None if nothing can, or if it is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # it will fail to run, and that is its verdict
+        return None  # it will fail when it is run, which is the right verdict
     for node in ast.walk(tree):
         reason = _reaches_out(node)
         if reason:

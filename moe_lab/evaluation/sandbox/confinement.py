@@ -1,7 +1,7 @@
-"""Confine a process by Linux namespaces: no network, nothing writable, nothing to read but Python itself.
+"""Confine a process by Linux namespaces: no network, no writable file, no readable file but Python's own.
 
-Standard library only, because the calling process has nothing else in memory. A step that fails raises OSError; there
-is no weaker fallback.
+Standard library only, because runner processes load nothing else. A step that fails raises OSError; there is no
+weaker fallback.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ _PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _FILTER_CALLS, _NO_NEW_PRIVILEGES = 1, 4, 2
 _NOBODY = 65534
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _ROOT = "/sys"
-"""Folder that the new file system is built on, in a mount namespace of its own: every Linux has it, programs need
-nothing in it, and unlike a temporary folder it cannot be left behind."""
+"""Folder on which the new file system is mounted, in a separate mount namespace. Every Linux has it, programs need
+nothing in it, and unlike a temporary folder it does not have to be removed."""
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 # Per machine: its number in the kernel's ABI, and those of system calls that are refused.
-# shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: no limit of a process
-# counts what they make, or it is still there for the next program.
-# io_uring_setup: what goes through a ring is not seen by this filter.
+# shmget, semget, msgget, mq_open, add_key, request_key, keyctl, memfd_create, memfd_secret: what they create is not
+# counted by the limits of a process, or outlives the program.
+# io_uring_setup: calls made through a ring bypass this filter.
 # bpf, perf_event_open, userfaultfd, ptrace, process_vm_readv, process_vm_writev: no answer needs them, and kernels have
-# had faults there.
+# had vulnerabilities there.
 _REFUSED_CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 240, 248, 249, 250, 319, 447, 425, 321, 298, 323, 101, 310, 311)),
     "aarch64": (0xC00000B7, (194, 190, 186, 180, 217, 218, 219, 279, 447, 425, 280, 241, 282, 117, 270, 271)),
 }
 _SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""socket and socketpair. A network namespace does not hold every family: AF_VSOCK reaches other virtual machines and
-their host. So all are refused but pairs of local sockets, which event loops and multiprocessing make."""
+"""Numbers of socket and socketpair. A network namespace does not confine every family: AF_VSOCK reaches other virtual
+machines and their host. So all sockets are refused but pairs of local ones, which event loops and multiprocessing
+need."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,7 +66,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _visible_paths() -> list[str]:
-    """Paths that programs can read: the system's libraries, the interpreter and its packages; none within another."""
+    """Paths that programs can read: system libraries, the interpreter and its packages. No path is inside another."""
     paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
     paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     visible: list[str] = []
@@ -90,13 +91,13 @@ def _bind(source: str) -> None:
 
 
 def _mounts() -> dict[str, str]:
-    """Mount id -> where it is mounted, in this namespace."""
+    """Mount id -> mount point, in this namespace."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {row[0]: row[4].encode().decode("unicode_escape") for row in rows}
 
 
 def _replace_root(hidden: Iterable[str]) -> None:
-    """Replace the root by a read-only file system with the visible paths, in which the folders `hidden` are empty."""
+    """Replace the root by a read-only file system that has only the visible paths. The folders `hidden` are empty."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
@@ -106,7 +107,7 @@ def _replace_root(hidden: Iterable[str]) -> None:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for number, point in _mounts().items():
-        if number not in before:  # a recursive bind brings other mounts along
+        if number not in before:  # the ones above, and those that recursive binds brought along
             kept = os.statvfs(point).f_flag & _KEPT_FLAGS
             _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | kept)
     os.chdir(_ROOT)
@@ -122,10 +123,10 @@ def _drop_capabilities() -> None:
 
 
 def _refuse_calls() -> None:
-    """Make the calls of `_REFUSED_CALLS` fail with EPERM in this process and all it starts, and every socket but a pair
-    of local ones with EAFNOSUPPORT.
+    """Install a seccomp filter for this process and all it starts.
 
-    A filter instead of limits of the IPC namespace, because an unprivileged user cannot set those.
+    The calls of `_REFUSED_CALLS` fail with EPERM, and making any socket but a pair of local ones with EAFNOSUPPORT. It
+    replaces the limits of the IPC namespace, which an unprivileged user cannot set.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
@@ -155,7 +156,7 @@ def _refuse_calls() -> None:
 
 
 def _become_own_user() -> None:
-    """Enter a user namespace in which this user is the only one, and may mount."""
+    """Enter a user namespace that has only this user, who may mount file systems in it."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _NEW_USER)
     Path("/proc/self/setgroups").write_text("deny")
@@ -206,16 +207,17 @@ def _continue_as_first_process() -> None:
 
 
 def new_process_tree() -> None:
-    """Make the next child process 1 of a new process tree: it sees no other process, and the tree dies with it."""
+    """Make the next child process 1 of a new process tree: it sees no other processes, and the tree dies with it."""
     _call("unshare", _NEW_USER | _NEW_PIDS)
     _drop_capabilities()
 
 
 def in_child(work: Callable[[], str], seconds: int, memory: int) -> str | None:
-    """The result of `work` in a fork of this process; None if the fork ends without one, as at a limit.
+    """The result of `work` in a fork of this process; None if the fork ends without a result, as at a limit.
 
-    For work on what a model wrote, which can be made to take hours or gigabytes. `seconds` are CPU seconds; `memory` is
-    in bytes, besides what this process has mapped (Linux). `work` must not wait for anything that other threads hold.
+    It is for work on texts of a model, which may be such that the work takes hours or gigabytes. `seconds` are CPU
+    seconds; `memory` is in bytes, in addition to what this process has mapped (Linux). `work` must not wait for
+    anything that other threads hold, such as a lock.
     """
     receiving, sending = os.pipe()
     child = os.fork()
@@ -240,7 +242,7 @@ def in_child(work: Callable[[], str], seconds: int, memory: int) -> str | None:
 
 
 def _limit(limits: dict[int, int]) -> None:
-    """Set hard limits of this process, but do not raise any."""
+    """Set hard limits of this process; lower existing limits are kept."""
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)

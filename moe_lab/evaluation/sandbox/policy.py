@@ -1,4 +1,4 @@
-"""What the user allows: running programs that a model wrote, and in which sandbox; a judge; reading pickles."""
+"""Permissions of the user: running programs that a model wrote, in which sandbox; asking a judge; reading pickles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNCONFINED = "none: limited subprocess"
 
 
 def check_sandbox(name: str) -> None:
-    """UserError for a name that is no sandbox."""
+    """Raise UserError for a name that is no sandbox."""
     if name not in SANDBOXES:
         raise unknown("sandbox", name, SANDBOXES)
 
@@ -30,13 +30,13 @@ class Policy:
     allow_judge: bool = False
     """Texts that the model wrote may be sent to a judge."""
     allow_pickled_data: bool = False
-    """Data may be read whose reading can run code."""
+    """Data may be read in formats that can run code when they are read."""
 
     def protection(self, *, closed_world: bool) -> str:
         """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
-        `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Without
-        namespaces, sandbox=auto runs only programs that are checked for this.
+        `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Where there
+        are no namespaces, sandbox=auto runs only such programs, after checking them (`closed_world.py`).
         Raises UserError when no allowed sandbox is possible on this machine.
         """
         check_sandbox(self.sandbox)

@@ -1,12 +1,12 @@
-"""The process that runs programs a model wrote. It knows programs and inputs, never the expected outputs.
+"""The process that runs programs a model wrote. It gets programs and inputs, never the expected outputs.
 
-It reads one JSON request per line from standard input and writes one line for each: the program is executed in a child
-of its own and called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
+It reads one JSON request per line from standard input and writes one line as a reply: the program is executed in a
+child process and called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
 harm only its own child, which has no network, no writable file, no view of other processes, and limits on memory,
 processes, time and output. The child and all it started are killed before the reply is written. Nothing it sends is
 executed or unpickled.
 
-Standard library only, so that a child holds nothing worth stealing and starts within milliseconds.
+Standard library only, so that a child has no secrets in memory and starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class Request:
     inputs: list[Any]
     """Encoded argument lists, one per call."""
     seconds: list[float]
-    """CPU seconds of each call at most (see `_wall_limit` for its wall-clock time); loading may take the first."""
+    """CPU limit of each call in seconds (`_wall_limit` gives the wall-clock limit); the first also limits loading."""
     total_seconds: float
-    """CPU seconds of the whole program at most."""
+    """CPU limit of the whole program in seconds."""
     memory: int
-    """Bytes of address space of each process of the program."""
+    """Limit on the address space of each process of the program, in bytes."""
     output: int
-    """Bytes of encoded results the program may send."""
+    """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
-    """A value with more parts than this comes back as its hash."""
+    """Values with more parts than this come back as a hash."""
     processes: int = 2
-    """Threads and processes of the program at most, itself included. Memory is limited for each of them."""
+    """Limit on threads and processes of the program, itself included. Memory is limited for each of them."""
 
 
 def main(confined: bool, hidden: list[str]) -> None:
-    """Serve requests until standard input ends, in namespaces without the folders `hidden`, or with limits alone."""
+    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or only with limits."""
     for name in _USUAL_IMPORTS:
         __import__(name)
     start: Callable[[Request, int], int] = _start_limited
@@ -81,8 +81,11 @@ def _answer(reply: dict[str, Any]) -> None:
 
 
 def _start_confined(request: Request, results: int) -> int:
-    """Start a child that is process 1 of a process tree of its own. A helper creates the tree, reports the child's id
-    and ends; the child waits for that, because the helper would count as a process of the program."""
+    """Start a child that is process 1 of its own process tree. Returns its id.
+
+    A helper creates the tree, reports the child's id and ends. The child waits for the helper's end, because the helper
+    would count as a process of the program.
+    """
     reading, tell = os.pipe()
     waiting, going = os.pipe()
     helper = os.fork()
@@ -150,15 +153,15 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU time of another process, so that a busy machine makes programs slow and changes no verdict."""
+    """CPU seconds of another process. A limit on these gives the same verdict on a busy machine."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
-    # Linux numbers the CPU clock of a process so; Python has no clock_getcpuclockid.
+    # Linux's number of the CPU clock of a process; Python has no clock_getcpuclockid.
     return time.clock_gettime((~process << 3) | 2)
 
 
 def _wall_limit(seconds: float) -> float:
-    """Wall-clock limit for a limit on CPU time: generous, as machines are busy, but a program cannot sleep forever."""
+    """Wall-clock limit for a CPU limit: generous, as machines may be busy, but it ends programs that sleep."""
     return 4 * seconds + 1
 
 
@@ -177,21 +180,21 @@ class _Watch:
         self.end = self.wall + _wall_limit(request.total_seconds)
 
     def seconds_left(self) -> float:
-        """Seconds until a limit is reached: of the current call or the whole program, in CPU or wall-clock time."""
+        """Seconds until the next limit: of the current call or of the whole program, in CPU or wall-clock time."""
         used = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
         by_call, by_all = self.since + limit - used, self.begin + self.request.total_seconds - used
         return min(by_call, by_all, min(self.wall + _wall_limit(limit), self.end) - time.monotonic())
 
     def take(self, chunk: bytes) -> dict[str, Any] | None:
-        """Record what the program sent. Returns the reply if that was the end."""
+        """Record what the program sent. Returns the reply if the program is done or has failed, else None."""
         if not chunk:
             return self.reply("ok" if len(self.lines) == len(self.limits) and not self.rest else "crash")
         self.received += len(chunk)
         if self.received > self.request.output:
             return self.reply("output")
         *complete, rest = chunk.split(b"\n")
-        if complete:  # joined only now: a line may arrive in thousands of pieces
+        if complete:  # joined only when a line is complete, as it may arrive in thousands of pieces
             complete[0] = bytes(self.rest) + complete[0]
             self.rest.clear()
         self.rest += rest
@@ -207,15 +210,15 @@ class _Watch:
         return self.reply("crash", "more results than calls") if len(self.lines) > len(self.limits) else None
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The reply to the request. The first line only reported that the program was loaded."""
+        """The reply to the request, without the first line, which only reports that the program was loaded."""
         return {"status": status, "error": error, "outputs": self.lines[1:], "seconds": self.times[1:]}
 
 
-# The child's side: nothing here is to be trusted once the program has started.
+# The child's side: nothing in this process can be trusted once the program has started.
 
 
 def _child(request: Request, results: int) -> None:
-    """Execute the program, call it, send what it returns. Never comes back."""
+    """Execute the program, call it, send what it returns. Ends the process."""
     try:
         os.setsid()  # a signal to "my process group" must not reach the runner
         nothing = os.open("/dev/null", os.O_RDWR)
@@ -258,7 +261,7 @@ def _send(line: str) -> None:
 
 
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
-    """Command line and whole environment of a runner in namespaces, or one with limits alone."""
+    """Command line and complete environment of a runner, in namespaces or only with limits."""
     package = Path(__file__).resolve().parents[2]
     mode = "confined" if confined else "limited"
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
