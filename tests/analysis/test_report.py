@@ -73,7 +73,7 @@ def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
         "winners",
         "average_scores",
         "aimer.fig3",
-        "coverage",
+        "tokens_per_expert",
     ):
         drawn = ElementTree.parse(page.parent / "figures" / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
@@ -221,7 +221,7 @@ def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from analysis.__main__ import main; "
-        f"assert main(['unified.fig2', 'ranks', 'coverage', 'store={small}', 'out={tmp_path}']) == 0; "
+        f"assert main(['unified.fig2', 'ranks', 'tokens_per_expert', 'store={small}', 'out={tmp_path}']) == 0; "
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'heavy imports'; "
         "light = {f'moe_lab.{name}' for name in ('errors', 'json_files', 'paths', 'results', 'secret_settings')}; "
         "own = {name for name in sys.modules if name.startswith('moe_lab.')}; assert own <= light, own - light"
