@@ -1,4 +1,4 @@
-"""AAR (MoE-Slimming): widths in whole blocks, as low-bit kernels need, and no expert that is hardly there."""
+"""AAR (MoE-Slimming): round widths to whole blocks, as low-bit kernels need, and empty experts with few channels."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ class Alignment:
     min_channels: int
     """Experts with fewer channels than this lose them all."""
     order: str
-    """Who gets the blocks that rounding down leaves over: see `align`."""
+    """Which experts get the blocks that rounding down leaves over: see `align`."""
 
 
 def parse(value: Any) -> Alignment | None:
-    """What allocation.parameters.align says: null, or {block, min_channels (block), order (remainder)}."""
+    """Parse allocation.parameters.align: null, or {block, min_channels, order}.
+
+    `min_channels` is `block` and `order` remainder by default. UserError for unknown fields and invalid values.
+    """
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -51,8 +54,8 @@ def parse(value: Any) -> Alignment | None:
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
-    """UserError when experts are narrower than a block or min_channels, or when whole blocks cannot keep 1 - ratio of
-    the channels. `layers`: layer -> n_experts, width.
+    """Raise UserError when experts are narrower than a block or min_channels, or when whole blocks cannot keep
+    1 - ratio of the channels. `layers`: layer -> n_experts, width.
 
     A block need not divide the width: MoE-Slimming's Figure 10 has blocks of 256 in experts of 1408 channels, which
     keep 1280 at most.
@@ -75,17 +78,16 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
 
 
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
-    """Budgets in whole blocks: layer -> (E,). `scores`: layer -> (E, I).
+    """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
-    Every budget is rounded down, experts below `min_channels` to nothing, and the whole blocks this leaves over go to
-    the other experts, one each and again from the start until none is left or all are full (the paper stops after one
-    each):
-    remainder (l-r-c)  within the layer, first to whom rounding took the most channels
-    scores (l-r-s)     within the layer, first to whom rounding took the largest sum of scores
-    headroom           over all layers, in proportion to what experts could still take, what is then left as in
-                       remainder; `min_channels` is compared with the rounded budget (the released code's way)
-    Where the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses what
-    is beyond them. Infeasible when a layer that had channels would be left with none.
+    Every budget is rounded down, for experts below `min_channels` to 0. The whole blocks that this leaves over go to
+    the other experts, one each, repeatedly until none is left or all experts are full (the paper stops after one each):
+    remainder (l-r-c)  within the layer, first to the experts that lost most channels by rounding
+    scores (l-r-s)     within the layer, first to the experts that lost the largest sum of scores by rounding
+    headroom           over all layers, in proportion to the room that experts have, remaining blocks as in remainder;
+                       `min_channels` is compared with the rounded budget (as in the released code)
+    If the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses the
+    channels beyond them. Raises Infeasible when a layer that had channels would be left with none.
     """
     aligned = (_by_headroom if alignment.order == "headroom" else _by_layer)(budgets, scores, alignment)
     for layer, kept in aligned.items():
@@ -124,7 +126,7 @@ def _by_headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Align
     blocks = int((kept - base).sum()) // block
     share = numpy.rint(blocks * room / max(int(room.sum()), 1)).astype(numpy.int64)
     share = numpy.minimum(share, room)
-    # Rounding to the nearest block can promise more than there is: who comes last then gets less.
+    # Rounding to the nearest block can give out more blocks than there are: the last experts then get less.
     given = numpy.zeros_like(share)
     given[order] = numpy.diff(numpy.minimum(numpy.cumsum(share[order]), blocks), prepend=0)
     given += _deal(room - given, order, blocks - int(given.sum()))
@@ -133,7 +135,7 @@ def _by_headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Align
 
 
 def _floor(kept: Budget, active: NDArray[numpy.bool_], block: int) -> Budget:
-    """Whole blocks of active experts, nothing of others."""
+    """Round budgets of active experts down to whole blocks; those of others to 0."""
     return numpy.where(active, kept // block * block, 0)
 
 
@@ -146,7 +148,7 @@ def _lost_scores(scores: Array, base: Budget, kept: Budget) -> Array:
 
 
 def _deal(room: Budget, order: NDArray[numpy.int64], blocks: int) -> Budget:
-    """Blocks given to each expert: one each in `order`, again and again, none beyond its `room`."""
+    """Deal `blocks` to experts: one each in `order`, repeatedly, to none more than its `room`."""
     given = numpy.zeros_like(room)
     while blocks > 0 and (takers := order[(given < room)[order]][:blocks]).size:
         given[takers] += 1

@@ -1,8 +1,8 @@
-"""allocation=coverage (MoE-Slimming): channels to layers, then to experts, by how much of their scores they cover.
+"""allocation=coverage (MoE-Slimming): divide channels among layers, then experts, by how much of their scores is kept.
 
-CBA (Algorithms 1-4) gives budgets of groups such that each covers its target share of its own scores. S_g(n) is the sum
-of the n highest scores of group g, negative ones counting nothing, and N_g(rho) = min{n : S_g(n) >= rho S_g}. Sought is
-alpha with sum_g N_g(min(alpha phi_g, 1)) = budget.
+CBA (Algorithms 1-4) finds budgets of groups such that each covers its target share of its own scores. S_g(n) is the sum
+of the n highest scores of group g, negative ones counting as 0, and N_g(rho) = min{n : S_g(n) >= rho S_g}. CBA finds
+the alpha with sum_g N_g(min(alpha phi_g, 1)) = budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidenc
 from moe_lab.allocation.shapes import Smoothing, layer_losses, loss_needs, smooth, u_shape
 
 BY_LOSS = ("coverage", "loss_based")
-"""Ways to give layers their budgets that look at the layers' losses."""
+"""Values of `inter` that use the losses of layers."""
 
 Search: TypeAlias = Literal["exact", "paper"]
 
@@ -39,13 +39,14 @@ def coverage(
 ) -> Budgets:
     """Layer -> channels each expert keeps (E,).
 
-    First `inter` gives each layer its budget: CBA over the pooled channels of the layers with the smoothed layer loss
-    that `layer_prior` names as target, the same share, a U over the depth (`beta`, `floor`), or in proportion to that
-    loss.
-    Then `intra` divides it among the experts: CBA with the smoothed `prior` as target, in proportion to it, evenly, or
-    the best channels of the layer. `layer_smoothing` is of the layer loss, which MoE-Slimming's Tables 7 and 15 vary;
-    `expert_smoothing` is of `prior`. search=exact meets every budget to the channel; search=paper stops within 1 %,
-    half of it in each stage when both stages search.
+    First `inter` gives each layer its budget: by CBA over the pooled channels of each layer, with the smoothed layer
+    loss named by `layer_prior` as target (coverage); the same share (uniform); a U over the depth, with `beta` and
+    `floor` (u_shaped); or in proportion to that loss (loss_based).
+    Then `intra` divides it among the experts: by CBA with the smoothed `prior` as target (coverage), in proportion to
+    that (proportional), evenly (uniform), or by the best channels of the layer (ranking). `layer_smoothing` applies to
+    the layer loss, and is varied in MoE-Slimming's Tables 7 and 15; `expert_smoothing` applies to `prior`.
+    search=exact meets every budget exactly; search=paper stops within 1 %, half of that in each stage when both stages
+    search.
     """
     searching = (inter, intra).count("coverage")
     tolerance = TOLERANCE / max(searching, 1)
@@ -77,7 +78,7 @@ def coverage(
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which steps measure what these parameters read."""
+    """Names of the steps that measure the evidence which these parameters need."""
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(loss_needs(parameters))
@@ -92,7 +93,7 @@ TOLERANCE = 0.01
 """epsilon of the paper: how far the sum may be from the budget, as a share of all channels."""
 ITERATIONS = 50
 BEYOND = 1e300
-"""Above every alpha of a group with phi > 0, below infinity."""
+"""A finite threshold above every alpha of a group with phi > 0."""
 
 
 def cover(
@@ -108,9 +109,9 @@ def exact_cover(groups: Sequence[Array], prior: Array, budget: int) -> tuple[Bud
     """Budgets (G,) that sum to `budget`, and the largest alpha with sum N_g <= budget.
 
     Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups are sorted by
-    S_g(n) / (S_g phi_g) and the first `budget` are taken: no search, and no rounding. Where several groups take one at
-    the same alpha and not all can, those have the smallest achieved / target coverage; larger phi first, then group
-    order. Channels without any score, and before them groups with phi = 0, come last.
+    S_g(n) / (S_g phi_g) and the first `budget` are taken: no search, and no rounding. So the next channel goes to the
+    group with the smallest achieved / target coverage; of equal groups, to the one with the larger phi, then to the
+    first. Groups with phi = 0 and, after these, channels without any score come last.
     """
     order = numpy.argsort(-prior, kind="stable")
     thresholds = [_thresholds(groups[group], prior[group]) for group in order]
@@ -141,8 +142,8 @@ def paper_cover(
     """Budgets (G,) and alpha of the paper's bisection, with every group keeping at least one channel.
 
     alpha is sought in [0, 1 / min positive phi] (with the paper's [0, 1] a group could never be covered beyond phi),
-    until the sum is within `tolerance` of all channels or after 50 halvings. Infeasible, naming the nearest number that
-    is feasible, when it never is.
+    until the sum differs from the budget by at most `tolerance` of all channels. Raises Infeasible, naming the nearest
+    feasible number, when that is not reached in 50 halvings.
     """
     reached = [numpy.cumsum(numpy.sort(numpy.maximum(scores, 0))[::-1]) for scores in groups]
     allowed = tolerance * sum(len(group) for group in groups)

@@ -1,4 +1,4 @@
-"""How much each layer or expert loses: settings, facts, scores and evidence in, whole numbers out."""
+"""Decide how many experts each layer loses, or how many channels each expert keeps, by the allocation in settings."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def allocate(
     """Layer -> how many experts to remove.
 
     `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
-    topk_group). `scores`: layer -> a score per expert. `evidence`: what `needs(settings)` names, by layer; arrays by
-    name, for "by" a score per expert. `model`: facts of the model, for ratio_basis=model. UserError for scores of
-    another model, NaN or Inf, and whatever is not feasible, naming the nearest that is.
+    topk_group). `scores`: layer -> a score per expert. `evidence`: each name in `needs(settings)` -> layer -> arrays by
+    name (for "by": a score per expert). `model`: facts of the model, for ratio_basis=model. UserError for scores of
+    another model, NaN or Inf, and for infeasible settings, naming the nearest feasible ones.
     """
     function = _function(settings, "expert")
     n_experts = {layer: int(facts["n_experts"]) for layer, facts in layers.items()}
@@ -67,8 +67,9 @@ def budgets(
 ) -> Budgets:
     """Layer -> how many channels each expert keeps (E,) int64.
 
-    As `allocate`, with `scores`: layer -> (E, I). Aligned if the parameters say so. With zero_expert=drop, UserError
-    when a layer would be left with fewer experts than its router needs, naming the largest ratio that works.
+    As `allocate`, with `scores`: layer -> (E, I). Rounded to whole blocks if parameters.align is set. With
+    zero_expert=drop, UserError when a layer would be left with fewer experts than its router needs, naming the largest
+    feasible ratio.
     """
     function = _function(settings, "channel")
     if set(scores) != set(layers):
@@ -96,9 +97,9 @@ def budgets(
 
 
 def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
-    """UserError when ratio, multiple_of or block is not feasible in these layers, as far as is known without scores.
+    """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as known without scores.
 
-    `layers` as in `allocate`; for channels each also has a width, or nothing is said about blocks. Nothing is
+    `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width. Nothing is
     checked with ratio_basis=model, which needs the parameters of the model.
     """
     ratio = settings["ratio"]
@@ -116,10 +117,10 @@ def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) 
 
 
 def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
-    """`ratio` as a share of the routed experts' parameters.
+    """Convert `ratio` to a share of the routed experts' parameters.
 
-    basis=routed: itself. basis=model: it is a share of all `facts["parameters"]`. UserError when the routed experts
-    are fewer than that.
+    basis=routed: it already is one. basis=model: it is a share of all `facts["parameters"]`. UserError when the routed
+    experts do not have more parameters than that.
     """
     if basis == "routed":
         return ratio
@@ -135,7 +136,7 @@ def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
 
 @contextmanager
 def _of_routed(settings: Mapping[str, Any], model: Mapping[str, Any] | None) -> Iterator[float]:
-    """The ratio of routed parameters; what is refused inside says how that ratio came about."""
+    """Yield the ratio of routed parameters; errors raised while open also state how it was converted."""
     basis, ratio = settings.get("ratio_basis", "routed"), settings["ratio"]
     if basis == "routed":
         yield ratio
@@ -164,7 +165,7 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable
 
 
 def _check_survivors(kept: Budgets, layers: Layers) -> None:
-    """UserError when experts without channels are dropped and a router is left with too few, or with unequal groups."""
+    """Raise UserError when dropping experts without channels leaves a router with too few, or with unequal groups."""
     for layer, facts in layers.items():
         groups = int(facts["n_group"])
         left = numpy.count_nonzero(kept[layer].reshape(groups, -1), axis=1)
@@ -178,7 +179,7 @@ def _check_survivors(kept: Budgets, layers: Layers) -> None:
 
 
 def _or_nearest(budgets_at: Callable[[float], Budgets], ratio: float) -> Budgets:
-    """`budgets_at(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
+    """Compute `budgets_at(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
 
     def is_feasible(other: float) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""allocation=list: what a file says. A schedule {"layer": experts to remove}, or a plan.json."""
+"""allocation=list: read how much to remove from a file, a schedule {"layer": experts to remove} or a plan.json."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
 CLOSE = 0.005
-"""A list may differ from the ratio by this: tables show two digits."""
+"""Largest difference between the ratio and what a list removes: tables show two digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
+    """Read the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
     try:
         content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,7 +37,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether the file is a plan: then that very plan is meant, and no criterion is asked."""
+    """Whether the file is a plan: then exactly that plan is used, without a criterion."""
     layers = content.get("layers")
     if "schema" not in content or not fits(layers, {str: {"experts": int, "keep": list}}):
         return False
@@ -48,7 +48,7 @@ def is_plan(content: Mapping[str, Any]) -> bool:
 
 
 def check(path: str | None, granularity: str) -> None:
-    """UserError unless the file can be read and lists what the criterion scores: "expert" or "channel"."""
+    """Raise UserError unless the file can be read and lists what the criterion scores: "expert" or "channel"."""
     _listed(path, granularity)
 
 
@@ -66,7 +66,7 @@ def _listed(path: str | None, granularity: str) -> dict[str, Any]:
 
 
 def experts(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove, as the file says. UserError unless it fits the layers, their routers and ratio."""
+    """Layer -> experts to remove, from the file. UserError when it does not fit the layers, their routers and ratio."""
     remove = {int(layer): count for layer, count in _schedule(_listed(problem.path, "expert")).items()}
     _same_layers(remove, problem.limits)
     for layer, limit in problem.limits.items():
@@ -82,7 +82,7 @@ def experts(problem: Experts) -> dict[int, int]:
 
 
 def channels(problem: Channels) -> Budgets:
-    """Layer -> channels each expert keeps, as the plan says. UserError unless it fits the layers and the ratio."""
+    """Layer -> channels each expert keeps, from the plan. UserError when it does not fit the layers and the ratio."""
     layers = {int(layer): value for layer, value in _listed(problem.path, "channel")["layers"].items()}
     _same_layers(layers, problem.scores)
     budgets: Budgets = {}

@@ -1,4 +1,4 @@
-"""What an allocation is asked: the layers and what their routers allow, the ratio, the scores, and other evidence."""
+"""Inputs of an allocation: ratio, scores, other evidence, and the numbers of experts that routers allow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 
 
 class Infeasible(UserError):
-    """Not feasible at this ratio, and perhaps at a smaller one."""
+    """Infeasible at this ratio, but perhaps feasible at a smaller one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What every allocation is given."""
+    """The input of every allocation."""
 
     ratio: float
     """Share of the routed experts, or of their channels, to remove."""
@@ -40,12 +40,12 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Problem):
-    """Whole experts are to go: how many of each layer?"""
+    """The input of an allocation of experts, which decides how many each layer loses."""
 
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> experts to remove, when layers keep in proportion to share * size."""
+        """Layer -> experts to remove, such that layers keep experts in proportion to share * size."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         kept = apportion(
@@ -59,7 +59,7 @@ class Experts(Problem):
 
 
 class Channels(Problem):
-    """Channels are to go: how many does each expert keep?"""
+    """The input of an allocation of channels, which decides how many each expert keeps."""
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
@@ -68,41 +68,41 @@ class Channels(Problem):
 
     @property
     def keep(self) -> int:
-        """Channels all layers keep together: int(all of them * (1 - ratio))."""
+        """Total number of channels to keep: int(all channels * (1 - ratio))."""
         return whole(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it keeps, in proportion to share * size, all together `keep` to the channel."""
+        """Layer -> channels it keeps, in proportion to share * size; their sum is exactly `keep`."""
         kept = apportion(shares * self.sizes, self.keep, 0, self.sizes)
         return dict(zip(self.scores, kept.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> channels each expert keeps: layer budgets as `layer_budgets`, the best channels of each stay."""
+        """Layer -> channels each expert keeps, if each layer keeps its best channels within `layer_budgets`."""
         kept = self.layer_budgets(shares)
         return {layer: best(scores, kept[layer]) for layer, scores in self.scores.items()}
 
 
 def best(scores: Array, keep: int) -> Budget:
-    """How many of the `keep` highest of `scores` (E, I) each expert has (E,); ties fall in order, first ones first."""
+    """Count the `keep` highest of `scores` (E, I) by expert (E,); of equal scores the later ones are kept."""
     counts: Budget = highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
 def highest(scores: Array, keep: int) -> Budget:
-    """1 for the `keep` highest of `scores` (n,), 0 for the rest; of equals the later ones stay."""
+    """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later ones are kept."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
     flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
     return flags
 
 
 def whole(value: float) -> int:
-    """int(value), forgiving the rounding of 1 - ratio: 1000 * (1 - 0.9) is 100, not 99."""
+    """int(value), tolerating the rounding error of 1 - ratio: 1000 * (1 - 0.9) is 100, not 99."""
     return int(value + 1e-6)
 
 
 def measured(evidence: Evidence, need: str, layer: int, name: str, shape: tuple[int, ...]) -> Array:
-    """The array `name` that the step `need` left for `layer`, fp64. UserError when it is missing, of another model, or
-    not finite (naming the expert)."""
+    """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is missing, of another model,
+    or not finite (naming the expert)."""
     if need not in evidence:
         raise UserError(f"allocation needs {name}, which the step {need} measures, and was given none of its results")
     arrays = evidence[need].get(layer, {})
@@ -116,7 +116,7 @@ def measured(evidence: Evidence, need: str, layer: int, name: str, shape: tuple[
 
 
 def finite(name: str, layer: int, values: Any, shape: tuple[int, ...]) -> Array:
-    """`values` as fp64. UserError, naming layer and expert, unless they have that shape and are finite."""
+    """Convert `values` to fp64. UserError, naming layer and expert, when they have another shape or are not finite."""
     array: Array = numpy.asarray(values, dtype=numpy.float64)
     if array.shape != shape:
         raise UserError(
@@ -132,13 +132,13 @@ def finite(name: str, layer: int, values: Any, shape: tuple[int, ...]) -> Array:
 def apportion(
     weights: ArrayLike, total: int, low: ArrayLike, high: ArrayLike, step: ArrayLike = 1
 ) -> NDArray[numpy.int64]:
-    """Whole numbers near `level * weights`, each within [low, high] and low plus a multiple of `step`, summing to
-    `total`.
+    """Divide `total` into whole numbers near `level * weights`, each within [low, high] and low plus a multiple of
+    `step`.
 
-    `weights` > 0; `low`, `high` and `step` one number or one each, low <= high a multiple of the step apart, sum(low)
-    <= total <= sum(high). The level is the one at which the clipped shares sum to `total`; they are rounded down, and
-    largest remainders get one step more (ties: first). When steps differ, the sum may stay below `total` by less than
-    the largest step.
+    `weights` > 0; `low`, `high` and `step`: one number, or one per weight; low <= high, a multiple of the step apart;
+    sum(low) <= total <= sum(high). The level is the one at which the clipped shares sum to `total`. They are rounded
+    down, and the largest remainders get one step more (ties: the first). When steps differ, the sum may be below
+    `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step))
@@ -158,17 +158,17 @@ def apportion(
 
 @dataclass(frozen=True)
 class Limits:
-    """What a layer's router and `multiple_of` allow. Kept counts are `smallest`, then on in steps up to `largest`."""
+    """Numbers of experts that a layer's router and `multiple_of` allow: `smallest` to `largest`, in steps of `step`."""
 
     count: int
     """Routed experts of the layer."""
     top_k: int
     n_group: int
-    """Groups of a group-limited router, which must lose equally; 1 for other routers."""
+    """Groups of a group-limited router, each of which must lose the same number; 1 for other routers."""
     step: int
     """Kept counts are multiples of this."""
     fewest: int
-    """The router works with no fewer experts than this."""
+    """The smallest number of experts with which the router works."""
 
     @property
     def smallest(self) -> int:
@@ -181,7 +181,7 @@ class Limits:
         return self.step * (self.count // self.step)
 
     def even(self, ratio: float) -> int:
-        """Kept when int(count * ratio) experts go, the papers' rule, or the next larger multiple of `step`."""
+        """Experts kept when int(count * ratio) are removed, the papers' rule, rounded up to a multiple of `step`."""
         return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
 
 
@@ -206,10 +206,10 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
-    """How many experts all layers lose together at `ratio`: what allocation=uniform removes, layer by layer.
+    """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed over layers.
 
-    So every allocation removes the same number at one ratio. UserError, naming the nearest feasible ratio, when the
-    layers together cannot lose that many.
+    So every allocation removes the same number at the same ratio. UserError, naming the nearest feasible ratio, when
+    the layers together cannot lose that many.
     """
     check_ratio(ratio, largest_ratio(layers))
     removed = _even(layers, ratio)
@@ -229,12 +229,12 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
 
 
 def largest_ratio(layers: Mapping[int, Limits]) -> float:
-    """The largest ratio that every layer can bear on its own."""
+    """The largest ratio that is feasible in every single layer."""
     return min(rounded_up(limit.count - limit.smallest, limit.count) for limit in layers.values())
 
 
 def check_ratio(ratio: float, largest: float) -> None:
-    """UserError unless `ratio` is in [0, 1)."""
+    """Raise UserError when `ratio` is not in [0, 1); `largest` is the feasible ratio to name if it is too large."""
     if not 0 <= ratio < 1:
         nearest = 0 if ratio < 0 else largest
         raise UserError(f"ratio={ratio}: expected a number in [0, 1), {nearest} is the nearest feasible")

@@ -1,4 +1,4 @@
-"""Allocations by name, and whether settings suit them. A new one is a function and a line here. No torch."""
+"""Registry of allocations, and checks of their settings. A new one is a function and a line here. No torch."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Function: TypeAlias = Callable[..., dict[int, Any]]
 
 @dataclass(frozen=True)
 class Allocation:
-    """A named way to say how much each layer, or each expert, loses."""
+    """A named rule for how much each layer, or each expert, loses."""
 
     name: str
     reference: str
-    """The paper it is from."""
+    """The paper that introduced it."""
     functions: Mapping[Granularity, Function | None]
-    """What decides, by granularity; None where another step than the plan's does."""
+    """Granularity -> function that decides; None if a step other than the plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
     """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
     step: Step = "plan"
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
     parameters: tuple[str, ...] | None = ()
-    """Parameters of what another step decides; a function's are its keywords. None: that step checks them."""
+    """Parameters that another step reads; those of a function are its keywords. None: that step checks them."""
     zero_expert: str = "keep_null"
-    """What becomes of an expert without channels, unless said otherwise."""
+    """Default treatment of an expert without channels, as in `zero_expert()`."""
 
     @property
     def source(self) -> str:
-        """Digest of the modules it is from, which identifies its plans; "" for those of moe_lab."""
+        """Digest of the modules that define it, which identifies its plans; "" for those of moe_lab."""
         return source_of(*(function for function in self.functions.values() if function))
 
     @property
@@ -73,7 +73,7 @@ ALLOCATIONS: dict[str, Allocation] = {
 
 
 def register(allocation: Allocation) -> None:
-    """Make an allocation one that can be chosen. UserError when its name is taken."""
+    """Add an allocation to the registry. UserError when its name is taken."""
     check_name("allocation", allocation.name, ("none",))
     if allocation.name in ALLOCATIONS:
         raise UserError(f"allocation {allocation.name} is there already: expected a new name")
@@ -81,7 +81,7 @@ def register(allocation: Allocation) -> None:
 
 
 def get(name: str) -> Allocation:
-    """The allocation of that name; UserError with the nearest known one."""
+    """The allocation of that name; UserError, naming the nearest known one, when there is none."""
     if name not in ALLOCATIONS:
         raise unknown("allocation", name, ALLOCATIONS)
     return ALLOCATIONS[name]
@@ -94,8 +94,8 @@ ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
-    """UserError unless the allocation exists, allocates what the criterion scores ("expert" or "channel"), and every
-    field and parameter is its own and has a possible value."""
+    """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert" or "channel"), and
+    every field and parameter belongs to it and has a valid value."""
     allocation = get(settings.name)
     _check_granularity(allocation, granularity)
     _check_fields(settings, granularity)
@@ -110,7 +110,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def check_by(settings: AllocationConfig) -> None:
-    """UserError unless allocation.by is null or names a criterion of experts that needs no parameters."""
+    """Raise UserError unless allocation.by is null or names a criterion of experts that needs no parameters."""
     if settings.by is None:
         return
     criteria.check(settings.by, {})
@@ -119,18 +119,18 @@ def check_by(settings: AllocationConfig) -> None:
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Evidence that these settings read besides the scores: "by", and what passes over a text leave, by their step."""
+    """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
     by = ("by",) if settings.get("by") else ()
     return by + get(settings["name"]).needs(settings["parameters"])
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
-    """What becomes of an expert without channels: keep_null (routed to, gives 0) or drop (with its router row)."""
+    """Treatment of an expert without channels: keep_null (still routed to, outputs 0) or drop (with its router row)."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
 def own(function: Function, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that are keywords of `function`."""
+    """Select the parameters that are keywords of `function`."""
     return {name: value for name, value in parameters.items() if name in _keywords(function)}
 
 
@@ -167,7 +167,7 @@ def _check_fields(settings: AllocationConfig, granularity: Granularity) -> None:
 
 
 def _accepted(allocation: Allocation, granularity: Granularity) -> dict[str, Any]:
-    """Parameter -> type, or Any where another step checks."""
+    """Accepted parameter -> its type, or Any if it is checked elsewhere."""
     function = allocation.functions[granularity]
     accepted: dict[str, Any] = dict.fromkeys(allocation.parameters or (), Any)
     if function is not None:

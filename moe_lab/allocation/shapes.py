@@ -1,4 +1,4 @@
-"""Budgets that follow a rule: one ranking over all layers, the same share, a U over the depth, or the layer's loss."""
+"""Allocations by a rule: one ranking over all layers, the same share, a U over the depth, or the loss of each layer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from moe_lab.errors import UserError
 Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
 LayerLoss: TypeAlias = Literal["loss", "nll"]
 LAYER_LOSSES: Mapping[str, tuple[str, str]] = {"loss": ("statistics", "layer_loss"), "nll": ("scaling", "scaling")}
-"""How a layer's loss is measured -> the step that measures it, and the name of the number."""
+"""Value of layer_prior -> the step that measures that loss of a layer, and its name among the step's results."""
 
 
 def u_shaped(problem: Experts | Channels, *, beta: float = 0.02, floor: float = 0.1) -> dict[int, Any]:
-    """The first and last layers keep more, as `u_shape`."""
+    """The first and last layers keep more, in the shares of `u_shape`."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
@@ -40,7 +40,7 @@ def loss_based(
 
 
 def layerwise(problem: Channels) -> Budgets:
-    """HEAPr-L: every layer loses the same share, its lowest channels whichever expert they are of."""
+    """HEAPr-L: every layer loses the same share, its lowest channels whichever expert they belong to."""
     return problem.in_proportion(numpy.ones(len(problem.scores)))
 
 
@@ -57,10 +57,10 @@ def global_channels(problem: Channels) -> Budgets:
 def global_experts(problem: Experts) -> dict[int, int]:
     """One threshold over the experts of all layers (EvoESAP, Fig. 1): layer -> experts to remove.
 
-    Experts are compared by the scores in evidence["by"], of another criterion, or by their own. A layer that cannot
-    lose more is skipped and the list goes on down. Where experts only go in steps (`multiple_of`, groups that lose
-    equally) the list is of such steps, each by its mean score. When the steps of layers differ, the sum may stay below
-    the budget by less than the largest step.
+    Experts are ranked by the scores of another criterion in evidence["by"], if given, otherwise by their own. A layer
+    that cannot lose more is skipped. If experts can only be removed in steps (`multiple_of`, groups that lose equally),
+    steps are ranked by their mean score. When the steps of layers differ, the sum may be below the budget by less than
+    the largest step.
     """
     by = problem.evidence.get("by", problem.scores)
     if set(by) != set(problem.limits):
@@ -76,7 +76,7 @@ def global_experts(problem: Experts) -> dict[int, int]:
 
 
 def _steps(limits: Mapping[int, Limits], by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
-    """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that must go."""
+    """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that it must lose."""
     steps = []
     for layer, limit in limits.items():
         scores = finite("allocation.by", layer, by[layer], (limit.count,))
@@ -89,7 +89,7 @@ def _steps(limits: Mapping[int, Limits], by: Mapping[int, Array]) -> list[tuple[
 
 def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
     """Relative kept share of each MoE layer (L,): max(floor, keep (1 + beta z)), z the standardised (x - 1/2)^2 at
-    depth x = i / (L - 1). Equal shares when the depth cannot tell layers apart (L < 3)."""
+    depth x = i / (L - 1). Equal shares for L < 3, where (x - 1/2)^2 is the same in all layers."""
     if not 0 < floor < 1:
         raise UserError(f"allocation.parameters.floor={floor}: expected a share between 0 and 1, such as 0.1")
     bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
@@ -121,7 +121,7 @@ def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """g(x) for x = values / mean(values), values >= 0 (n,); then at least 1e-6 of the sum, so that nothing is at zero.
+    """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values), then at least 1e-6 of the sum, so none is zero.
 
     sqrt: x^(1/2). log: ln(1 + 5x). huber: x up to d = mean + std/2, above it d + (d (x - d))^(1/2). clip: x within
     mean +- std/2. none: x. std is that of the population. Dividing by the mean makes log, too, independent of how many

@@ -54,7 +54,7 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 def channels(problem: Channels) -> Budgets:
     """Every expert keeps the same int(I * (1 - ratio)) channels, so that all widths of a layer stay equal.
 
-    That rounds down once per expert, so the whole keeps up to one channel per expert fewer than other allocations.
+    This rounds down once per expert, so up to one channel per expert fewer is kept than with other allocations.
     UserError, naming the nearest feasible ratio, when an expert would keep none.
     """
     budgets = {}
