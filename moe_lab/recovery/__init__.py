@@ -1,1 +1,1 @@
-"""What is done to a pruned model before it is evaluated: fine-tuning on an instruction set, then 4-bit weights."""
+"""Recovery of a pruned model before it is evaluated: fine-tuning on an instruction set, then 4-bit weights."""

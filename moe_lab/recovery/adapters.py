@@ -1,4 +1,4 @@
-"""DoRA adapters of peft on a model's MoE blocks (routed experts, shared experts, routers), and their way back into its
+"""Put DoRA adapters of peft on a model's MoE blocks (routed experts, shared experts, routers), and merge them into its
 tensors."""
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Adapted:
     layer: MoELayer
     unfused: UnfusedExperts
     router: nn.Module | None
-    """The module that owns the router's weight, parametrised; None where routers are left alone."""
+    """The module that owns the router's weight, parametrised; None if routers are not adapted."""
     shared: nn.ModuleDict
-    """The adapted linear maps of the layer's shared experts; empty where it has none, or they are left alone."""
+    """The adapted linear maps of the layer's shared experts; empty if it has none, or they are not adapted."""
     plain: dict[str, nn.Linear]
-    """Path -> the map that each of `shared` stands in for, in the same order."""
+    """Path -> the original map that each of `shared` replaces, in the same order."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
     """Put DoRA adapters on the MoE blocks of `model`, in place; everything else is frozen.
 
-    On all routed experts, on shared experts unless recovery.shared_experts=false, and on routers unless
-    recovery.router_rank=0. They start as the identity: the model computes what it did.
+    They are put on all routed experts, on shared experts unless recovery.shared_experts=false, and on routers unless
+    recovery.router_rank=0. At first they do not change the output of the model.
 
-    peft's adapters for bare parameters have no DoRA (0.21 refuses use_dora there), so experts are taken apart into
-    linear maps on the same memory, and a router's weight becomes what its adapted map stands for. `seed` draws the
-    first of an adapter's two matrices.
+    peft's adapters for bare parameters have no DoRA (0.21 refuses use_dora there). So experts are split into linear
+    maps on the same memory, and a router's weight is parametrised by an adapted linear map. `seed` determines the
+    random first matrix of each adapter.
     """
     model.requires_grad_(False)
     adapted = []
@@ -69,7 +69,7 @@ def _shared(model: nn.Module, layer: int) -> dict[str, nn.Linear]:
 
 
 def _adapt_shared(model: nn.Module, plain: Mapping[str, nn.Linear], settings: RecoveryConfig) -> nn.ModuleDict:
-    """Adapted maps on the memory of the `plain` ones, put into their places in `model`."""
+    """Replace the `plain` linear maps of `model` by adapted ones on the same memory, and return these."""
     maps = nn.ModuleDict({str(at): linear_on(map.weight, map.bias) for at, map in enumerate(plain.values())})
     if plain:
         _inject(maps, list(maps), settings.rank, settings.scaling, settings.dropout)
@@ -81,7 +81,7 @@ def _adapt_shared(model: nn.Module, plain: Mapping[str, nn.Linear], settings: Re
 def _adapt_router(layer: MoELayer, settings: RecoveryConfig) -> nn.Module:
     owner = router_weight(layer)
     effective = EffectiveWeight(owner.weight)  # type: ignore[arg-type]
-    # no dropout: inputs of this map are unit vectors, and dropping one would take a column out of the weight
+    # no dropout: inputs of this map are unit vectors, and dropping one would remove a column of the weight
     _inject(effective, ["map"], settings.router_rank, settings.scaling, dropout=0.0)
     parametrize.register_parametrization(owner, "weight", effective, unsafe=True)
     return owner
@@ -107,7 +107,7 @@ def _inject(module: nn.Module, targets: list[str], rank: int, scaling: float, dr
 
 
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
-    """What is trained: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}.
+    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}.
 
     Names are the same in every run.
     """
@@ -125,12 +125,10 @@ def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
-    """Put the original modules back into `model`, with the adapters' effect in new tensors.
+    """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`.
 
-    The old ones, which other models may share, are not written to. Returns the new ones by their names in the model's
-    state dict.
-
-    UserError naming layer and expert when one is not finite.
+    The old tensors, which other models may share, are not written to. Returns the new tensors by their names in the
+    model's state dict. UserError naming layer and expert when one is not finite.
     """
     changed: dict[str, torch.Tensor] = {}
     for adapted in layers:
@@ -166,7 +164,7 @@ def _fuse(adapted: Adapted) -> None:
 
 
 def _merged(adapter: Any, what: str) -> torch.Tensor:
-    """The weight that an adapted map stands for. UserError naming `what` it is of when that is not finite."""
+    """Merge an adapted map and return its weight. UserError naming `what` it belongs to when it is not finite."""
     adapter.merge()
     weight: torch.Tensor = adapter.get_base_layer().weight.detach()
     if not bool(weight.isfinite().all()):
@@ -205,7 +203,7 @@ def _projection(experts: Any, name: str, expert: int) -> tuple[torch.Tensor, tor
 
 
 def _halves(weight: torch.Tensor, bias: torch.Tensor | None, *, interleaved: bool) -> Iterator[Projection]:
-    """Gate and up projection out of one tensor: one below the other, or row by row in turn."""
+    """Split one tensor into gate and up projection: its two halves, or its alternating rows if `interleaved`."""
     half = len(weight) // 2
     rows = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
     for name, part in zip(("gate", "up"), rows, strict=True):
@@ -215,11 +213,11 @@ def _halves(weight: torch.Tensor, bias: torch.Tensor | None, *, interleaved: boo
 class UnfusedExperts(nn.Module):
     """Replaces the experts module of a layer by linear maps on the same memory, so that adapters can be put on them.
 
-    The function is the same. `maps[e]` holds the maps of expert e by name.
+    It computes the same function. `maps[e]` holds the maps of expert e by name.
     """
 
     def __init__(self, experts: Any, count: int) -> None:
-        """`count` experts of `experts`, which is kept, out of sight of parameters and modules, for its activation."""
+        """Split the `count` experts of `experts`, which is kept for its activation, but not as a submodule."""
         super().__init__()
         self.__dict__["original"] = experts
         self.maps = nn.ModuleList()
@@ -256,14 +254,14 @@ class UnfusedExperts(nn.Module):
 
 
 class EffectiveWeight(nn.Module):
-    """A parametrisation that gives a router, whatever its formula, the weight its adapted linear map stands for."""
+    """Parametrises a router's weight by an adapted linear map, which works for every formula of a router."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.map = linear_on(weight, None)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """(E, H): what `map` makes of the unit vectors; `weight`, on whose memory it lies, is not read again."""
+        """The weight (E, H): outputs of `map`, which shares the memory of `weight`, for the unit vectors."""
         effective: torch.Tensor = self.map(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))
         return effective.T
 

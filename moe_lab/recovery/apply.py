@@ -20,10 +20,10 @@ TENSORS = "tuned.safetensors"
 def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None) -> Any:
     """Apply a recovery to `model`: prune by `plan`, load tuned tensors, quantise, in this order; returns a new model.
 
-    `plan` None prunes nothing; `tuned` is the folder that a fine-tuning left, or None; with `bits` 4 the weights of
-    `modules` are stored as NF4. `model` stays as it is; tensors that do not change are shared with it. Works as any
-    model does: forward, generate, evaluation. UserError for a model that is quantised already, tensors of another model
-    or plan, and what `quantize` refuses.
+    `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning, or None; with `bits` 4 the weights of
+    `modules` are stored as NF4. `model` is not changed; tensors that stay the same are shared with it. The result can
+    be used like any model: forward, generate, evaluation. UserError for a model that is already quantised, for tensors
+    of another model or plan, and as `quantize`.
     """
     check_unquantized(model)
     result = pruned(model, plan)
@@ -35,12 +35,12 @@ def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str
 
 
 def pruned(model: Any, plan: Plan | None) -> Any:
-    """A copy of `model`, pruned by `plan` unless that is None; it shares the tensors that are the same."""
+    """A copy of `model`, pruned by `plan` unless that is None. Tensors that stay the same are shared."""
     return share_copy(model) if plan is None else prune(model, plan)
 
 
 def _load(model: nn.Module, file: Path) -> None:
-    """Put the tensors of `file` in the place of the parameters of their names."""
+    """Replace the parameters of `model` by the tensors of the same names in `file`."""
     parameters = dict(model.named_parameters())
     try:
         with safe_open(file, framework="pt") as tensors:

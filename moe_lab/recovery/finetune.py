@@ -1,6 +1,7 @@
-"""Fine-tune a pruned model on an instruction set, and leave its changed tensors behind.
+"""Fine-tune a pruned model on an instruction set, and save its changed tensors.
 
-The seed fixes the order of rows; the loss is that of answers; a stopped training goes on exactly from a checkpoint.
+The seed fixes the order of rows. The loss is that of answer tokens. A stopped training resumes exactly from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def finetune(
     fingerprint: Mapping[str, Any],
     seed: int,
 ) -> Any:
-    """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: as it is), and merge them.
+    """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: not pruned), and merge them.
 
-    They learn the answers of `text`. The folder `out` gets
+    They are trained on the answers of `text`. Files written to the folder `out`:
 
     tuned.safetensors  the merged tensors that differ from the pruned model's, by their names in its state dict
     finetune.json      loss of each step, trained parameters, answer tokens, steps, seconds
 
-    AdamW without weight decay, as the paper; the end of an assistant's turn is learnt with its answer. Progress is kept
-    in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` stays as it is; returned is the
-    fine-tuned one. UserError for settings that cannot work, a set without answers, a quantised model, a loss that is
-    not finite.
+    The optimiser is AdamW without weight decay, as in the paper; the end of an assistant's turn is learnt with its
+    answer. Progress is saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not
+    changed; the fine-tuned copy is returned. UserError for invalid settings, a set without answers, a quantised model,
+    a loss that is not finite.
     """
     check(settings)
     check_unquantized(model)
@@ -92,7 +93,7 @@ def finetune(
 
 
 def _counts(layers: list[Adapted], rows: list[Row]) -> dict[str, Any]:
-    """How much is trained, on how much."""
+    """Numbers of trained parameters, rows and answer tokens for the report."""
     counts = {}
     for part, parameters in trainable(layers).items():
         counts[part] = sum(parameter.numel() for parameter in parameters.values())
@@ -117,9 +118,9 @@ def train(
     """Train the adapters `layers` of `model` on `rows`; returns the loss of each step, in nats per answer token.
 
     A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss is the mean over all their
-    answer tokens, so the split changes rounding alone. Everything random in a step is drawn from (seed, step): what a
-    stopped training left in `partial` goes on to the very weights of one that was not stopped. UserError when the loss
-    is not finite.
+    answer tokens, so the split changes only rounding. All random numbers of a step are drawn from (seed, step), so a
+    stopped training that is resumed from `partial` gives exactly the weights of an uninterrupted one. UserError when
+    the loss is not finite.
     """
     groups = trainable(list(layers))
     parameters: dict[str, torch.nn.Parameter] = {}
@@ -165,8 +166,8 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
 def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
     """Share of the peak learning rate in `step` (from 0) of `steps`.
 
-    It rises in a straight line over the first `settings.warmup` of them, then falls to 0 after the last, along a cosine
-    or a straight line.
+    It rises linearly over the first `settings.warmup` of the steps, then falls along a cosine or a straight line, to 0
+    after the last step.
     """
     rising = math.ceil(settings.warmup * steps)
     if step < rising:
@@ -176,7 +177,7 @@ def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
-    """The rows of one step: pass after pass over all of them, each pass in an order of its own drawn from the seed."""
+    """Indices of the rows of one step. Each pass over all rows has an order of its own, drawn from the seed."""
     chosen = []
     orders: dict[int, list[int]] = {}
     for at in range(step * size, (step + 1) * size):
@@ -204,10 +205,10 @@ def _backward(model: Any, rows: Sequence[Row], at_once: int) -> float:
 
 
 def answer_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Sum over the answer tokens (B, S) of -log p(token | what stands before it), in fp32.
+    """Sum over the answer tokens (B, S) of -log p(token | tokens before it), in fp32.
 
-    The first token of a row has nothing before it and never counts. Only positions that predict an answer in some row
-    reach the vocabulary.
+    The first token of a row has nothing before it and never counts. Logits are computed only at positions that predict
+    an answer token in some row.
     """
     learnt = answers[:, 1:]
     columns = learnt.any(0).nonzero()[:, 0]
@@ -225,7 +226,7 @@ def _stacked(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, .
 
 
 def _mixed(seed: int, step: int) -> int:
-    """A seed for one step of the training of another seed; they do not run into each other."""
+    """Derive the seed of one step from that of the training; hashing keeps the seeds of different steps unrelated."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
@@ -236,14 +237,14 @@ def save_progress(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write adapters, optimiser and losses (one per step done); `about` says whose they are. Whole or not at all."""
+    """Save adapters, optimiser and losses (one per finished step) atomically; `about` identifies the fine-tuning."""
     tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
             tensors[f"{OPTIMIZER}.{key}.{name}"] = value.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f"{PROGRESS_FILE}.part"
-    # one entry: safetensors writes several in an order that changes from run to run
+    # one metadata entry: safetensors writes several in an order that changes from run to run
     save_file(tensors, beside, {"moe_lab": json.dumps({"about": about, "losses": losses}, sort_keys=True)})
     beside.replace(folder / PROGRESS_FILE)
 
@@ -254,9 +255,9 @@ def load_progress(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
-    """Put adapters and optimiser back as they were saved; returns the losses of the steps done.
+    """Restore adapters and optimiser; returns the losses of the finished steps.
 
-    [] and nothing changed when there is no such file, it is damaged, or another fine-tuning's.
+    Returns [] and changes nothing when the file is missing, damaged, or of another fine-tuning.
     """
     try:
         with safe_open(folder / PROGRESS_FILE, framework="pt") as file:

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def storage(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and their total.
 
-    Everything that is held counts, with the constants of quantised weights; tensors that share memory count once.
+    All tensors count, including the constants of quantised weights; tensors that share memory count once.
     """
     held = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
     seen: set[tuple[torch.device, int]] = set()
@@ -38,15 +38,15 @@ def storage(model: nn.Module) -> dict[str, int]:
 def quantize(model: Any, modules: Sequence[str]) -> dict[str, Any]:
     """Store the weights of `modules` of `model` as NF4 with double quantisation, in place.
 
-    `modules` are some of experts, shared_experts, attention. What computes with them dequantises one matrix at a time,
-    in the model's own dtype. Stacked and ragged experts alike. Routers, the gates of shared experts, biases, norms,
-    embeddings and lm_head stay as they are. Tensors that `model` shares with another one are replaced, not written to.
-    Experts run eagerly afterwards, because grouped kernels need all of them at once. The same weights give the same
+    `modules` are some of experts, shared_experts, attention. Each matrix is dequantised when it is used, one at a time,
+    to the model's own dtype. Experts may be stacked or ragged. Routers, the gates of shared experts, biases, norms,
+    embeddings and lm_head are not quantised. Tensors that `model` shares with another model are replaced, not written
+    to. Experts run eagerly afterwards, because grouped kernels need all of them at once. The same weights give the same
     bits every time.
 
-    Returns {"weights": module -> how many were quantised (0 where the model has none, as of shared experts), "bytes":
-    {"before": ..., "after": ...}}, both as `storage`. UserError for a model that holds quantised weights already, an
-    unknown module, a dtype without NF4, and when bitsandbytes is missing.
+    Returns {"weights": module -> number of quantised weights (0 if the model has none, e.g. no shared experts),
+    "bytes": {"before": ..., "after": ...}}, both as `storage`. UserError for a model that already holds quantised
+    weights, an unknown module, a dtype without NF4, and when bitsandbytes is missing.
     """
     check_modules(list(modules))
     check_unquantized(model)
@@ -59,7 +59,7 @@ def quantize(model: Any, modules: Sequence[str]) -> dict[str, Any]:
 
 
 def check_unquantized(model: Any) -> None:
-    """Raise UserError when `model` holds quantised weights, whether `quantize` or its checkpoint made them so."""
+    """Raise UserError when `model` holds quantised weights, whether from `quantize` or from its checkpoint."""
     ours = any(isinstance(module, FourBitMatrices) for module in model.modules())
     foreign = getattr(model, "is_quantized", False) or any(tensor.element_size() < 2 for tensor in model.parameters())
     if ours or foreign:
@@ -68,7 +68,7 @@ def check_unquantized(model: Any) -> None:
 
 
 def _experts(model: Any) -> int:
-    """Quantise all routed experts; how many weights they have."""
+    """Quantise all routed experts, and return the number of their weights."""
     count = 0
     for layer in routed_layers(model):
         for name, matrices in _matrices(layer.experts).items():
@@ -81,7 +81,7 @@ def _experts(model: Any) -> int:
 
 
 def _matrices(experts: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Name of each stack of weights of an experts module -> its matrices, one per expert, as they lie in memory."""
+    """Name of each stack of weights of an experts module -> its matrices, one per expert, as stored in memory."""
     if isinstance(experts, RaggedExperts):
         pairs = [experts.weights(expert) for expert in range(experts.num_experts)]
         return {"gate_up_packed": [pair[0] for pair in pairs], "down_packed": [pair[1] for pair in pairs]}
@@ -90,7 +90,7 @@ def _matrices(experts: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def _linears(model: nn.Module, part: str) -> int:
-    """Quantise the linear maps of a part; how many weights they have."""
+    """Quantise the linear maps of a part, and return the number of their weights."""
     maps = list(linears(model, part))
     for name, module in maps:
         model.set_submodule(name, FourBitLinear(module))
@@ -98,22 +98,23 @@ def _linears(model: nn.Module, part: str) -> int:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Stands in for save_pretrained: what it would write, nothing could load."""
+    """Replaces save_pretrained, which would write files that nothing can load."""
     raise UserError(
         "a model with recovery.bits=4 cannot be saved by save_pretrained: export its plan, quantise on loading"
     )
 
 
 class FourBitMatrices(nn.Module):
-    """Takes the place of a stack of matrices: indexing gives one of them, dequantised, in the dtype it came in.
+    """Replaces a stack of matrices by NF4 weights: indexing returns one matrix, dequantised to its original dtype.
 
     `matrices[e]`, with a number or a tensor that holds one, is matrix e; so the eager forward of an experts module
     reads one expert after the other and never holds more than one in full. `matrices[start:stop]` is the matrix that
-    began at row `start` when they lay below each other, which is how packed experts are read.
+    begins at row `start` of all matrices concatenated by rows, which is how packed experts are read.
 
-    A weight is 4 bits: the nearest of 16 quantiles of the normal distribution, times the largest magnitude of its
-    block of 64. These scales are 8 bits each, less their mean (per matrix), times the largest of 256 of them: 4.127
-    bits a weight in all. A matrix is cut into blocks row by row; its last block is filled up with zeros.
+    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale of its block of 64,
+    their largest magnitude. A scale takes 8 bits: the mean of all scales (per matrix) is subtracted, and the result is
+    stored relative to the largest of 256. That is 4.127 bits per weight in all. A matrix is cut into blocks row by row;
+    its last block is padded with zeros.
     """
 
     packed: torch.Tensor
@@ -123,7 +124,7 @@ class FourBitMatrices(nn.Module):
     nested: torch.Tensor
     """fp32: scales of the scales."""
     means: torch.Tensor
-    """fp32 (matrices,): what was taken off the scales before they were quantised."""
+    """fp32 (matrices,): mean that was subtracted from the scales before they were quantised."""
 
     def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
         """Quantise `matrices`, each (rows, columns), of one dtype (float32, bfloat16 or float16) and device."""
@@ -155,7 +156,7 @@ class FourBitMatrices(nn.Module):
         first, last = (self.ends[number - 1] if number else 0), self.ends[number]
         nested = slice(self.nested_ends[number - 1] if number else 0, self.nested_ends[number])
         functional = bitsandbytes_functional()
-        # As rows of one block each: bitsandbytes 0.50 turns rows that end inside a block back wrongly on the CPU.
+        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a block wrongly.
         code, code_of_scales = _codes(self.packed.device)
         of_scales = functional.QuantState(
             absmax=self.nested[nested], code=code_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
@@ -182,7 +183,7 @@ class FourBitMatrices(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """Takes the place of a linear map: its weight is held in 4 bits, its bias as it was."""
+    """Replaces a linear map: its weight is held in 4 bits, its bias is unchanged."""
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
@@ -197,13 +198,13 @@ class FourBitLinear(nn.Module):
 
 @cache
 def _codes(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the 4 bits of a weight (16,) and the 8 bits of a scale (256,) stand for: the same for every matrix."""
+    """The values of the 4-bit codes of weights (16,) and of the 8-bit codes of scales (256,), same for every matrix."""
     _, state = _quantized(torch.zeros(1, NF4_BLOCK, device=device))
     return state.code, state.state2.code
 
 
 def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """(packed, state of bitsandbytes) of one matrix, as rows of one block each, the last filled up with zeros."""
+    """Quantise a matrix as rows of one block each, the last padded with zeros: (packed, state of bitsandbytes)."""
     if matrix.dtype not in DTYPES:
         name = str(matrix.dtype).removeprefix("torch.")
         raise UserError(f"model.dtype={name} has no NF4: expected float32, bfloat16 or float16")

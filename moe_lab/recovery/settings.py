@@ -19,7 +19,7 @@ SCHEDULES = ("cosine", "linear")
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a value that cannot work, or for a package that is needed and not installed."""
+    """Raise UserError for an invalid value, or for a required package that is not installed."""
     if settings.bits not in (4, 16):
         raise UserError(f"recovery.bits={settings.bits} is unknown: expected 4 (NF4) or 16 (as loaded)")
     if settings.bits == 4:
@@ -31,7 +31,7 @@ def check(settings: RecoveryConfig) -> None:
 
 
 def check_none(settings: RecoveryConfig) -> None:
-    """Raise UserError for settings of a recovery under the name that stands for none."""
+    """Raise UserError when recovery.name=none is combined with settings of a recovery."""
     if settings.name == "none" and (settings.bits != 16 or settings.instructions is not None):
         raise UserError(
             f"recovery.name=none means none, but recovery.bits={settings.bits} and recovery.instructions="
@@ -40,7 +40,7 @@ def check_none(settings: RecoveryConfig) -> None:
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
-    """Raise UserError when the model cannot be recovered, whatever the settings."""
+    """Raise UserError when there is a recovery and the weights of the model are quantised."""
     if settings.name != "none":
         check_plain_weights(model, f"recovery={settings.name}")
 
@@ -55,16 +55,17 @@ def check_modules(modules: list[str]) -> None:
 
 
 def need(package: str, extra: str, reason: str) -> None:
-    """Raise UserError with the command that installs `package` when it is not there."""
+    """Raise UserError with the command that installs `package` when it is not installed."""
     if find_spec(package) is None:
         raise UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
 
 
 def finetune_identity(settings: RecoveryConfig) -> dict[str, Any]:
-    """The settings that change what a fine-tuning comes to, JSON-ready; {} when there is none.
+    """The settings that change the result of fine-tuning, JSON-ready; {} when there is none.
 
-    They name it together with the model, the plan, the instruction set and the seed, whatever the bits its result is
-    stored in afterwards. Left out is what makes no difference: the name, and how often progress is saved.
+    Together with the model, the plan, the instruction set and the seed they identify a fine-tuning, whatever the bits
+    its result is stored in afterwards. Settings that make no difference are left out: the name, and how often progress
+    is saved.
     """
     if settings.instructions is None:
         return {}
@@ -117,7 +118,7 @@ def bitsandbytes_functional() -> Any:
 
 @cache
 def peft() -> Any:
-    """The module peft, which imports bitsandbytes when that is there; UserError with the command that installs it."""
+    """The module peft, which imports bitsandbytes if installed; UserError with the command that installs peft."""
     need("peft", "fine-tuning", "fine-tuning")
     return _import("peft")
 
