@@ -102,7 +102,7 @@ class Server:
         self.process, self.log = process, log
 
     def last_words(self) -> str | None:
-        """The last lines of its log once it has ended; None while it runs."""
+        """The last lines of the log, once the process has ended; None while it runs."""
         return None if self.process.poll() is None else self.last_lines()
 
     def last_lines(self) -> str:

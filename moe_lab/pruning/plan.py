@@ -46,7 +46,7 @@ class Plan:
     n_experts: dict[int, int]
     """Layer -> number of experts before pruning."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Where the plan comes from: model, criterion, calibration, ratio and so on; no part of the digest."""
+    """Where the plan comes from: model, criterion, calibration, ratio and so on; not part of the digest."""
     channels: dict[int, Mask] = field(default_factory=dict)
     """Layer -> (E, I) bool, True for kept channels, over all experts the layer had; empty for a plan of whole experts.
     Rows of dropped experts are False. A kept expert whose row is False is a null expert: tokens are routed to it and
@@ -80,14 +80,14 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of what is kept: equal for plans that give the same pruned model."""
+        """sha256 of the kept experts and channels: equal for plans that give the same pruned model."""
         canonical = json.dumps(self._layers(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
-        """Raise UserError, naming layer and nearest feasible number, unless the routers work with what is kept.
+        """Raise UserError, naming the layer and the nearest feasible number, unless routers work with the kept experts.
 
-        Group-limited routers need the same number of survivors in each group of adjacent experts.
+        Group-limited routers need the same number of kept experts in each group of adjacent experts.
         """
         for layer, kept in self.experts.items():
             router, count = routers[layer], self.n_experts[layer]
@@ -111,7 +111,8 @@ class Plan:
     def check_origin(self, sha256: str, where: object) -> None:
         """Raise UserError if the plan was made for another model than the one in the folder `where`.
 
-        The plan says so by `model_sha256` of its provenance, if it has one; `sha256` is the fingerprint of the folder.
+        `sha256` is the fingerprint of that folder. It is compared with `model_sha256` in the provenance, if that is
+        given.
         """
         made_for = self.provenance.get("model_sha256") or sha256
         if made_for != sha256:

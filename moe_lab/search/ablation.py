@@ -159,7 +159,7 @@ def _gated(layer: MoELayer, change: Change) -> Iterator[None]:
 
 
 def _predicting(valid: torch.Tensor) -> torch.Tensor:
-    """(B, S) bool: valid tokens that a valid one follows in their row."""
+    """(B, S) bool: valid tokens that are followed by a valid token in their row."""
     where = torch.zeros_like(valid)
     where[:, :-1] = valid[:, :-1] & valid[:, 1:]
     return where

@@ -75,7 +75,7 @@ class Outcome:
     history: list[dict[str, Any]]
     """One row for each schedule that was made, in order; see `evolve`."""
     counts: dict[str, int]
-    """generations; made (rows); evaluated; known (made again, no cost); skipped (screened, then not evaluated)."""
+    """Numbers: generations; schedules made (rows), evaluated, known (made again), skipped (screened, not evaluated)."""
 
 
 class _Proposal(NamedTuple):

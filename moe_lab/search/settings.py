@@ -36,7 +36,7 @@ class EvolutionSettings:
     """Children proposed for each one that is evaluated; with more than 1, `filter` chooses among them."""
 
     def check(self) -> None:
-        """UserError for a value that cannot work."""
+        """Raise UserError for a value that cannot work."""
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "seed" else 1
@@ -85,7 +85,7 @@ class FitnessSettings:
     """Tokens that filter=reconstruction reads."""
 
     def check(self) -> None:
-        """UserError for a value that cannot work."""
+        """Raise UserError for a value that cannot work."""
         for name, choices in (("fitness", FITNESS), ("averaging", AVERAGINGS), ("filter", FILTERS)):
             if getattr(self, name) not in choices:
                 raise unknown(f"allocation.parameters.{name}", getattr(self, name), choices)
@@ -116,7 +116,7 @@ class SearchSettings:
     fitness: FitnessSettings
 
     def removals(self) -> list[list[int]]:
-        """For each layer, the numbers of experts a schedule may remove; 0 first, whether it may or not."""
+        """For each layer, the numbers of experts a schedule may remove, ascending; 0 is first even if not allowed."""
         space = space_of(self.problem, self.evolution.granularity)
         return [
             sorted({0, *(low + space.step * units for units in range(room + 1))})

@@ -107,7 +107,7 @@ class Row:
     finished: bool = False
 
     def add(self, token: int) -> None:
-        """Append one token, unless the text is over."""
+        """Append one token, unless the text is finished."""
         if not self.finished:
             self.ids.append(token)
             self.room -= 1

@@ -31,7 +31,7 @@ _MEMORY = 4 << 30
 
 
 def sanitized(text: str, entry_point: str) -> str:
-    """`text` after EvalPlus's sanitizer; unchanged where the sanitizer dies or takes more than 20 CPU seconds."""
+    """`text` after EvalPlus's sanitizer; unchanged if the sanitizer crashes or takes more than 20 CPU seconds."""
     program = in_child(lambda: str(evalplus_sanitize.sanitize(text, entry_point)), _SECONDS, _MEMORY)
     return text if program is None else program
 

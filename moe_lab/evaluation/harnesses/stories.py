@@ -1,4 +1,4 @@
-"""Stories from prompts, each graded against its checklist by rules: the shipped counterpart of WildBench."""
+"""Stories that continue prompts, graded by the rules of a checklist: the shipped counterpart of WildBench."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _loaded(
 
 
 def _download(benchmark: BenchmarkConfig, address: str, scratch: Path) -> Path:
-    """The file behind an address that data_sets.yaml names."""
+    """Download the file at an address from data_sets.yaml. Returns its path."""
     file = scratch / address.rpartition("/")[2]
     try:
         with urllib.request.urlopen(address, timeout=60) as content:

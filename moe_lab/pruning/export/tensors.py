@@ -50,7 +50,7 @@ class Constant:
 
     @property
     def zeros(self) -> int:
-        """Bytes that only fill the shape."""
+        """Bytes of zeros that only fill the shape."""
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> bytes:
@@ -91,7 +91,7 @@ class Cut:
 
     @property
     def zeros(self) -> int:
-        """Bytes that only fill the shape."""
+        """Bytes of zeros that only fill the shape."""
         return (self.width - int(self.kept.sum())) * self._bytes_of_channel
 
     @property
