@@ -1,1 +1,1 @@
-"""Speed and memory, measured against reference ways as ratios within one run."""
+"""Benchmarks of speed and memory, as ratios to reference implementations measured in the same run."""

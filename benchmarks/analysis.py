@@ -1,9 +1,8 @@
-"""How long the analysis takes: all tables, figures and the page of a study of 200 cells, and loading 10,000 results.
+"""Time of the analysis: all tables, figures and the page of a study of 200 cells, and loading 10,000 results.
 
     python -m benchmarks.analysis
 
-Both stores are made up, in the layout that a run leaves. Seconds are of one process, as the clock shows and as the
-processor counted.
+Both stores are synthetic, in the layout of a real run. Times are wall-clock and CPU seconds of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from analysis.load.study import load
 from benchmarks.measure import timed
 
 REBUILD, LOAD = 60, 5
-"""Seconds that the two may take."""
+"""CPU seconds allowed for each."""
 FEW = ("frequency", "reap", "man", "ean")
 
 
@@ -26,7 +25,7 @@ def _seconds(clock: float, processor: float, allowed: int) -> str:
 
 
 def main() -> int:
-    """Print both; 1 when one took longer than it may."""
+    """Print both times; returns 1 when one exceeds its limit."""
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "analysis"))
     from synthetic import write_store
 

@@ -1,6 +1,6 @@
-"""Multiple choice and perplexity the slow and obvious way: prompts written out, one unpadded forward pass per answer.
+"""Reference implementation of multiple choice and perplexity: explicit prompts, one unpadded forward pass per answer.
 
-What adapters are compared with. It knows nothing of lm-eval and of moe_lab.
+Adapters are compared with it. It imports neither lm-eval nor moe_lab.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Choice:
     """A question with its answers, of which the one at `label` is right."""
 
     contexts: list[str]
-    """What stands before each answer."""
+    """Text before each answer."""
     endings: list[str]
-    """What is scored."""
+    """Scored text of each answer."""
     label: int
     lengths: list[int]
-    """Characters of each answer as acc_norm counts them."""
+    """Characters of each answer, by which acc_norm divides."""
 
 
 def _after(context: str, answers: list[str], label: int) -> Choice:
-    """Answers that follow the same text after a space."""
+    """A choice whose answers all follow `context` and a space."""
     return Choice([context] * len(answers), [f" {a}" for a in answers], label, [len(a) for a in answers])
 
 
@@ -81,7 +81,7 @@ def _rte(row: Row) -> Choice:
 
 
 def _winogrande(row: Row) -> Choice:
-    """The end of the sentence is scored after each of the names, not the names."""
+    """The end of the sentence is scored after each of the names; the names are not scored."""
     before, _, end = row["sentence"].partition("_")
     names = [row["option1"], row["option2"]]
     ending = f" {end.strip()}"
@@ -100,11 +100,11 @@ CHOICES: Mapping[str, Callable[[Row], Choice]] = {
     "rte": _rte,
     "winogrande": _winogrande,
 }
-"""Benchmark -> how a row of its data is asked."""
+"""Benchmark -> function that makes a `Choice` of a row of its data."""
 
 
 def likelihoods(model: Any, tokenizer: Any, choice: Choice) -> list[float]:
-    """The log-likelihood of each answer; answers of one token after the same text share a forward pass."""
+    """Log-likelihood of each answer; answers of one token after the same text share a forward pass."""
     found: list[float] = []
     seen: list[int] = []
     logits = torch.empty(0)
@@ -121,14 +121,14 @@ def likelihoods(model: Any, tokenizer: Any, choice: Choice) -> list[float]:
 
 
 def outcome(scores: list[float], choice: Choice, metric: str) -> float:
-    """1 if the right answer is the most likely (acc) or most likely per character (acc_norm), the first of equals."""
+    """1 if the right answer is the most likely (acc) or most likely per character (acc_norm); ties go to the first."""
     lengths = choice.lengths if metric == "acc_norm" else [1] * len(scores)
     shares = [score / length for score, length in zip(scores, lengths, strict=True)]
     return float(shares.index(max(shares)) == choice.label)
 
 
 def perplexity(model: Any, tokenizer: Any, text: str, length: int, windows: int | None = None) -> float:
-    """exp of the mean loss of all tokens but the first of each window of `length` tokens; of the first `windows`."""
+    """exp of the mean loss of all tokens except the first of each window of `length` tokens, in the first `windows`."""
     tokens = tokenizer(text, verbose=False).input_ids
     starts = list(range(0, len(tokens), length))[:windows]
     total, count = 0.0, 0
@@ -141,10 +141,11 @@ def perplexity(model: Any, tokenizer: Any, text: str, length: int, windows: int 
 
 
 def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], length: int) -> float:
-    """exp of the loss of whole documents per word: pairs of the text that is read and the text whose words count.
+    """exp of the loss per word of whole documents.
 
-    A document begins with the end-of-text token, and is read in windows of `length` tokens: each predicts as many as it
-    has, the last one starts earlier, so that it is full, and predicts only what is left.
+    pages: pairs of the text that is scored and the text whose words are counted. A document begins with the
+    end-of-text token and is read in windows of `length` tokens, each of which predicts `length` tokens. The last
+    window starts earlier, so that it is full, and predicts only the remaining tokens.
     """
     total, words = 0.0, 0
     for text, counted in pages:

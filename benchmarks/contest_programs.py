@@ -1,6 +1,6 @@
-"""Programs as contests get them, judged by EvalScope's own function and by moe_lab's in its place.
+"""Contest programs, judged by EvalScope's own function and by moe_lab's replacement.
 
-Run by benchmarks/evaluation_evalscope.py in the interpreter that has EvalScope. Bar: both find the same tests passed.
+benchmarks/evaluation_evalscope.py runs it in the interpreter that has EvalScope. Bar: the same tests pass in both.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def main() -> int:
-    """Judge each program twice and print where that differs."""
+    """Judge each program both ways and print differences."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings, Programs
 
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def passed(evaluate_utils: Any, sample: dict[str, str], program: str) -> int:
-    """Tests passed before the first that is not."""
+    """Number of passed tests; judging stops at the first failure."""
     results, _ = evaluate_utils.evaluate_generations_by_problem([program], sample, False, 6)
     return sum(1 for result in results[0] if result is True)
 

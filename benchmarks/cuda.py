@@ -1,10 +1,10 @@
-"""Every row about CUDA in docs/performance.md, in the order of their worth: `python -m benchmarks.cuda --out FOLDER`.
+"""Measure all rows about CUDA in docs/performance.md, most important first: `python -m benchmarks.cuda --out FOLDER`.
 
-Each row is a program of its own, whose output is kept in FOLDER. FOLDER/table.md has what all of them measured so far,
-with the device and the versions. A row begins if the minutes that it takes are left of `--minutes`; the same command
-again goes on with the rows that are missing. It needs torch, transformers, pytest and this repository; the last row
-also needs what tests/ imports. `--dry-run` starts every row at a small size on the CPU and compares with no bar.
-Exit code 1 when a bar failed, 2 when rows are missing.
+Each row is a separate program, whose output is kept in FOLDER. FOLDER/table.md has all results so far, with the device
+and the versions. A row starts only if its estimated minutes are left of `--minutes`; running the same command again
+continues with the missing rows. It needs torch, transformers, pytest and this repository; the last row also needs what
+tests/ imports. `--dry-run` runs every row at a small size on the CPU, without bars. Exit code 1 when a bar failed, 2
+when rows are missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.measure import describe, parser
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(r": (ok|FAILED)$|\d (passed|failed|skipped)\b.* in ")
-"""A line that states a figure and whether its bar holds, or how many tests passed."""
+"""Matches output lines with a figure and its verdict, or with the number of passed tests."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Row:
 
     name: str
     command: str
-    """What python runs. {scratch} stands for a folder with room for a checkpoint."""
+    """Arguments of python. {scratch} stands for a folder with room for a checkpoint."""
     small: str
-    """What is added to the command in a dry run."""
+    """Arguments added in a dry run."""
     minutes: float
-    """What it may take on an H100, loading included: an estimate, as none was measured yet."""
+    """Estimated time on an H100, including loading; it was not measured yet."""
 
     @property
     def file(self) -> str:
-        """The name of its files, without suffix."""
+        """Stem of the names of its files."""
         return self.name.replace(", ", "-").replace(" ", "_")
 
 
@@ -81,7 +81,7 @@ ROWS = [
 
 
 def main() -> int:
-    """Run the rows that are missing, write the table."""
+    """Run the missing rows and write the table."""
     arguments = _arguments()
     end = time.monotonic() + 60 * arguments.minutes
     for folder in (arguments.out, arguments.scratch):
@@ -111,13 +111,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def command(row: Row, arguments: argparse.Namespace) -> list[str]:
-    """The words that python gets."""
+    """Arguments of python for a row."""
     words = row.command.format(scratch=arguments.scratch).split()
     return words + row.small.split() if arguments.dry_run else words
 
 
 def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Figures, exit code, seconds and conditions of a row that was measured with the same command; else None."""
+    """Figures, exit code, seconds and conditions of a row that was measured with this command; else None."""
     file = arguments.out / f"{row.file}.json"
     if not file.exists():
         return None
@@ -126,7 +126,7 @@ def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
-    """Run a row for at most `limit` seconds. One that is stopped or breaks leaves what it printed and no result."""
+    """Run a row for at most `limit` seconds. When it is stopped or crashes, its output is kept without a result."""
     words = command(row, arguments)
     print(f"{row.name}: python {' '.join(words)}", flush=True)
     log, start = arguments.out / f"{row.file}.txt", time.monotonic()
@@ -138,7 +138,7 @@ def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-            start_new_session=True,  # some rows start programs that would outlive them
+            start_new_session=True,  # so that killpg also ends the programs that a row starts
         )
         try:
             code = process.wait(limit)
@@ -164,7 +164,7 @@ def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
 
 
 def table(arguments: argparse.Namespace) -> str:
-    """The conditions, and a Markdown table of what was measured so far."""
+    """The conditions, and a Markdown table of all results so far."""
     results = {row: result(row, arguments) for row in ROWS}
     conditions = sorted({measured["conditions"] for measured in results.values() if measured})
     lines = [*conditions, "", "| what | command | measured |", "|---|---|---|"]

@@ -1,7 +1,8 @@
 """Real benchmarks through the adapters: `python -m benchmarks.evaluation --data FOLDER`.
 
-FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (docs/evaluation.md says which); a mirror
-is made of them, and lm-eval's own tasks run from it on a random model in OLMoE architecture that reads 4,096 tokens.
+FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (listed in docs/evaluation.md). A mirror is
+made from them, and lm-eval's own tasks run from it on a random model of OLMoE's architecture with a context of 4,096
+tokens.
 
 1. equal: every item of the six benchmarks, acc and acc_norm, against one unpadded forward pass per answer
    (benchmarks/choices.py). Bar: no item differs. Perplexities of WikiText-2: within 1e-4 of an independent computation.
@@ -98,7 +99,7 @@ def _same_items(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """In the order in which the adapter reports them: subset after subset, each as far as the limit lets it."""
+    """Rows in the order in which the adapter reports them: by subset, each up to the limit."""
     counts = {name: len(numbers) for name, numbers in _numbers(benchmark).items()}
     by_subset = mirror.subsets(benchmark)
     rows = []
@@ -188,7 +189,7 @@ def _fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
 
 
 def _plain_fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
-    """With tasks built by lm-eval, from the mirror and without an index of all its definitions."""
+    """lm-eval's evaluate() with tasks that it builds from the mirror, without an index of all its task definitions."""
     from lm_eval.tasks import TaskManager
 
     for benchmark in few:

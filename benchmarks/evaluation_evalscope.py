@@ -1,12 +1,13 @@
 """EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
-answers: FOLDER holds GSM8K and MATH-500 as files (docs/evaluation.md says which). A mirror is made of them, EvalScope's
-own process asks all 1,319 and 500 questions, and then grades three sets of answers to them, each in a box as its prompt
-asks: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all right, one
-more all wrong. Another question's answer may mean the same (x=5 and 5); all that are judged right are listed.
+answers: FOLDER holds GSM8K and MATH-500 as files (listed in docs/evaluation.md), from which a mirror is made.
+EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of answers, each in \\boxed{} as the
+prompt demands: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all
+right, answers plus one all wrong. Another question's answer may mean the same (x=5 and 5); all that are judged right
+are listed.
 
-programs: benchmarks/contest_programs.py, in EvalScope's interpreter: programs judged by EvalScope's own function, which
-runs them beside the expected outputs, and where moe_lab runs them. Bar: the same tests are passed.
+programs: benchmarks/contest_programs.py in EvalScope's interpreter: programs judged by EvalScope's own function, which
+runs them in the process that holds the expected outputs, and by moe_lab's sandbox. Bar: the same tests pass.
 
 Exit code 1 when a bar fails.
 """
@@ -35,7 +36,7 @@ from moe_lab.evaluation.sandbox.policy import Policy
 PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")
 Change = Callable[[Sequence[str], int], str]
-"""The data's answers and the number of one of them -> the answer that is given."""
+"""The data's answers and the index of one of them -> the answer to grade in its place."""
 
 
 def main() -> int:
@@ -92,7 +93,7 @@ def _check(benchmark: BenchmarkConfig) -> bool:
 
 
 def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Question]) -> list[str]:
-    """The data's answer to each question, found by the text that EvalScope put into the prompt."""
+    """The data's answer to each question, looked up by the question's text in EvalScope's prompt."""
     of_text = {_question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)}
     texts = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
     return [of_text[text.rsplit("\nPlease reason step by step", 1)[0]] for text in texts]
@@ -103,7 +104,7 @@ def _question(row: Mapping[str, Any]) -> str:
 
 
 def boxed(answer: str) -> str:
-    """An answer as the prompts ask for it."""
+    """An answer in the form that the prompts demand."""
     return f"Step by step, this is what comes out.\n\nThe answer is \\boxed{{{answer}}}."
 
 
@@ -112,13 +113,13 @@ def _own(answers: Sequence[str], number: int) -> str:
 
 
 def _plus_one(answers: Sequence[str], number: int) -> str:
-    """One more for a whole number, an expression that says so for anything else."""
+    """The answer plus one: the sum for a whole number, an expression with +1 for anything else."""
     text = answers[number].replace(",", "")
     return str(int(text) + 1) if text.lstrip("-").isdigit() else f"{answers[number]}+1"
 
 
 def _others(answers: Sequence[str], number: int) -> str:
-    """The next answer that is not written alike."""
+    """The next question's answer that is spelled differently."""
     following = [*answers[number + 1 :], *answers[:number]]
     return next(text for text in following if text != answers[number])
 

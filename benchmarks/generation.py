@@ -1,11 +1,11 @@
-"""How fast a model in fp32 computes on the CPU as it is loaded: `python -m benchmarks.generation`.
+"""Speed of the CPU experts of loaded models in fp32: `python -m benchmarks.generation`.
 
-The loaded model, whose experts run by moe_lab/models/experts.py, against the same model with the eager experts of
-transformers: what an evaluation does (generation; scoring of answers, in batches of short rows), and one layer with
-more and more tokens, by which the number FEW was chosen. Each ratio is the median over rounds in which all ways ran
-one after the other in this process; the bits of all results are compared, too. Bar for generation and scoring: below
-1. Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar
-fails or bits differ.
+Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with transformers' eager
+experts: for the work of an evaluation (generation; scoring of answers, in batches of short rows), and for one layer
+with an increasing number of tokens, from which the constant FEW was chosen. Each ratio is the median over rounds in
+which all ways ran one after the other in this process; results are also compared bit by bit. Bar for generation and
+scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine disturbs little. Exit code 1
+when a bar fails or bits differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _generation(model: Any, rows: int, length: int, new: int) -> Work:
-    """Greedy, without an end, so that every way does the same; the logits of all steps."""
+    """Greedy generation of exactly `new` tokens, so that all ways do the same work; returns the logits of all steps."""
     ids = torch.randint(5, model.config.vocab_size, (rows, length))
     settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "eos_token_id": None}
 
@@ -84,7 +84,7 @@ def _generation(model: Any, rows: int, length: int, new: int) -> Work:
 
 
 def _scoring(model: Any, rows: int, length: int) -> Work:
-    """One forward pass; the logits of all positions."""
+    """One forward pass; returns the logits of all positions."""
     ids = torch.randint(5, model.config.vocab_size, (rows, length))
 
     def work() -> torch.Tensor:
@@ -95,7 +95,7 @@ def _scoring(model: Any, rows: int, length: int) -> Work:
 
 
 def _both(model: Any, work: Work) -> dict[str, Work]:
-    """`work` with eager experts and with ours."""
+    """`work` with eager experts and with the CPU experts of loaded models."""
 
     def switched(name: str) -> Work:
         def run() -> torch.Tensor:
@@ -108,7 +108,7 @@ def _both(model: Any, work: Work) -> dict[str, Work]:
 
 
 def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
-    """The experts of one layer: eager, and both ways of ours whatever the number of tokens."""
+    """The experts of one layer: eager, and both code paths of the CPU experts, forced for any number of tokens."""
     module: Any = layer.experts
     hidden = torch.randn(tokens, layer.hidden)
     weights, index = torch.rand(tokens, layer.n_experts).topk(layer.top_k)
@@ -127,7 +127,7 @@ def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
 
 
 def _compare(name: str, ways: Mapping[str, Work], count: int, bar: float | None) -> bool:
-    """Print the ratios of CPU seconds to eager; whether one reaches the bar or bits differ."""
+    """Print the ratios of CPU seconds to eager; True when one reaches the bar or bits differ."""
     results = [work() for work in ways.values()]  # the first round is slower and not measured
     same = all(torch.equal(result, results[0]) for result in results)
     seconds = rounds(ways, count)

@@ -1,14 +1,14 @@
-"""What grading HumanEval+ and MBPP+ costs, and that it is right: `python -m benchmarks.grading DATA`.
+"""Cost and correctness of grading HumanEval+ and MBPP+: `python -m benchmarks.grading DATA`.
 
 DATA is a folder with HumanEvalPlus.jsonl.gz and MbppPlus.jsonl.gz. Answers go through the adapter, as a model's do:
-- the canonical solutions, from nothing (expected outputs are computed first) and once more with expected outputs kept,
-  as a chat model and as a base model would give them: all right on base and plus;
+- the canonical solutions, first with an empty cache (expected outputs are computed) and again with cached expected
+  outputs, in the form of a chat model and of a base model: all right on base and plus;
 - the same, but wrong at the call of the last plus test: right on base where that has fewer tests, all wrong on plus;
 - programs that raise: all wrong.
 
-Bar: 164 canonical solutions within 5 minutes on 2 cores, expected outputs included. The measure is processor seconds
-over 2 cores, because the clock on the wall counts what else a machine does; both are printed. Exit code 1 when a count
-or the bar is missed.
+Bar: 164 canonical solutions within 5 minutes on 2 cores, expected outputs included. The measure is CPU seconds divided
+by 2 cores, because wall-clock time includes other work on the machine; both are printed. Exit code 1 when a count or
+the bar is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def canonical(problem: Problem) -> str:
 
 
 def wrong_at_last(problem: Problem) -> str:
-    """The data's own solution, but for the output of the last plus test; the sanitizer keeps all of it."""
+    """The data's own solution with a wrong output in the last plus test; EvalPlus's sanitizer does not change it."""
     return (
         f"import collections\n_solution = {canonical(problem)!r}\n_names = dict()\n_calls = collections.Counter()\n"
         f"def {problem['entry_point']}(*given):\n"
@@ -54,7 +54,7 @@ def wrong_at_last(problem: Problem) -> str:
 
 
 def longer_plus(benchmark: BenchmarkConfig) -> int:
-    """How many problems have fewer base than plus tests: `wrong_at_last` passes their base tests."""
+    """Number of problems with fewer base than plus tests, whose base tests `wrong_at_last` passes."""
     return sum(len(row["base_input"]) < len(row["plus_input"]) for row in mirror.rows(benchmark))
 
 
@@ -65,7 +65,7 @@ def raising(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Count:
-    """How many answers are right, and what finding out took."""
+    """Number of right answers on base and plus tests, and wall-clock and CPU seconds of grading."""
 
     base: int
     plus: int
@@ -74,7 +74,7 @@ class Count:
 
 
 def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Count:
-    """Grade one program per problem as the answers of a model."""
+    """Grade one program per problem in the form of a model's answers."""
     problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
     answers = [_answer(question, problems[question.item], program) for question in ask(benchmark)]
     policy = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")

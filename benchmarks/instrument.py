@@ -1,13 +1,13 @@
-"""Whether the shipped models can tell criteria apart at all: `python -m benchmarks.instrument`.
+"""Check that the shipped models distinguish criteria from random plans: `python -m benchmarks.instrument`.
 
 Experts are ranked on the calibration set of a skill (code, mathematics), a quarter of them is removed from every
-layer, and the loss on right answers to the benchmarks of that skill is compared with that of random plans. Whoever
-wins, two things must hold of every model and skill:
+layer, and the loss on right answers to the benchmarks of that skill is compared with that of random plans. Two
+conditions must hold for every model and skill:
 
-1. The ranking by the exact ablation (what the loss gains without one expert) is below the mean of the random plans.
-2. So is every criterion that reads the text.
+1. The loss with the ranking by exact ablation (rise of the loss without one expert) is below the mean of random plans.
+2. So is the loss with every criterion that reads the text.
 
-Nothing is chosen by what comes out. Exit code 1 when one fails; docs/analysis.md says why those known to fail do.
+No settings were chosen by these results. Exit code 1 when one fails; docs/analysis.md explains the known failures.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
 def _skill(
     subject: LocalModel, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
 ) -> list[str]:
-    """Print the losses of one model on one skill; what is not below the random plans."""
+    """Print the losses of one model on one skill; returns the criteria that are not below the random plans."""
     items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[: arguments.items]]
     whole = mean_loss(subject, items)
     by_chance = [pruned_loss(subject, scores, items, arguments.ratio) for scores in chance]
@@ -98,21 +98,21 @@ def _skill(
 
 
 def items_of(benchmark: str) -> list[tuple[str, str]]:
-    """Prompts and right answers, as the harness of the benchmark puts them together."""
+    """Prompts and right answers of a shipped benchmark, as its harness builds them."""
     lines = Path(resolve(f"pocket:benchmarks/{benchmark}.jsonl")).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [(row["prompt"], row.get("canonical_solution") or f" {row['target']}") for row in rows]
 
 
 def mean_loss(subject: LocalModel, items: Sequence[tuple[str, str]]) -> float:
-    """The mean loss in bits per byte."""
+    """Mean loss on the right answers in bits per byte."""
     prompts, answers = zip(*items, strict=True)
     losses = subject.answer_losses(prompts, answers, GenSpec(1))
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
 def pruned_loss(subject: LocalModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
-    """The same without the experts of lowest score in every layer."""
+    """The same when the share `ratio` of experts with the lowest scores is masked in every layer."""
     with mask(subject.model, _plan(subject.model, scores, ratio)):
         return mean_loss(subject, items)
 
@@ -123,7 +123,7 @@ def _plan(model: Any, scores: Scores, ratio: float) -> Plan:
 
 
 def random_scores(model: Any, seed: int) -> Scores:
-    """Of the criterion `random`."""
+    """Scores of the criterion `random`."""
     return _score("random", {}, model, seed)
 
 
@@ -134,7 +134,7 @@ def _score(name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed:
 
 
 def rankings(subject: LocalModel, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
-    """The exact ablation, then every criterion of whole experts that reads the calibration set of the skill."""
+    """Yield names and scores: exact ablation, then every criterion of whole experts that reads the calibration set."""
     model, tokenizer = subject.model, subject.tokenizer
     few = _rows(skill, ablation_tokens, tokenizer)
     silent = loss_rises(model, "ablation", few, fingerprint={}).layers

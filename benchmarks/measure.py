@@ -1,4 +1,4 @@
-"""Parts that the programs share: command line, timing, memory, and the line that compares a figure with its bar.
+"""Helpers of the benchmark programs: command line, timing, memory, and comparison of figures with their bars.
 
 torch is imported late, so that programs that do not need it are measured without it.
 """
@@ -31,7 +31,7 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
 
 
 def describe(device: str) -> str:
-    """One line: the device, its threads or memory, and the versions."""
+    """One line with the device, its threads or memory, and the versions."""
     import torch
 
     if device == "cpu":
@@ -50,7 +50,7 @@ def _processor() -> str:
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
-    """CPU seconds of all threads, which other work on the machine disturbs little."""
+    """CPU seconds of all threads of this process, which other work on the machine disturbs little."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -64,7 +64,7 @@ def wall_seconds(run: Callable[[], object]) -> float:
 
 
 def timed(run: Callable[[], Made]) -> tuple[Made, float, float]:
-    """The result of `run`, its wall-clock seconds and its CPU seconds, those of ended child processes included."""
+    """The result of `run`, its wall-clock seconds, and its CPU seconds including those of ended child processes."""
     wall, used = time.perf_counter(), _used_seconds()
     made = run()
     return made, time.perf_counter() - wall, _used_seconds() - used
@@ -90,7 +90,7 @@ def device_seconds(device: str, run: Callable[[], object]) -> float:
 
 
 def rounds(ways: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
-    """CPU seconds of each way in each of `count` rounds, in which all ways run one after the other."""
+    """CPU seconds of each way in `count` rounds; in a round all ways run one after the other."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(count):
         for name, way in ways.items():
@@ -99,7 +99,7 @@ def rounds(ways: Mapping[str, Callable[[], object]], count: int) -> dict[str, li
 
 
 def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
-    """The ratio of each pair."""
+    """Ratios of corresponding numbers."""
     return [one / other for one, other in zip(numerators, denominators, strict=True)]
 
 
@@ -107,7 +107,7 @@ def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
 
 
 def peak(device: str) -> int:
-    """Peak memory in bytes: of this process so far, or on the CUDA device."""
+    """Peak memory in bytes so far, of this process or on the CUDA device."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     import torch
@@ -116,7 +116,7 @@ def peak(device: str) -> int:
 
 
 def in_own_process(program: str, option: str, value: str) -> dict[str, float]:
-    """The JSON that this program prints with its arguments and one more option, in a process of its own."""
+    """Run this program in a new process with its arguments and one more option; returns the JSON that it prints."""
     command = [sys.executable, "-m", f"benchmarks.{program}", *sys.argv[1:], option, value]
     document: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return document
@@ -133,7 +133,7 @@ def bytes_of(folder: Path) -> int:
 
 
 def drop_cache(folder: Path) -> None:
-    """Let the system drop a checkpoint's weights from its cache of files."""
+    """Drop a checkpoint's weights from the system's page cache."""
     os.sync()
     for file in weight_files(folder):
         with file.open("rb") as opened:
@@ -141,7 +141,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def reading_seconds(folder: Path) -> float:
-    """Wall-clock seconds for reading a checkpoint's weights from the disk, eight MiB at a time."""
+    """Wall-clock seconds for reading a checkpoint's weights from the disk in pieces of 8 MiB."""
     drop_cache(folder)
     buffer = bytearray(8 << 20)
 

@@ -1,10 +1,10 @@
-"""What gradient statistics take in memory: `python -m benchmarks.memory --model olmoe_7b --layers 2`.
+"""Memory of gradient statistics: `python -m benchmarks.memory --model olmoe_7b --layers 2`.
 
-Peaks, weights included, of a forward and backward pass with all gradient statistics and of a plain one (bar: at most
-1.10 times as much), each in a process of its own: of the process on the CPU, what Python and torch take without a model
-left out; of the device on CUDA. Plain is what one would write, the loss over all logits at once; and, since the logits
-of a large vocabulary could hide everything else, the same in parts as the statistics' pass has it. Exit code 1 when a
-bar fails.
+Compares peak memory, weights included, of a forward and backward pass with all gradient statistics and of a plain one
+(bar: at most 1.10 times as much). Each runs in its own process. On the CPU it is the memory of the process without that
+of Python and torch before a model is made; on CUDA that of the device. There are two plain passes: one with the loss
+over all logits at once, as one would usually write it, and, because the logits of a large vocabulary could hide
+everything else, one with the loss in parts like the statistics' pass. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_lab.statistics.gradients import differentiable, forward_and_backward
 
 
 def main() -> int:
-    """Measure each way in a process of its own, print, compare with the bar."""
+    """Measure each way in its own process, print, compare with the bar."""
     arguments = _arguments()
     if arguments.way:
         print(json.dumps(_bytes(arguments)))

@@ -1,4 +1,4 @@
-"""Models of random weights: of any size, of published configurations, and as checkpoints in the layout of the hub.
+"""Models with random weights: of any size, of published configurations, and as checkpoints in the layout of the hub.
 
 torch is imported late, so that programs that do not need it are measured without it.
 """
@@ -58,11 +58,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 QWEN3_30B = CONFIGURATIONS["qwen3_30b"]
 ON_DISK = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "dtype": "bfloat16"}
-"""What config.json has besides."""
+"""Further entries of config.json."""
 
 
 def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedModel:
-    """A frozen model in OLMoE architecture, with eager experts and routers that use experts unevenly.
+    """A frozen model of OLMoE's architecture, with eager experts and routers that use experts unevenly.
 
     `arguments`: hidden, width (channels per expert), layers and top_k.
     """
@@ -86,9 +86,10 @@ def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedMod
 
 
 def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A frozen model of a configuration, with wide weights in its routers: usual initial ones use all experts alike.
+    """A frozen model of a configuration, with a large spread of router weights: the usual initialisation uses all
+    experts about equally.
 
-    `experts` is the name of transformers' experts function.
+    experts: the name of transformers' experts function.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -108,8 +109,8 @@ def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTr
 def published_model(name: str, layers: int | None, device: str, *, vocabulary: int | None = None) -> PreTrainedModel:
     """The model `name` of CONFIGURATIONS with its first `layers` layers, all if None: frozen, in eval mode.
 
-    `vocabulary` reduces the vocabulary, whose cost would otherwise hide that of few layers. In fp32 with eager experts
-    on the CPU; elsewhere in bf16, created there, with the experts function of loaded models.
+    `vocabulary` reduces the vocabulary, whose cost would otherwise hide that of few layers. On the CPU the model is in
+    fp32 with eager experts; on another device it is created there in bf16, with the experts function of loaded models.
     """
     import torch
     from transformers import AutoConfig
@@ -144,7 +145,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def _layer(number: int, random: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A decoder layer as on the hub. Experts are different parts of the same random numbers, scaled differently."""
+    """Tensors of a decoder layer as on the hub. Experts are different, differently scaled parts of `random`."""
     hidden, width = int(QWEN3_30B["hidden_size"]), int(QWEN3_30B["moe_intermediate_size"])
     heads, keys, size = (int(QWEN3_30B[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     shapes = {
@@ -178,7 +179,7 @@ def _rest(random: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _stretch(random: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers of `random` from `start` on, cyclically; ones for norms."""
+    """A tensor of numbers from `random`, from `start` on and cyclically; ones for norms."""
     import torch
 
     if len(shape) == 1:

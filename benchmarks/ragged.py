@@ -1,12 +1,12 @@
-"""What experts of unequal width gain: `python -m benchmarks.ragged`.
+"""Speed of experts of unequal width: `python -m benchmarks.ragged`.
 
-A plan keeps half of all channels, any number from none to all of them in one expert. Each ratio is the median over
-rounds in which all ways ran one after the other in this process:
+A plan keeps half of all channels, between none and all of them in each expert. Each ratio is the median over rounds in
+which all ways ran one after the other in this process:
 - the packed experts of one layer against the dense experts they replace, as transformers computes them (eager) and as
   fast as we can (one loop over rows sorted once); bar for many tokens: at most 0.65;
-- the same model whole: attention, router and embedding cost what they did, so there is no bar;
-- the masked model against the plain one: what it costs to evaluate a plan without cutting weights.
-Seconds are CPU seconds of one thread, so that other work on the machine disturbs little. Exit code 1 when a bar fails.
+- the whole model: attention, router and embedding cost the same as before, so there is no bar;
+- the masked model against the plain one: the cost of evaluating a plan without cutting weights.
+Seconds are CPU seconds of one thread, which other work on the machine disturbs little. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _model_ways(
 
 
 def _report(what: str, seconds: Mapping[str, list[float]], bar: float | None) -> bool:
-    """Print the medians and their ratios, with the bar for packed experts; True when it fails."""
+    """Print the medians and their ratios, with the bar for packed experts; True when the bar fails."""
     print(f"{what}: " + ", ".join(f"{name} {1e3 * statistics.median(times):.1f} ms" for name, times in seconds.items()))
     failed = False
     for fast in (PACKED, MASKED):

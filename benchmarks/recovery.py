@@ -1,9 +1,10 @@
-"""What recovery gives and costs on the shipped model: `python -m benchmarks.recovery`.
+"""Benefit and cost of recovery on the shipped model: `python -m benchmarks.recovery`.
 
-Half of the experts of each layer go, drawn at random; then the pruned model is fine-tuned on the shipped arithmetic
-problems, stored as NF4, or both. Printed are bytes by part, word problems solved, and two ratios, medians over rounds
-that ran one after the other in this process: the NF4 forward against the same forward with the weights as they were,
-and a training step with adapters against a forward and backward without any. Seconds are CPU seconds of one thread.
+Half of the experts of each layer, chosen at random, are removed; then the pruned model is fine-tuned on the shipped
+arithmetic problems, stored as NF4, or both. Printed are bytes by part, word problems solved, and two ratios, medians
+over rounds that ran one after the other in this process: the NF4 forward against the same forward with unquantised
+weights, and a training step with adapters against a forward and backward without adapters. Seconds are CPU seconds of
+one thread.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def random_half(model: Any) -> Plan:
-    """The plan that keeps half of the experts of each layer, at random."""
+    """A plan that keeps a random half of the experts of each layer."""
     layers = {layer.index: vars(layer) for layer in moe_layers(model)}
     generator = torch.Generator().manual_seed(0)
     scores = {layer: torch.rand(about["n_experts"], generator=generator).tolist() for layer, about in layers.items()}

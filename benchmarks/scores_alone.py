@@ -1,4 +1,4 @@
-"""What a study without benchmarks spends, in seconds of processor time by kind of step: twelve criteria, one ratio.
+"""CPU seconds by kind of step of a study without benchmarks, with twelve criteria and one ratio.
 
 python -m benchmarks.scores_alone                                     # the shipped model
 python -m benchmarks.scores_alone --hidden 512 --layers 8             # random weights, 211M parameters
@@ -26,7 +26,7 @@ spent: dict[str, float] = defaultdict(float)
 
 
 def timed(kind: Kind) -> Kind:
-    """The kind of step, which adds up what its work takes."""
+    """The same kind of step, with work that adds its CPU seconds to `spent`."""
 
     def work(job: Job) -> None:
         start = time.process_time()
@@ -37,9 +37,9 @@ def timed(kind: Kind) -> Kind:
 
 
 def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
-    """A model of random weights with the shipped one's tokenizer: 32 experts as wide as it is, four for a token.
+    """Write a model with random weights and the shipped model's tokenizer: top-4 of 32 experts of width `hidden`.
 
-    Gives the words that choose it.
+    Returns the command line words that choose it.
     """
     from transformers import AutoModelForCausalLM, OlmoeConfig
 

@@ -1,11 +1,11 @@
-"""What searching an allocation costs: `python -m benchmarks.search`.
+"""Cost of searching an allocation: `python -m benchmarks.search`.
 
 1. Exact: children of the paper's mutation (P = 32, m = 4, at most 3 transfers of at most 4 experts) on a random model
    of 16 layers and 64 experts. Layers run per child, and CPU seconds per child, against the plain way: the masked model
    on the whole search set with logits at all positions. Bar: 0.75 of the layers.
 2. Filtered: on the shipped model, searches with filter=reconstruction against exact ones, ten seeds. Bars: 0.5 of the
-   cost, and a best fitness not worse in 8 seeds. All schedules are evaluated once beforehand, so that a search is
-   played back in a moment; its cost is counted in layers run, by the code that decides which layers run.
+   cost, and a best fitness not worse in 8 seeds. All schedules are evaluated once beforehand, so that searches only
+   look up fitness. The cost of a search is counted in layers run, by the code that decides which layers run.
 
 Exit code 1 when a bar fails.
 """
@@ -94,7 +94,7 @@ def _exact(arguments: argparse.Namespace) -> bool:
 
 
 def _model() -> Any:
-    """A random model of OLMoE's shape but narrow; its routers are widened so that experts differ."""
+    """A narrow random model of OLMoE's shape; router and expert weights have a large spread, so that experts differ."""
     config = AutoConfig.for_model(
         "olmoe",
         vocab_size=1024,
@@ -127,7 +127,7 @@ def _random_rows() -> list[AnswerBatch]:
 
 
 def _plain_seconds(candidates: Candidates, rows: Sequence[AnswerBatch]) -> float:
-    """CPU seconds of one candidate without any shortcut. The full model's log-probabilities are known in both ways."""
+    """CPU seconds of one candidate without reuse. In both ways the full model's log-probabilities are precomputed."""
 
     def evaluate() -> None:
         plan = candidates.plans.plan((32,) * 16)
@@ -166,7 +166,7 @@ def _filter(arguments: argparse.Namespace) -> bool:
 def _compare(
     problem: Problem, fitness: Mapping[Schedule, float], screen: Screen, screening: float, generations: int
 ) -> bool:
-    """Ten seeds of the exact search, of the filtered one, and of one as small as that without its filter."""
+    """Compare ten seeds of the exact search, of the filtered one, and of one of the same size without a filter."""
     settings = EvolutionSettings(generations=generations)
     fewer = replace(settings, population=12, generations=generations // 3)
     exact = [_played(problem, replace(settings, seed=seed), fitness, None) for seed in range(SEEDS)]
@@ -192,7 +192,7 @@ def _compare(
 
 
 def _not_worse(some: Sequence[tuple[float, float, int]], others: Sequence[tuple[float, float, int]]) -> int:
-    """Seeds in which the first searches' best is at least the others'."""
+    """Number of seeds in which the best fitness of `some` is at least that of `others`."""
     return sum(found >= best for (found, _, _), (best, _, _) in zip(some, others, strict=True))
 
 
@@ -214,7 +214,7 @@ def _shipped(rows: int) -> tuple[Plans, list[AnswerBatch], Any]:
 def _played(
     problem: Problem, settings: EvolutionSettings, fitness: Mapping[Schedule, float], screen: Screen | None
 ) -> tuple[float, float, int]:
-    """Best fitness, full forwards and schedules evaluated of a search whose every value is known."""
+    """Run a search that looks up all values in `fitness`: best fitness, full forwards and evaluated schedules."""
     relatives, known = Relatives(1, 2**62), {}
     run = 0
 
@@ -230,7 +230,7 @@ def _played(
 
 
 def _layers_run(relatives: Relatives, schedules: Sequence[Schedule]) -> int:
-    """How many layers `Candidates` runs for these schedules, all layers being MoE layers."""
+    """Number of layers that `Candidates` runs for these schedules, when all layers are MoE layers."""
     run = 0
 
     def visit(schedule: Schedule, states: States) -> None:

@@ -1,9 +1,10 @@
 """A checkpoint of published size on a small machine: written, scored from its weights, pruned, and verified.
 
-`python -m benchmarks.size --folder FOLDER [--layers 16]` makes a checkpoint with the configuration of
-Qwen3-30B-A3B, cut to so many layers (1.16 GiB each), of random weights in the layout of the hub; scores it by AIMER,
-exports half of the experts and compares the export with the masked model. Each part runs in a process of its own, whose
-peak memory is measured. FOLDER needs twice the room and is left behind. Exit code 1 when a bar fails.
+`python -m benchmarks.size --folder FOLDER [--layers 16]` writes a checkpoint with random weights in the layout of the
+hub, with the configuration of Qwen3-30B-A3B cut to this number of layers (1.16 GiB each). It scores the checkpoint by
+AIMER, exports half of the experts and compares the export with the masked model. Each part runs in its own process,
+whose peak memory is measured. FOLDER needs twice the size of the checkpoint and is not deleted. Exit code 1 when a bar
+fails.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan, make_plan
 
 PEAKS = {"export": 200e6 / GIB}
-"""Part -> GiB of memory it may take; 8 for all others."""
+"""Part -> its limit of peak memory in GiB; 8 for all others."""
 SHARE = 0.8
-"""Of the speed of plain reading and copying."""
+"""Least speed, as a share of that of plain reading and copying."""
 
 
 def main() -> int:
-    """Run all parts, each in a process of its own, print what they took, compare with the bars."""
+    """Run all parts, each in its own process, print their time and memory, compare with the bars."""
     options = parser("size", __doc__)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=16)
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def _peak() -> float:
-    """GiB this process took at most. Not ru_maxrss, which begins with what the parent took."""
+    """Peak memory of this process in GiB. Not from ru_maxrss, which starts at the parent's memory."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 2**20
 
@@ -74,7 +75,7 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"
-    reading_seconds(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
+    reading_seconds(folder)  # warms a cache below the system's, if there is one, for both measured reads alike
     raw = reading_seconds(folder)
     drop_cache(folder)
     start = time.monotonic()

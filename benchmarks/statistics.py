@@ -1,13 +1,13 @@
-"""What a calibration pass costs: `python -m benchmarks.statistics [--model olmoe_7b --layers 1]`.
+"""Cost of a calibration pass: `python -m benchmarks.statistics [--model olmoe_7b --layers 1]`.
 
 Ratios, each the median over pairs that ran one after the other in this process:
 - forward: the pass with all forward statistics against the plain forward (bar: at most 1.10);
 - gradients: the pass with gradient statistics against a plain forward and backward, weights frozen (bar: at most 1.10);
 - every: every expert run on every token, as the REAP observer does, against the pass (bar: at least 5 up to 64 experts,
   else 9).
-On the CPU seconds are CPU seconds, so that other work on the machine disturbs little, and the plain model is eager; on
+On the CPU, seconds are CPU seconds, which other work on the machine disturbs little, and the plain model is eager; on
 CUDA it computes its experts by grouped_mm. Exit code 1 when a bar fails. `--model` takes a published configuration
-instead of the small one. What it takes in memory: benchmarks.memory.
+instead of the small one. benchmarks.memory measures the memory.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ PARTS = {"forward": _forward, "gradients": _gradients, "every": _every}
 
 
 def batch(rows: int, length: int) -> Batch:
-    """Random token ids (rows, length), all of which count."""
+    """Random token ids (rows, length), and a mask that marks all of them as valid."""
     ids = torch.randint(1, 1024, (rows, length), generator=torch.Generator().manual_seed(0))
     return ids, torch.ones_like(ids, dtype=torch.bool)
 
@@ -128,7 +128,7 @@ def _observe(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
-    """The model with frozen weights, the loss over all logits at once, one backward pass to the embeddings."""
+    """Forward and backward with frozen weights: the loss over all logits at once, gradients to the embeddings."""
     ids, _ = batch
     with differentiable(model):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits
@@ -143,7 +143,7 @@ def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
-    """The REAP observer's way: the forward as it is, and after each block all experts on all tokens."""
+    """Statistics as in the REAP observer: the unchanged forward, and after each block all experts on all tokens."""
     with ExitStack() as stack, torch.no_grad():
         for layer in moe_layers(model):
             hook = functools.partial(_observe_every_expert, layer)
@@ -152,7 +152,7 @@ def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _observe_every_expert(layer: MoELayer, module: torch.nn.Module, given: Any, mixed: torch.Tensor) -> None:
-    """Counts, gate and norm sums of the routed tokens, read from the outputs (E, T, H) of all experts on all tokens."""
+    """Gate and norm sums of the routed tokens, from the outputs (E, T, H) of all experts on all tokens."""
     hidden, index, weights = given
     outputs = hidden.new_empty(layer.n_experts, *hidden.shape)
     for expert in range(layer.n_experts):

@@ -1,4 +1,4 @@
-"""What a start takes to see that finished steps are whole: sizes and times compared, against every byte hashed.
+"""Time to check finished steps when a run starts: comparing sizes and times, against hashing every byte.
 
 python -m benchmarks.storage --gib 2
 """
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def fill(store: Store, gib: float, steps: int) -> list[Step]:
-    """Publish `steps` steps that hold `gib` GiB together."""
+    """Publish `steps` steps with `gib` GiB in total."""
     made = [Step("plan", f"step{number}", {"settings": Part({"number": number})}) for number in range(steps)]
     block = os.urandom(int(gib * 2**30 / steps))
     for step in made:

@@ -1,16 +1,15 @@
-"""What it costs to have one decoder layer in memory: `python -m benchmarks.streaming --folder FOLDER --model olmoe_7b`.
+"""Cost of keeping only one decoder layer in memory: `python -m benchmarks.streaming --folder FOLDER --model olmoe_7b`.
 
-Writes a checkpoint of random weights in the layout of the hub into FOLDER, if it is not there, and makes calibration
-passes with all forward statistics, each in a process of its own:
+Writes a checkpoint with random weights in the layout of the hub into FOLDER, if it does not exist, and makes
+calibration passes with all forward statistics, each in its own process:
 - resident: the whole model is loaded, then reads the batches;
-- streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass, its loading left
-  out, or bound by the disk: at least 0.8 of the speed at which the files can be read);
-- short: streamed in the precision that is stored, so few tokens that all of it is reading.
-On CUDA the streamed pass may take as much memory as one layer, its hidden states, what the resident pass takes beside
-its weights, and 1 GiB for all else (a bar too).
-Files are dropped from the system's cache before each pass. On the CPU, passes are compared by the CPU seconds they
-take, which other work on the machine disturbs less; reading, and everything on CUDA, by the clock. Exit code 1 when the
-bar fails.
+- streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass without loading,
+  or, when the disk is the limit, at least 0.8 of the speed at which the files can be read);
+- short: streamed in the stored precision, with so few tokens that almost all time is reading.
+On CUDA the streamed pass may take as much memory as one layer, its hidden states, the memory of the resident pass
+without its weights, and 1 GiB for everything else (also a bar).
+Files are dropped from the system's cache before each pass. On the CPU, passes are compared by CPU seconds, which other
+work on the machine disturbs less; reading, and everything on CUDA, by wall-clock seconds. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from moe_lab.statistics.streaming import stream
 Made = TypeVar("Made")
 BAR_SLOWER, BAR_READING = 1.5, 0.8
 SHORT = 8
-"""Tokens of the pass that measures reading."""
+"""Number of tokens of the pass that measures reading."""
 
 
 def main() -> int:
-    """Run all parts, print what they took, compare with the bar."""
+    """Run all parts, print their time and memory, compare with the bars."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     if arguments.part:
@@ -62,7 +61,7 @@ def main() -> int:
     good = slower <= BAR_SLOWER or share >= BAR_READING
     bars = f"bar <= {BAR_SLOWER} or >= {BAR_READING}"
     print(f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, {bars}: {_says(good)}")
-    if arguments.device == "cpu":  # where pages of mapped files count as memory of the process
+    if arguments.device == "cpu":  # no bar for memory: pages of mapped files count as memory of the process
         return int(not good)
     room = took["streamed"]["layer GiB"] + took["streamed"]["states GiB"] + 1
     room += took["resident"]["peak GiB"] - took["resident"]["weights GiB"]
@@ -72,7 +71,7 @@ def main() -> int:
 
 
 def _apart(name: str) -> dict[str, float]:
-    """Run a part in a process of its own and print its figures."""
+    """Run a part in its own process and print its figures."""
     took = in_own_process("streaming", "--part", name)
     print(f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took.items()), flush=True)
     return took
@@ -103,12 +102,12 @@ def _write(arguments: argparse.Namespace) -> dict[str, float]:
         model = model.to(torch.bfloat16)
         unfinished = arguments.folder.with_name(f"{arguments.folder.name}.unfinished")
         model.save_pretrained(unfinished, max_shard_size="5GB")
-        unfinished.rename(arguments.folder)  # so that what was stopped half way is written again
+        unfinished.rename(arguments.folder)  # renamed last, so that an interrupted write starts again
     return {"GiB": bytes_of(arguments.folder) / GIB}
 
 
 def _read(arguments: argparse.Namespace) -> dict[str, float]:
-    """The raw read speed."""
+    """Seconds and speed of plain reading of the files."""
     seconds = reading_seconds(arguments.folder)
     return {"seconds": seconds, "GiB/s": bytes_of(arguments.folder) / GIB / seconds}
 
@@ -162,7 +161,7 @@ def _stream(
 
 
 def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]]:
-    """The result of `run`, and the time and memory that it takes."""
+    """The result of `run`, and its wall-clock seconds, CPU seconds and peak memory."""
     made, wall, used = timed(run)
     return made, {"seconds": wall, "CPU seconds": used, "peak GiB": peak(device) / GIB}
 

@@ -1,10 +1,10 @@
-"""What scoring by weights alone costs: `python -m benchmarks.weights [--device cuda]`.
+"""Cost of scoring by weights alone: `python -m benchmarks.weights [--device cuda]`.
 
-- Streamed: a checkpoint of Qwen3-30B-A3B's configuration, cut to so many layers (1.16 GiB each), of random weights,
-  is scored from its files, which the system has forgotten, in pairs with plain reading of them (bar: at least 0.8 of
-  the bytes per second), by the CPU or a CUDA device.
-- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in bfloat16 in its memory
-  (bars: 20 and 60 ms).
+- Streamed: a checkpoint with random weights and Qwen3-30B-A3B's configuration, cut to `--layers` layers (1.16 GiB
+  each), is scored from its files, which are dropped from the system's cache before, in pairs with plain reading of them
+  (bar: at least 0.8 of the bytes per second), by the CPU or a CUDA device.
+- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in bfloat16 in the device's
+  memory (bars: 20 and 60 ms).
 
 Exit code 1 when a bar fails.
 """
@@ -29,7 +29,7 @@ RESIDENT = {
     "OLMoE-1B-7B": (16, (64, 2 * 1024, 2048), (64, 2048, 1024), 20.0),
     "Qwen3-30B-A3B": (48, (128, 2 * 768, 2048), (128, 2048, 768), 60.0),
 }
-"""Model -> MoE layers, shapes of gate_up_proj and down_proj of a layer, milliseconds the sums may take."""
+"""Model -> MoE layers, shapes of gate_up_proj and down_proj of a layer, limit in milliseconds for the sums."""
 
 
 def main() -> int:
@@ -54,11 +54,11 @@ def main() -> int:
 
 def _streamed(folder: Path, device: str, pairs: int) -> bool:
     """Print the speed of scoring as a share of that of reading, in pairs; True when the bar fails."""
-    if device != "cpu":  # what the first use of a device costs
+    if device != "cpu":  # the first use of a device is slow, so it is not measured
         rows_absolute_and_square(torch.ones(1, 1, 8, device=device))
     sizes = {name: entry.size for name, entry in open_checkpoint(folder).tensors.items()}
     scored = sum(size for name, size in sizes.items() if ".experts." in name)
-    reading_seconds(folder)  # so that a cache below the system's, if there is one, has both kinds of reading alike
+    reading_seconds(folder)  # warms a cache below the system's, if there is one, for both measured reads alike
     found = []
     for _ in range(pairs):
         speed = sum(sizes.values()) / reading_seconds(folder)
@@ -77,8 +77,8 @@ def _streamed(folder: Path, device: str, pairs: int) -> bool:
 
 
 def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: float) -> bool:
-    """Print the milliseconds that the sums of all experts take; True when they are too many."""
-    torch.cuda.empty_cache()  # of the model before
+    """Print the milliseconds that the sums of all experts take; True when the bar fails."""
+    torch.cuda.empty_cache()  # the memory of the previous model
     needed = 2 * layers * sum(torch.Size(shape).numel() for shape in shapes)
     free = torch.cuda.mem_get_info()[0]
     if needed + GIB > free:
