@@ -55,7 +55,7 @@ class LocalModel(Generator):
 
         It is None where there is no answer or no prompt, or where both together are longer than the model can read or
         than `spec.max_length`. As in lm-eval, white space at the end of a prompt counts as part of the answer, and the
-        answer's tokens are those of prompt and answer together after the number of tokens of the prompt alone.
+        answer's tokens are those after the first n of prompt and answer together, n being the tokens of the prompt.
         """
         losses: list[float | None] = [None] * len(prompts)
         numbers = [number for number, answer in enumerate(answers) if answer]
