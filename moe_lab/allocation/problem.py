@@ -132,8 +132,7 @@ def finite(name: str, layer: int, values: Any, shape: tuple[int, ...]) -> Array:
 def apportion(
     weights: ArrayLike, total: int, low: ArrayLike, high: ArrayLike, step: ArrayLike = 1
 ) -> NDArray[numpy.int64]:
-    """Divide `total` into whole numbers near `level * weights`, each within [low, high] and low plus a multiple of
-    `step`.
+    """Divide `total` into whole numbers near `level * weights`, each in [low, high] and low plus a multiple of `step`.
 
     `weights` > 0; `low`, `high` and `step`: one number, or one per weight; low <= high, a multiple of the step apart;
     sum(low) <= total <= sum(high). The level is the one at which the clipped shares sum to `total`. They are rounded

@@ -100,11 +100,11 @@ def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
 
 
 def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) -> Array:
-    """The loss of each layer (L,), >= 0. UserError unless one is above 0.
+    """The loss of each layer (L,), >= 0. UserError when one is negative or all are 0.
 
     loss  sum_t ||m||^2 / (||y||^2 + eps), m the routed output and y the residual stream after the layer: MoE-Slimming's
           released code, up to a factor
-    nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as 0: its Appendix A.1
+    nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as 0 (Appendix A.1)
     """
     need, name = LAYER_LOSSES[prior]
     losses: Array = numpy.array([float(measured(evidence, need, layer, name, ())) for layer in layers])

@@ -41,7 +41,8 @@ HEAD = 1 << 16
 """Bytes at the start of a file that are checked before it is used."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
-"""Prefix of a file on the hub, hf://datasets/OWNER/NAME/FILE, such as one of C4: its split is 300 GB, one file 0.3."""
+"""Prefix of a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read this way, because its split has 300 GB
+and one file 0.3 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:

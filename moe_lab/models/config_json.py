@@ -28,7 +28,7 @@ FIELDS = {
 }
 """Name in model.expected -> fields of config.json that may state it; the first one present counts."""
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
-"""A tensor of routed experts in a checkpoint, with the number of its decoder layer."""
+"""Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder layer."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -173,7 +173,7 @@ class Size:
     width: int
     """Channels of a routed expert."""
     bytes_per_parameter: int
-    """In the precision the model is loaded in."""
+    """Bytes of a parameter in the precision in which the model is loaded."""
 
     @property
     def expert(self) -> int:

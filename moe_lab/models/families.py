@@ -51,7 +51,7 @@ UNGROUPED_METHODS = ("greedy",)
 ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
 """Names of routing tensors with one entry per expert, in memory and on disk, besides the router's weight."""
 ROUTERS = ("gate", "router")
-"""Names a MoE block gives its router."""
+"""Attribute names of the router of a MoE block."""
 DISK_ROUTER_WEIGHTS = (
     "gate.weight",
     "router.weight",

@@ -1,7 +1,7 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
-tests/models/test_transformers_private.py:
+tests/test_transformers_private.py:
 
     core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, and the attributes and arguments
     with which it calls them; conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;

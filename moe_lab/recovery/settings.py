@@ -46,7 +46,7 @@ def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
 
 
 def check_modules(modules: list[str]) -> None:
-    """Raise UserError unless `modules` names at least one kind of module that can be quantised."""
+    """Raise UserError when `modules` is empty or names something that cannot be quantised."""
     if not modules:
         raise UserError(f"recovery.modules is empty: expected one or more of {', '.join(MODULES)}")
     for module in modules:

@@ -145,7 +145,7 @@ class _Replay(TorchFunctionMode):
         if func is torch.nn.functional.linear and args[1].shape[0] == self.logits.shape[1]:
             return self.logits
         best = func in (torch.topk, torch.Tensor.topk) and args[0].numel() == self.logits.numel()
-        if best and self.removed is not None:  # of all experts, perhaps in groups
+        if best and self.removed is not None:  # a choice among all experts, perhaps in groups
             return self._without(args[0], func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

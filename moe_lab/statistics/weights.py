@@ -133,11 +133,12 @@ def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tupl
 
 
 def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
-    """Sum the weights of every channel: channel_down_square, channel_down_abs, channel_up_square, channel_gate_square.
+    """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that score channels.
 
-    (E, I) each, per layer, the last one only for gated experts: sums over the weights of channel c in a projection,
-    which are a column of down_proj and a row of gate_proj and up_proj. `folder` is a checkpoint in safetensors; one
-    tensor is in memory at a time, sums are fp32 and taken on `device`, cpu or cuda[:N].
+    channel_down_square, channel_down_abs, channel_up_square and, for gated experts, channel_gate_square, (E, I) each,
+    per layer: sums over the weights of channel c in a projection, a column of down_proj or a row of gate_proj or
+    up_proj. `folder` is a checkpoint in safetensors; one tensor is in memory at a time, sums are fp32 and taken on
+    `device`, cpu or cuda[:N].
 
     UserError for a folder without experts, quantised experts, damaged or missing shards, projections of unknown names,
     and weights that are NaN or infinite (naming layer, expert and tensor).
