@@ -72,7 +72,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _dashed(word: str) -> str:
     """Rewrite `store=x` as `--store=x`, which argparse reads."""
     if word == "--compare":
-        return "--compare=true"  # or argparse would take the next word for its value
+        return "--compare=true"  # otherwise argparse takes the next word as its value
     key, equals, value = word.removeprefix("--").partition("=")
     if not equals:
         return word

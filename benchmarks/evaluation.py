@@ -78,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-# 1. The same numbers.
+# 1. Equality.
 
 
 def _same_items(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
@@ -135,7 +135,7 @@ def _same_text(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
     return apart > BAR_PERPLEXITY
 
 
-# 2. As fast.
+# 2. Speed.
 
 
 def _speed(subject: LocalModel, few: Sequence[BenchmarkConfig], count: int) -> bool:

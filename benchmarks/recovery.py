@@ -113,7 +113,7 @@ def _print_ratios(model: Any, plan: Plan, settings: RecoveryConfig, arguments: a
     ids = torch.randint(3, 700, (16, 128), generator=torch.Generator().manual_seed(0))
     plain, stored = pruned(model, plan), recovered(model, plan, bits=4, modules=MODULES, tuned=None)
     free, adapted = pruned(model, plan), pruned(model, plan)
-    free.get_input_embeddings().weight = torch.nn.Parameter(free.get_input_embeddings().weight.detach())  # a gradient
+    free.get_input_embeddings().weight = torch.nn.Parameter(free.get_input_embeddings().weight.detach())  # trainable
     attach(adapted, settings, seed=0)
 
     @torch.no_grad()

@@ -152,9 +152,9 @@ MEASURES = {
     "second": "attribution, second order",
     "ablation": "rise of the loss without it",
 }
-"""Measure of an expert -> what it is."""
+"""Measure of an expert -> its description."""
 STATISTICS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
-"""Raw statistics of an expert -> what they are."""
+"""Raw statistic of an expert -> its display name."""
 MAGNITUDES = {"size": "root mean square of channels", "largest": "largest channel"}
 """Measures of an expert's channels (the inputs of its down projection) over the tokens routed to it."""
 ABLATION = "ablation"

@@ -13,7 +13,7 @@ from analysis.load.reader import records
 
 
 def removed(cells: pd.DataFrame) -> str:
-    """What was removed in these cells: experts, channels, or both."""
+    """The noun for what these cells remove: experts, channels, or experts or channels."""
     granularities = set(cells["granularity"]) & {"expert", "channel"}
     return {frozenset({"channel"}): "channels", frozenset({"expert", "channel"}): "experts or channels"}.get(
         frozenset(granularities), "experts"
@@ -39,7 +39,7 @@ WORDS = {"gate": "gate {}", "seed": "seed {}"}
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
-    """For each cell its gate and seed in words, if its model's pruned cells have several of them: `seed 43`, or ""."""
+    """Gate and seed of each cell in words, where its model's pruned cells have several of them: `seed 43`, or ""."""
     words_of = pd.Series("", cells.index, dtype=object)
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, words in WORDS.items():
@@ -50,7 +50,7 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
 
 
 def pruned(cells: pd.DataFrame) -> pd.Series:
-    """For each cell how much of the model is removed, with its setting where there are several: `50 %, seed 43`."""
+    """Ratio of each cell in words, with its gate and seed when there are several: `50 %, seed 43`."""
     return pd.Series(
         list(map(joined, cells["ratio"].map(names.ratio), gate_and_seed(cells))), cells.index, dtype=object
     )
@@ -70,7 +70,7 @@ def protocols(cells: pd.DataFrame) -> str:
 
 
 METHOD = ["method", "calibration", "gate", "seed"]
-"""Cells of one model that agree in these differ only in how much they remove."""
+"""Cells of one model with equal values in these columns differ only in the ratio."""
 
 _CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>.*)\)|, (?P<after>.*))?")
 

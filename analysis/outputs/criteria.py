@@ -32,7 +32,7 @@ _PARAMETERS = re.compile(r"(?P<name>\w+)(\((?P<inside>.*)\))?")
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
 def formula_table(results: Results, name: str) -> Table:
-    """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and whose it is."""
+    """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and its source."""
     study = results.study
     from moe_lab import criteria
 
@@ -53,7 +53,7 @@ def formula_table(results: Results, name: str) -> Table:
 
 @output("aimer.table1", chapter="criteria", needs="registered criteria")
 def signal_table(results: Results, name: str) -> Table:
-    """AIMER's Table 1: what each criterion of the study reads."""
+    """AIMER's Table 1: the inputs that each criterion of the study reads."""
     study = results.study
     words = _criteria(study)
     rows = [(names.criterion(word), *(MARKS[found] for found in signals(word).values())) for word in words]
@@ -228,9 +228,9 @@ def scoring_table(results: Results, name: str) -> Table:
     also=("coverage.table12",),
 )
 def allocation_table(results: Results, name: str) -> Table:
-    """MoE-Slimming's Tables 1 and 12: seconds of every step that a plan of channels rests on.
+    """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
 
-    A row per allocation, as its first ratio has it: attributions of the forward pass beside ablation, where both ran.
+    A row per allocation, from its first ratio: attributions from the forward pass, and ablation where it ran.
     """
     study = results.study
     cells = study.cells[(study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()]

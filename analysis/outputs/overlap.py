@@ -89,7 +89,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
 
 
 def pooled_figure(results: Results, name: str) -> Figure:
-    """Fig. 4: component effects beside the pooled heat map over (b, alpha, beta)."""
+    """Fig. 4: effects of the components, and the heat map over (b, alpha, beta), both pooled over models."""
     pooled = overlap.pooled(results.overlaps)
     ratios = sorted(pooled["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))

@@ -125,7 +125,7 @@ def look() -> Iterator[None]:
         "axes.axisbelow": True,
         "axes.linewidth": 0.8,
         "text.color": INK,
-        "text.hinting": "none",  # at this resolution letters need none, and lie as in vector formats
+        "text.hinting": "none",  # not needed at this resolution; letters are placed as in vector formats
         "xtick.color": MUTED,
         "ytick.color": MUTED,
         "xtick.labelcolor": INK,
