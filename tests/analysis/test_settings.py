@@ -47,7 +47,7 @@ def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: A
     study = twice(tmp_path, axis, value)
     results = Results(study)
     wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
-    made = make((*wanted, "coverage", "unified.fig3"), results)
+    made = make((*wanted, "tokens_per_expert", "unified.fig3"), results)
     tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
     for name in set(wanted) & set(tables):
         frame = tables[name].frame
@@ -62,7 +62,7 @@ def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: A
     # passes are shown for the first gate and seed, and say so; the other's folders are never asked for
     assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
     first = {"seed": "42 (of 42, 43)", "gate": "model (of model, softmax)"}[axis]
-    for output in (*made["coverage"], *made["unified.fig3"]):
+    for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
         assert f"{axis} {first}" in output.caption, output.name
         assert isinstance(output, (Figure, Table))
 

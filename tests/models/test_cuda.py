@@ -15,8 +15,9 @@ from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
-from moe_lab.statistics.forward import gather
-from moe_lab.statistics.gradients import gather_gradients
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gradients import GradientTap, gather_gradients
+from moe_lab.statistics.observe import gather
 from moe_lab.statistics.sums import Statistics
 
 NAMES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
@@ -30,10 +31,10 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("read", [gather, gather_gradients])
-def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], name: str, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("read", "tap"), [(gather, ForwardTap), (gather_gradients, GradientTap)])
+def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, name: str, device: str) -> None:
     def sums(place: str) -> dict[int, dict[str, torch.Tensor]]:
-        return read(tiny.build(name).to(place), tiny.batches(), out=tmp_path / place, fingerprint={}, groups=2).layers
+        return read(tiny.build(name).to(place), tap, tiny.batches(), fingerprint={}).layers
 
     expected, measured = sums("cpu"), sums(device)
     assert expected.keys() == measured.keys()
