@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -44,3 +46,16 @@ def test_the_packages_that_the_architecture_lists_are_those_that_there_are() -> 
     table = (ROOT / "docs/architecture.md").read_text("utf-8").split("## Packages")[1].split("\n## ")[0]
     listed = set(re.findall(r"`moe_lab/(\w+)/`", table))
     assert listed == {path.parent.name for path in (ROOT / "moe_lab").glob("*/__init__.py")}
+
+
+def test_imports_inside_the_analysis_are_no_deeper_than_the_architecture_says() -> None:
+    graph = grimp.build_graph("analysis", exclude_type_checking_imports=True)
+
+    @cache
+    def depth(module: str) -> int:
+        return 1 + max((depth(other) for other in graph.find_modules_directly_imported_by(module)), default=0)
+
+    deepest = max(graph.modules, key=depth)
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    stated = re.search(r"at most (\d+)\s+modules deep", text)
+    assert stated and depth(deepest) <= int(stated[1]), deepest
