@@ -12,6 +12,7 @@ from moe_lab.config.pruning import (
     CalibrationConfig,
     CriterionConfig,
     ExpectedConfig,
+    ExportConfig,
     GridConfig,
     ModelConfig,
     RecoveryConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "CriterionConfig",
     "ExpectedConfig",
+    "ExportConfig",
     "GridConfig",
     "JobConfig",
     "JudgeConfig",
@@ -57,6 +59,8 @@ class Config:
     """How many experts, or channels, each layer and expert loses."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """What is done to a pruned model before it is evaluated."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """Whether and how each pruned model is also written as a checkpoint."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     """What pruned models are evaluated on."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -103,8 +107,6 @@ class Config:
     """Write tables, figures and the HTML report at the end."""
     dry_run: bool = False
     """Print the graph of steps and stop."""
-    export: str | None = None
-    """Also write each pruned model as a checkpoint: natural (what is kept), masked, padded or padded_stock."""
     verify: bool = False
     """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
     flops_text: str = "pocket_excerpt"

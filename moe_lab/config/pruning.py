@@ -211,6 +211,16 @@ class RecoveryConfig:
 
 
 @dataclass
+class ExportConfig:
+    """The checkpoint that is written of each pruned model."""
+
+    shape: str | None = None
+    """natural (what the plan keeps), masked, padded or padded_stock, as in docs/export.md; null writes none."""
+    format: str = "safetensors"
+    """How the tensors are stored: safetensors (as in the original)."""
+
+
+@dataclass
 class GridConfig:
     """A list per axis; cells are their product. An axis left empty takes the group's own choice."""
 

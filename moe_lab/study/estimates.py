@@ -223,7 +223,7 @@ def disk_problems(store: str, steps: Iterable[Step]) -> list[str]:
         return []
     return [
         f"store={store}: about {needed / GIB:.1f} GiB would be written there and {free / GIB:.1f} GiB are free: make "
-        "room, name another store, or ask for less (export=null, fewer cells)"
+        "room, name another store, or ask for less (export=none, fewer cells)"
     ]
 
 

@@ -103,7 +103,7 @@ def _steps(builder: Builder, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) 
         scores=scores_step(builder, cell) if pruned else None,
         plan=plan,
         finetune=model.finetune,
-        export=EXPORT.step(model) if plan and config.export else None,
+        export=EXPORT.step(model) if plan and config.export.shape else None,
         cost=COST.step(model),
         profile=PROFILE.step(model) if config.profile else None,
         timing=TIMING.step(model) if config.timing else None,

@@ -109,6 +109,9 @@ allow_judge | maybe null
 allow_pickled_data | maybe null
 sandbox suite=pocket16 allow_code_execution=true | jail '' null
 export | naturel masked '' all
+export.shape | naturel ''
+export.format | safetensor '' null
+export=natural export.format | safetensor ''
 flops_text | pocket_excrpt '' null c5
 retry | faild '' true
 data_root suite=mc8 | /no/such/folder ''
@@ -237,7 +240,9 @@ grid.top_k | [0] [-1] [33] [word]
 """FIELD [what is set besides] | values that it cannot have, each to be named in a message. SERVER is longer."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
 
-GROUPS = "model criterion calibration allocation recovery suite protocol judge backend launcher resources tracker"
+GROUPS = (
+    "model criterion calibration allocation recovery export suite protocol judge backend launcher resources tracker"
+)
 LINES = """
 nonsense | nonsense
 ratio | ratio

@@ -20,6 +20,7 @@ from moe_lab.config import (
     CalibrationConfig,
     Config,
     CriterionConfig,
+    ExportConfig,
     GridConfig,
     ModelConfig,
     SuiteConfig,
@@ -36,12 +37,13 @@ SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
 FILES = Files(choices.names, choices.load)
 
 
-def graph(suite: list[str] = SUITE, overlap: bool = False, **grid: object) -> Graph:
+def graph(suite: list[str] = SUITE, overlap: bool = False, export: ExportConfig | None = None, **grid: object) -> Graph:
     config = Config(
         model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
         suite=SuiteConfig(name="s", benchmarks=suite),
         grid=GridConfig(**grid),  # type: ignore[arg-type]
         overlap=overlap,
+        export=export or ExportConfig(),
     )
     return build(config, [(cells(config, FILES), benchmarks(config, FILES))])
 
@@ -149,6 +151,17 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
     unpruned, pruned = (code_steps(CODE, pruned=pruned, backend=server)["generate"] for pruned in (False, True))
     assert "checkpoint" not in unpruned.inputs and pruned.inputs["checkpoint"].kind == "export"
     assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
+
+
+def test_the_format_of_an_export_counts_only_where_it_is_not_the_usual_one() -> None:
+    def settings(export: ExportConfig) -> dict[str, Any]:
+        (_, step) = (cell.export for cell in graph([], criterion=["aimer"], export=export).cells)
+        assert step is not None
+        return dict(step.parts["shape"].settings)
+
+    assert settings(ExportConfig("masked")) == {"export": "masked"}
+    assert settings(ExportConfig("natural", "other")) == {"export": "natural", "format": "other"}
+    assert all(cell.export is None for cell in graph([], criterion=["aimer"]).cells)
 
 
 def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:

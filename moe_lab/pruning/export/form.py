@@ -19,6 +19,8 @@ RAGGED_FIELD = "expert_widths"
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded", "padded_stock")
+FORMATS = ("safetensors",)
+"""How the tensors of an exported checkpoint can be stored."""
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from moe_lab.config import ModelConfig, RecoveryConfig
+from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k
@@ -19,7 +19,7 @@ from moe_lab.models.families import (
     EXTRA_PREDICTION_BLOCKS,
 )
 from moe_lab.paths import local
-from moe_lab.pruning.export.form import SHAPES, Form, LayerForm
+from moe_lab.pruning.export.form import FORMATS, SHAPES, Form, LayerForm
 from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, cut_piece
 from moe_lab.pruning.plan import Plan
 
@@ -88,21 +88,26 @@ def expert_type(checkpoint: Checkpoint) -> str:
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
-def wrong(shape: str | None, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None) -> Iterator[str]:
-    """A sentence for each reason why plans of `granularity` for the model cannot be exported in that shape.
+def wrong(export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None) -> Iterator[str]:
+    """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings.
 
     What needs the model's files is checked only if they are on this machine.
     """
+    shape = export.shape
+    if export.format not in FORMATS:
+        yield str(unknown("export.format", export.format, FORMATS))
     if shape is None:
+        if export.format != ExportConfig.format:
+            yield f"export.format={export.format} without a shape writes nothing: add export=natural"
         return
     if shape not in SHAPES:
-        yield str(unknown("export", shape, SHAPES))
+        yield str(unknown("export.shape", shape, SHAPES))
     yield from user_errors(check_trained_top_k, model, f"export={shape}")
     yield from user_errors(check_plain_weights, model, f"export={shape}")
     if recovery.name != "none":
         yield (
             f"export={shape} writes what pruning leaves, before recovery={recovery.name}: expected "
-            "recovery=none in a study that exports, or export=null"
+            "recovery=none in a study that exports, or export=none"
         )
     if shape == "masked" and granularity == "expert":
         yield from user_errors(check_masked, model)

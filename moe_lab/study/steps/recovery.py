@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import RecoveryConfig
+from moe_lab.config import ExportConfig, RecoveryConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.recovery import settings as recoveries
@@ -131,7 +131,11 @@ def _export_step(pruned: PrunedModel) -> Step:
     """The step that writes the pruned model as a checkpoint."""
     assert pruned.plan is not None
     config = pruned.builder.config
-    shape = {"export": config.export or "natural", **({"verify": True} if config.verify else {})}
+    shape: dict[str, Any] = {"export": config.export.shape or "natural"}
+    if config.export.format != ExportConfig.format:
+        shape["format"] = config.export.format
+    if config.verify:
+        shape["verify"] = True
     runtime = pruned.builder.runtime(model=pruned.cell.model)
     return Step("export", pruned.plan.label, {"shape": Part(shape)}, pruned.inputs(), runtime)
 
