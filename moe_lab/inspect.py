@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lab.config import Config
-from moe_lab.errors import UserError, end_with
+from moe_lab.errors import UserError, end_with, user_errors
 from moe_lab.models.config_json import Size, size_of
 from moe_lab.paths import conf
 
@@ -186,6 +186,7 @@ def _uses(config: Config, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab.models.config_json import quantization
     from moe_lab.pruning.export.form import SHAPES
     from moe_lab.pruning.export.layout import can_bar
+    from moe_lab.pruning.export.quantised import check_quantised
     from moe_lab.pruning.prune import refusal
 
     method = quantization(config.model)
@@ -198,8 +199,12 @@ def _uses(config: Config, about: Mapping[str, Any]) -> Iterator[Row]:
             if criterion.granularity == granularity and not (method and criterion.needs_plain_weights) and not reason
         ]
         yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason or stored}"
-    shapes = [shape for shape in SHAPES if shape != "masked" or can_bar(about["routing"])]
-    yield "exports", f"none, for {stored}" if stored else ", ".join(shapes)
+    shapes = [
+        shape
+        for shape in SHAPES
+        if (shape != "masked" or can_bar(about["routing"])) and not [*user_errors(check_quantised, method, shape)]
+    ]
+    yield "exports", ", ".join(shapes)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
             numbers.setdefault(match["layer"], set()).add(match["expert"])
     for (layer, part), group in alike.items():
         for name in (f"{layer}{number}{part}" for number in sorted(numbers[layer], key=int)):
-            if name not in group:
+            if name not in group and not _is_stored_otherwise(name, tensors):
                 raise UserError(f"{folder}: {name} is missing, which other experts of its layer have")
         usual = Counter(entry.shape for entry in group.values()).most_common(1)[0][0]
         for name, entry in group.items():
@@ -196,6 +196,11 @@ def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
                     f"{folder / entry.shard} is damaged: {name} has shape {entry.shape}, expected {usual}, which other "
                     "experts of its layer have"
                 )
+
+
+def _is_stored_otherwise(weight: str, tensors: Mapping[str, Entry]) -> bool:
+    """Whether there is no tensor `weight` because the matrix is quantised, unlike those of other experts."""
+    return any(name.startswith(f"{weight.removesuffix('weight')}") for name in tensors)
 
 
 def _entry(shard: str, base: int, fields: Mapping[str, Any]) -> Entry:

@@ -85,7 +85,11 @@ def quantization(settings: ModelConfig) -> str | None:
 
     None for plain weights, and for a model that is not on this machine.
     """
-    config = _config(settings)
+    return quantization_method(_config(settings))
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """The same for the content of a config.json."""
     stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
     return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
 

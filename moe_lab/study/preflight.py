@@ -116,7 +116,7 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
             yield from user_errors(check_weights, criterion.name, cell.model)
         yield from user_errors(recoveries.check_model, cell.recovery, cell.model)
         granularity = criterion.granularity if criterion else None
-        yield from layout.wrong(config.export, cell.model, cell.recovery, granularity)
+        yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:

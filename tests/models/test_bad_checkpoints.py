@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
+import quantised
 import tiny
 import torch
 from huggingface_hub.errors import RevisionNotFoundError
@@ -228,7 +229,7 @@ def test_quantised_checkpoints_are_recognised(
     assert inspect.main(["model=local", f"model.path={folder}"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"criteria of channels none, for its weights are stored as {method}" in said
-    assert f"exports none, for its weights are stored as {method}" in said
+    assert "exports natural, padded, padded_stock" in said
     assert "reap" in said and "aimer" not in said
 
 
@@ -253,57 +254,17 @@ def observed(model: Any) -> dict[int, dict[str, torch.Tensor]]:
     return observer.layers()
 
 
-def test_eight_bits_are_scored_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
-    """The blocks of an FP8 checkpoint and their scales; the CPU computes with their products."""
-    tiny.save("olmoe", tmp_path / "plain")
-    (file,) = (tmp_path / "plain").glob("*.safetensors")
-    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
-    exact, stored = load_file(file), {}
-    for name, weight in list(exact.items()):
-        stored[name] = weight
-        if "_proj" in name:
-            blocks = weight.view(weight.shape[0] // 8, 8, weight.shape[1] // 8, 8)
-            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-            eighth = (blocks / scale).to(torch.float8_e4m3fn)
-            exact[name] = (eighth.float() * scale).view(weight.shape)
-            stored[name] = eighth.view(weight.shape)
-            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-    save_file(exact, file, {"format": "pt"})
-    save_file(stored, tmp_path / "fp8" / file.name, {"format": "pt"})
-    about = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
-    reconfigure(tmp_path / "fp8", quantization_config=about)
-    expected, found = (observed(load_model(settings(tmp_path / name))[0]) for name in ("plain", "fp8"))
+@pytest.mark.parametrize(("name", "kind"), [("olmoe", "fp8"), ("gpt_oss", "mxfp4")])
+def test_quantised_experts_are_scored_as_the_numbers_they_stand_for(name: str, kind: str, tmp_path: Path) -> None:
+    plain, stored = quantised.save(name, kind, tmp_path)
+    expected, found = (observed(load_model(settings(folder))[0]) for folder in (plain, stored))
     for index, named in expected.items():
         assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
 
 
-FOUR_BITS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def test_mxfp4_is_scored_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
-    """Pairs of four-bit numbers, the low half first, 32 of which share a power of two; experts lie transposed."""
-    tiny.save("gpt_oss", tmp_path / "plain", hidden_size=64, intermediate_size=32, dtype=torch.bfloat16)
-    shutil.copytree(tmp_path / "plain", tmp_path / "mxfp4")
-    exact = load_file(tmp_path / "plain" / "model.safetensors")
-    stored, draws = dict(exact), torch.Generator().manual_seed(0)
-    for name in [name for name in exact if name.endswith("_proj") and ".experts." in name]:
-        experts, inputs, outputs = stored.pop(name).shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=draws, dtype=torch.uint8)
-        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), generator=draws, dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
-        numbers = FOUR_BITS[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales.double() - 127)[..., None]
-        exact[name] = numbers.flatten(-2).transpose(1, 2).to(torch.bfloat16).contiguous()
-    save_file(exact, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    save_file(stored, tmp_path / "mxfp4" / "model.safetensors", {"format": "pt"})
-    reconfigure(tmp_path / "mxfp4", quantization_config={"quant_method": "mxfp4"})
-    expected, found = (observed(load_model(settings(tmp_path / name))[0]) for name in ("plain", "mxfp4"))
-    for index, named in expected.items():
-        assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
-    refused(
-        lambda: weigh_experts(tmp_path / "mxfp4", fingerprint={}),
-        r"_proj_blocks is stored as U8, expected plain weights",
-    )
+def test_weights_of_mxfp4_are_not_scored(tmp_path: Path) -> None:
+    _, stored = quantised.save("gpt_oss", "mxfp4", tmp_path)
+    refused(lambda: weigh_experts(stored, fingerprint={}), r"_proj_blocks is stored as U8, expected plain weights")
 
 
 def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from uuid import uuid4
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.config_json import quantization_method
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export.card import Cost, model_card
 from moe_lab.pruning.export.config import Description, check_routing, describe_export, text_part
 from moe_lab.pruning.export.form import make_form
 from moe_lab.pruning.export.layout import expert_type, pieces
+from moe_lab.pruning.export.quantised import check_quantised, named_experts, renumbered_files
 from moe_lab.pruning.export.tensors import Piece
 from moe_lab.pruning.export.write import UNFINISHED, write_weights
 from moe_lab.pruning.plan import Plan
@@ -67,9 +69,12 @@ def export(
     checkpoint = open_checkpoint(folder)
     if plan.provenance.get("model_sha256"):
         plan.check_origin(fingerprint(folder), folder)
+    check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
     description = describe_export(config, plan, form, shape)
-    content = pieces(checkpoint, plan, form, int(text_part(config).get("num_hidden_layers", 1 << 30)))
+    quantisation = renumbered_files(folder, form.written)
+    hidden_layers = int(text_part(config).get("num_hidden_layers", 1 << 30))
+    content = pieces(checkpoint, plan, form, hidden_layers, apart=set(named_experts(config)))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid4().hex[:8]}") if partial is None else Path(partial)
     with _unfinished(work, folder, {"plan": plan.digest, "shape": shape}, keep=partial is not None):
@@ -77,6 +82,8 @@ def export(
         write_weights(checkpoint, content, work)
         _write_index(checkpoint, content, work)
         _write_others(folder, description, plan, _cost(shape, description.kind, checkpoint, content), work)
+        for name, described in quantisation.items():
+            _write_json(work / name, described)
         (work / ORIGIN).unlink()
         work.replace(target)
     return target

@@ -18,6 +18,7 @@ from moe_lab.models.families import (
     port_of,
 )
 from moe_lab.pruning.export.form import Form
+from moe_lab.pruning.export.quantised import renumbered
 from moe_lab.pruning.export.remote import differing, native_family, width_field
 from moe_lab.pruning.plan import Plan
 
@@ -54,15 +55,15 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
 def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) -> Description:
     """config.json for `form`, and the code needed to load it. Fields that need no change are kept.
 
-    Raises UserError when config.json belongs to another model or to one whose layers differ already, or when
-    transformers has no class to build on.
+    A quantised model's lists of modules name experts by their new numbers. Raises UserError when config.json belongs
+    to another model or to one whose layers differ already, or when transformers has no class to build on.
     """
     if "per_layer_config" in config:
         raise UserError(
             f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
             "per_layer_config in config.json): export from the original model"
         )
-    edited: dict[str, Any] = json.loads(json.dumps(config))
+    edited: dict[str, Any] = renumbered(config, form.written)
     text = text_part(edited)
     _check_counts(text, plan)
     text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})

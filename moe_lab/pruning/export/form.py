@@ -69,6 +69,11 @@ class Form:
         return counts.pop() if len(counts) == 1 else None
 
     @property
+    def written(self) -> dict[int, tuple[int, ...]]:
+        """Layer -> original ids of the experts that are written, in order."""
+        return {index: layer.experts for index, layer in self.layers.items()}
+
+    @property
     def same_width(self) -> int | None:
         """The width that all experts of all layers have; None when they differ, or for whole experts."""
         widths = {self.width_of(layer) for layer in self.layers}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
-from moe_lab.models.config_json import check_plain_weights, check_trained_top_k
+from moe_lab.models.config_json import check_trained_top_k, quantization
 from moe_lab.models.families import (
     DISK_FUSED_EXPERTS,
     DISK_ROUTER_WEIGHTS,
@@ -20,6 +20,7 @@ from moe_lab.models.families import (
 )
 from moe_lab.paths import local
 from moe_lab.pruning.export.form import FORMATS, SHAPES, Form, LayerForm
+from moe_lab.pruning.export.quantised import check_quantised
 from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, cut_piece
 from moe_lab.pruning.plan import Plan
 
@@ -46,13 +47,16 @@ class Block:
     layer: int
 
 
-def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -> dict[str, list[Piece]]:
+def pieces(
+    checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int, apart: Set[tuple[int, int]] = frozenset()
+) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
 
     Layers that predict extra tokens (recognised by a name, or by a number from `hidden_layers` on) are left out if they
-    have experts, because no plan covers them. Raises UserError when the blocks on disk are not those of the plan, when
-    experts or a router are missing, when a MoE block holds a tensor that moe_lab does not know, or when the form cannot
-    be written.
+    have experts, because no plan covers them. `apart`: (layer, expert) of experts that may have other tensors than the
+    others of their layer, because they are quantised in another way. Raises UserError when the blocks on disk are not
+    those of the plan, when experts or a router are missing, when a MoE block holds a tensor that moe_lab does not know,
+    or when the form cannot be written.
     """
     blocks, extra = _blocks(checkpoint, hidden_layers)
     _check_layers(checkpoint, blocks, plan)
@@ -73,7 +77,7 @@ def pieces(checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int) -
         piece = _piece(name, entry, block, plan, layer, seen)
         if piece is not None:
             by_shard[entry.shard].append(piece)
-    _check_complete(checkpoint, plan, form, seen)
+    _check_complete(checkpoint, plan, form, seen, apart)
     for channels in packed.values():
         # at the start of the file, which is aligned whatever the sizes of its other tensors
         by_shard[channels.shard][:0] = channels.packed()
@@ -88,7 +92,9 @@ def expert_type(checkpoint: Checkpoint) -> str:
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
-def wrong(export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None) -> Iterator[str]:
+def wrong(
+    export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None, *, verify: bool = False
+) -> Iterator[str]:
     """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings.
 
     What needs the model's files is checked only if they are on this machine.
@@ -103,7 +109,13 @@ def wrong(export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, gr
     if shape not in SHAPES:
         yield str(unknown("export.shape", shape, SHAPES))
     yield from user_errors(check_trained_top_k, model, f"export={shape}")
-    yield from user_errors(check_plain_weights, model, f"export={shape}")
+    method = quantization(model)
+    yield from user_errors(check_quantised, method, shape)
+    if verify and method is not None:
+        yield (
+            f"verify=true runs the original model from plain weights, but model={model.name} is stored as {method}: "
+            "expected verify=false, or a checkpoint in bfloat16 or float32"
+        )
     if recovery.name != "none":
         yield (
             f"export={shape} writes what pruning leaves, before recovery={recovery.name}: expected "
@@ -251,7 +263,9 @@ def _check_layers(checkpoint: Checkpoint, blocks: Mapping[str, Block], plan: Pla
         )
 
 
-def _check_complete(checkpoint: Checkpoint, plan: Plan, form: Form, seen: Counter[tuple[int, object]]) -> None:
+def _check_complete(
+    checkpoint: Checkpoint, plan: Plan, form: Form, seen: Counter[tuple[int, object]], apart: Set[tuple[int, int]]
+) -> None:
     for layer, count in plan.n_experts.items():
         if seen[layer, "router"] != 1:
             raise UserError(
@@ -268,5 +282,5 @@ def _check_complete(checkpoint: Checkpoint, plan: Plan, form: Form, seen: Counte
                 f"plan is for another model: its layer {layer} has {count} experts, {checkpoint.folder} has "
                 f"{len(numbered)}"
             )
-        if len({seen[layer, expert] for expert in numbered}) > 1:
+        if len({seen[layer, expert] for expert in numbered if (layer, expert) not in apart}) > 1:
             raise UserError(f"{checkpoint.folder}: the experts of layer {layer} do not all have the same tensors")

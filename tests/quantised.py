@@ -1,0 +1,272 @@
+"""Tiny checkpoints in quantised formats, and the plain checkpoints of the numbers that they stand for.
+
+`save(name, kind, folder)` writes both. `dequantised(tensors, kind)` is the naive reference: whole matrices in torch,
+one after the other. Where only the layout matters, the codes are random.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+Parts = dict[str, torch.Tensor]
+"""What is stored for one matrix: suffix of its name -> tensor."""
+GROUP = 8
+"""Inputs of a matrix that share a scale."""
+FOUR_BITS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PART = re.compile(r"(.+?_proj)\.(.+)")
+"""Name of a tensor of a projection: the projection, and what is stored."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix (N, K) is stored."""
+
+    config: dict[str, Any]
+    """The content of quantization_config."""
+    encode: Callable[[torch.Tensor], Parts]
+    decode: Callable[[Parts], torch.Tensor]
+
+
+def draws(shape: tuple[int, ...], least: int, end: int) -> torch.Tensor:
+    """Random whole numbers that depend on the shape and on how many were drawn before."""
+    return torch.randint(least, end, shape, dtype=torch.int64)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Four-bit codes (N, K), eight to a number: (N, K / 8) int32, the first code in the lowest bits."""
+    eight = codes.view(len(codes), -1, 8) << torch.arange(0, 32, 4)
+    return eight.sum(-1).to(torch.int32)
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `packed`."""
+    return (words.long()[..., None] >> torch.arange(0, 32, 4) & 15).flatten(-2)
+
+
+def fp8_blocks(weight: torch.Tensor) -> Parts:
+    blocks = weight.view(weight.shape[0] // 8, 8, weight.shape[1] // 8, 8)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+    eighth = (blocks / scale).to(torch.float8_e4m3fn)
+    return {"weight": eighth.view(weight.shape), "weight_scale_inv": scale[:, 0, :, 0].contiguous()}
+
+
+def from_fp8_blocks(parts: Parts) -> torch.Tensor:
+    scale = parts["weight_scale_inv"].repeat_interleave(8, 0).repeat_interleave(8, 1)
+    return parts["weight"].float() * scale
+
+
+def fp8_matrix(weight: torch.Tensor) -> Parts:
+    """One scale for all numbers, and one for the inputs."""
+    scale = weight.abs().max() / 448
+    return {
+        "weight": (weight / scale).to(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.rand(()),
+    }
+
+
+def fp8_rows(weight: torch.Tensor) -> Parts:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def from_fp8(parts: Parts) -> torch.Tensor:
+    return parts["weight"].float() * parts["weight_scale"]
+
+
+def w4a16(weight: torch.Tensor) -> Parts:
+    rows, columns = weight.shape
+    return {
+        "weight_packed": packed(draws((rows, columns), 0, 16)),
+        "weight_scale": torch.rand(rows, columns // GROUP).bfloat16(),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def w4a16_asymmetric(weight: torch.Tensor) -> Parts:
+    """With zero points, packed along the rows, and groups of inputs that are not neighbours."""
+    rows, columns = weight.shape
+    zeros = packed(draws((columns // GROUP, rows), 0, 16)).T.contiguous()
+    groups = torch.arange(columns)[torch.randperm(columns)] // GROUP
+    return {**w4a16(weight), "weight_zero_point": zeros, "weight_g_idx": groups.to(torch.int32)}
+
+
+def from_w4a16(parts: Parts) -> torch.Tensor:
+    codes = unpacked(parts["weight_packed"])
+    assert list(codes.shape) == parts["weight_shape"].tolist()
+    groups = parts.get("weight_g_idx", torch.arange(codes.shape[1]) // GROUP).long()
+    zeros = unpacked(parts["weight_zero_point"].T).T[:, groups] if "weight_zero_point" in parts else 8
+    return (codes - zeros) * parts["weight_scale"].float()[:, groups]
+
+
+def gptq(weight: torch.Tensor) -> Parts:
+    rows, columns = weight.shape
+    groups = torch.arange(columns)[torch.randperm(columns)] // GROUP
+    return {
+        "qweight": packed(draws((rows, columns), 0, 16)).T.contiguous(),
+        "qzeros": packed(draws((columns // GROUP, rows), 0, 16)),
+        "scales": torch.rand(columns // GROUP, rows).half(),
+        "g_idx": groups.to(torch.int32),
+    }
+
+
+def from_gptq(parts: Parts) -> torch.Tensor:
+    groups = parts["g_idx"].long()
+    codes, zeros = unpacked(parts["qweight"].T), unpacked(parts["qzeros"])[groups].T
+    return (codes - zeros - 1) * parts["scales"].float()[groups].T
+
+
+def awq(weight: torch.Tensor) -> Parts:
+    rows, columns = weight.shape
+    return {
+        "qweight": packed(draws((columns, rows), 0, 16)),
+        "qzeros": packed(draws((columns // GROUP, rows), 0, 16)),
+        "scales": torch.rand(columns // GROUP, rows).half(),
+    }
+
+
+def from_awq(parts: Parts) -> torch.Tensor:
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+
+    def numbers(words: torch.Tensor) -> torch.Tensor:
+        return unpacked(words).unflatten(-1, (-1, 8))[..., order].flatten(-2)
+
+    groups = torch.arange(len(parts["qweight"])) // GROUP
+    codes = numbers(parts["qweight"]) - numbers(parts["qzeros"])[groups]
+    return (codes * parts["scales"].float()[groups]).T.contiguous()
+
+
+def nf4(weight: torch.Tensor, nested: bool = False) -> Parts:
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=nested, quant_type="nf4")
+    return {"weight": codes, **{f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}}
+
+
+def nf4_nested(weight: torch.Tensor) -> Parts:
+    return nf4(weight, nested=True)
+
+
+def from_nf4(parts: Parts) -> torch.Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    state = QuantState.from_dict({name: value for name, value in parts.items() if name != "weight"}, "cpu")
+    return dequantize_4bit(parts["weight"], state)
+
+
+def compressed(layout: str, weights: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+    """quantization_config of compressed-tensors, for projections of the format `layout`."""
+    group = {"targets": ["Linear"], "weights": weights, **inputs}
+    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": layout}
+    return {
+        **about,
+        "ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"],
+        "config_groups": {"group_0": group},
+    }
+
+
+EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FORMATS = {
+    "fp8": Format(
+        {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"},
+        fp8_blocks,
+        from_fp8_blocks,
+    ),
+    "fp8_matrix": Format({"quant_method": "fp8", "activation_scheme": "static"}, fp8_matrix, from_fp8),
+    "compressed_fp8": Format(compressed("float-quantized", EIGHT_BITS, input_activations=INPUTS), fp8_rows, from_fp8),
+    "w4a16": Format(compressed("pack-quantized", {**INTEGERS, "symmetric": True}), w4a16, from_w4a16),
+    "w4a16_asymmetric": Format(
+        compressed("pack-quantized", {**INTEGERS, "symmetric": False, "actorder": "group"}),
+        w4a16_asymmetric,
+        from_w4a16,
+    ),
+    "gptq": Format({"quant_method": "gptq", "bits": 4}, gptq, from_gptq),
+    "awq": Format({"quant_method": "awq", "bits": 4}, awq, from_awq),
+    "nf4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, from_nf4),
+    "nf4_nested": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4_nested, from_nf4),
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
+
+
+def dequantised(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The numbers that the tensors of a checkpoint stand for, under the names of a plain checkpoint."""
+    if kind == "mxfp4":
+        return from_mxfp4(tensors)
+    plain: dict[str, torch.Tensor] = {}
+    stored: dict[str, Parts] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if (match := PART.fullmatch(name)) and match[2] != "bias":
+            stored[match[1]][match[2]] = tensor
+        else:
+            plain[name] = tensor
+    for stem, parts in stored.items():
+        plain[f"{stem}.weight"] = parts["weight"] if parts.keys() == {"weight"} else FORMATS[kind].decode(parts)
+    return plain
+
+
+def to_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random codes for the packed experts of gpt-oss: pairs of four-bit numbers, the low half first, 32 to a scale."""
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = stored.pop(name).shape
+        stored[f"{name}_blocks"] = draws((experts, outputs, inputs // 32, 16), 0, 256).to(torch.uint8)
+        stored[f"{name}_scales"] = draws((experts, outputs, inputs // 32), 121, 125).to(torch.uint8)
+    return stored
+
+
+def from_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts lie transposed in a plain checkpoint; a scale is a power of two."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    for name in (name for name in tensors if name.endswith("_blocks")):
+        blocks, stem = tensors[name], name.removesuffix("_blocks")
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+        scales = 2.0 ** (tensors[f"{stem}_scales"].double() - 127)
+        numbers = FOUR_BITS[codes % 8] * (1 - 2 * (codes // 8)) * scales[..., None]
+        plain[stem] = numbers.flatten(-2).transpose(1, 2).to(torch.bfloat16).contiguous()
+    return plain
+
+
+def save(name: str, kind: str, folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """Write a tiny model in a quantised format, and as the plain numbers it stands for; returns the two folders."""
+    if kind == "mxfp4":
+        changes = {"hidden_size": 64, "intermediate_size": 32, "dtype": torch.bfloat16, **changes}
+    plain, stored = folder / "plain", folder / kind
+    tiny.save(name, plain, **changes)
+    shutil.copytree(plain, stored)
+    file = "model.safetensors"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tensors = encoded(load_file(plain / file), kind)
+    save_file(tensors, stored / file, {"format": "pt"})
+    save_file(dequantised(tensors, kind), plain / file, {"format": "pt"})
+    about = MXFP4 if kind == "mxfp4" else FORMATS[kind].config
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return plain, stored
+
+
+def encoded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """A checkpoint with all of its projections quantised."""
+    if kind == "mxfp4":
+        return to_mxfp4(tensors)
+    stored: dict[str, torch.Tensor] = {}
+    for name, weight in tensors.items():
+        if (match := PART.fullmatch(name)) and match[2] == "weight":
+            parts = FORMATS[kind].encode(weight)
+            stored.update({f"{match[1]}.{suffix}": part.contiguous() for suffix, part in parts.items()})
+        else:
+            stored[name] = weight
+    return stored
