@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moe_lab.statistics.sums import Statistics
 
 __version__ = "0.1.0"
-__all__ = ["ModelStatistics", "Plan", "calibrate", "export", "load", "mask", "plan", "prune", "score"]
+__all__ = ["ModelStatistics", "Plan", "calibrate", "export", "load", "load_scores", "mask", "plan", "prune", "score"]
 _LAZY = {"Plan": "moe_lab.pruning.plan", "mask": "moe_lab.pruning.mask", "prune": "moe_lab.pruning.prune"}
 """Public names from modules that import torch -> these modules."""
 
@@ -169,9 +169,6 @@ def score(
     random criteria; `parameters`: parameters of the criterion. The statistics are attached in `attrs`, where `plan`
     finds them. Raises UserError for an unknown criterion or parameter, and for statistics that lack what it needs.
     """
-    import numpy as np
-    import pandas as pd
-
     from moe_lab import criteria
     from moe_lab.errors import UserError
 
@@ -191,13 +188,56 @@ def score(
         seed=seed,
         parameters=parameters,
     )
+    scores = _scores_frame(table)
+    scores.attrs["statistics"] = _Hidden(statistics)
+    return scores
+
+
+def _scores_frame(scores: Mapping[int, Any]) -> pd.DataFrame:
+    """Scores of each layer, (E,) or (E, I), as a data frame with a row per expert or channel."""
+    import numpy as np
+    import pandas as pd
+
     frames = []
-    for layer, values in table.items():
+    for layer, values in scores.items():
         places = np.indices(values.shape).reshape(values.ndim, -1)
         columns = dict(zip(("expert", "channel"), places, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
-    scores = pd.concat(frames, ignore_index=True)
-    scores.attrs["statistics"] = _Hidden(statistics)
+    return pd.concat(frames, ignore_index=True)
+
+
+def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
+    """Read the scores that were uploaded beside a checkpoint by `push=OWNER/NAME`, to make another plan from them.
+
+    `folder`: the downloaded repository, of which the subfolder `moe_lab` is enough. Returns a data frame as `score`
+    does, with the statistics of the original model attached. Raises UserError when the folder has no scores.
+    """
+    import pandas as pd
+    from safetensors.numpy import load_file
+
+    from moe_lab.errors import UserError
+    from moe_lab.json_files import Damaged, read_json
+    from moe_lab.statistics.sums import by_layer, read
+
+    place = Path(folder, "moe_lab")
+    of_experts, of_channels = place / "scores.parquet", place / "scores.safetensors"
+    try:
+        facts = read_json(place / "facts.json", {"layers": {str: dict}})
+        if of_channels.is_file():
+            channels = load_file(of_channels)
+            scores = _scores_frame({int(layer): channels[layer] for layer in sorted(channels, key=int)})
+        else:
+            scores = pd.read_parquet(of_experts)
+    except FileNotFoundError:
+        raise UserError(
+            f"load_scores: {place} has no facts.json and scores: expected a model uploaded by push="
+        ) from None
+    except Damaged as error:
+        raise UserError(f"load_scores: {error}: download it again") from None
+    files = [file for file in sorted(place.glob("*.safetensors")) if file != of_channels]
+    sums = {file.stem: read(file) for file in files}
+    facts["layers"] = {int(layer): about for layer, about in facts["layers"].items()}
+    scores.attrs["statistics"] = _Hidden(ModelStatistics(by_layer(sums.values()), sums, facts, text={}))
     return scores
 
 
@@ -227,11 +267,11 @@ def plan(
     """Decide which experts, or which of their channels, are kept when `ratio` of the routed experts' parameters is
     removed.
 
-    `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row each; higher means
-    keep. `allocation`: how the budget is shared among layers and experts; those that search need a study. `statistics`:
-    those of the model, if they are not attached to the scores. `parameters`: parameters of the allocation. For
-    `multiple_of` and `ratio_basis` see `moe_lab.config.AllocationConfig`. Raises UserError for a ratio that is not
-    feasible, naming the nearest one, and for scores of another model.
+    `scores`: from `score` or `load_scores`, or your own with the columns layer, expert, (channel,) score, one row each;
+    higher means keep. `allocation`: how the budget is shared among layers and experts; those that search need a study.
+    `statistics`: those of the model, if they are not attached to the scores. `parameters`: parameters of the
+    allocation. For `multiple_of` and `ratio_basis` see `moe_lab.config.AllocationConfig`. Raises UserError for a ratio
+    that is not feasible, naming the nearest one, and for scores of another model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.config import AllocationConfig
@@ -254,7 +294,9 @@ def plan(
     lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
     if lacking:
         raise UserError(f"allocation={allocation} reads {', '.join(lacking)}, which these statistics lack")
-    provenance = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
+    provenance: dict[str, Any] = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
+    if facts.get("sha256"):  # only statistics from files state it; `export` then refuses another model
+        provenance["model_sha256"] = facts["sha256"]
     values = {int(str(layer)): _in_order(rows, of_channels) for layer, rows in scores.groupby("layer")}
     if of_channels:
         keep = allocations.budgets(chosen, layers, values, statistics.sums, facts)

@@ -109,6 +109,9 @@ class Config:
     """Print the graph of steps and stop."""
     verify: bool = False
     """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
+    push: str | None = None
+    """OWNER/NAME on the hub: upload the exported model there when the study has ended, with its results, scores and
+    statistics. The study exports one pruned model."""
     flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False

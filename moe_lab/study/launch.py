@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.study.progress import watch
+from moe_lab.study.progress import say, watch
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
@@ -76,6 +76,8 @@ def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
     submit(schedule, study, run)
     if study.config.wait:
         follow(schedule, study)
+    elif study.config.push is not None:  # not by a job: nodes may have no network, and an upload may take hours
+        say(f"push={study.config.push}: start the same command again when the jobs have ended: it uploads the model")
     return study.config.wait
 
 

@@ -21,7 +21,7 @@ from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
 from moe_lab.pruning.export import layout
 from moe_lab.recovery import settings as recoveries
-from moe_lab.study import tracking
+from moe_lab.study import push, tracking
 from moe_lab.study.launch import check_device, launcher
 from moe_lab.study.schedule import check_retry
 from moe_lab.study.slurm import resources
@@ -70,6 +70,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
     yield from user_errors(check_retry, config.retry)
     yield from user_errors(launcher, config.launcher)
     yield from user_errors(tracking.check, config.tracker)
+    yield from user_errors(push.check, config)
     yield from user_errors(resources.check, config.resources)
 
 

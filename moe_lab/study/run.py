@@ -10,7 +10,7 @@ from typing import Any
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
-from moe_lab.study import record, report
+from moe_lab.study import push, record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build
 from moe_lab.study.launch import Launcher, launcher
@@ -41,6 +41,7 @@ def run(
         raise _together("several things:", problems)
     launch = launcher(config.launcher)
     graph = build(config, requests)
+    push.check_graph(config, graph)
     store = Store(config.store)
     with store.errors_as_sentences():
         return _run(Study(config, graph, store, add, written=written or {}), missing, launch)
@@ -63,6 +64,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
         full += memory_problems(undone)
     if config.dry_run:
         _show_forecast(config, steps, done, Times(store))
+        push.show(study, done)
         if missing or full:
             raise _together("this cannot start yet:", [*missing, *full])
         return 0
@@ -77,7 +79,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
         begun = begin(store, config.study, steps)
         if schedule.waiting and not launch(schedule, study, begun):
             return 0
-    return finish(study, schedule)
+    return max(finish(study, schedule), push.push(study, schedule))
 
 
 def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times: Times) -> None:

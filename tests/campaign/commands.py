@@ -112,6 +112,7 @@ export | naturel masked '' all
 export.shape | naturel ''
 export.format | safetensor '' null
 export=natural export.format | safetensor ''
+push export=natural | me '' a/b/c a/b..c
 flops_text | pocket_excrpt '' null c5
 retry | faild '' true
 data_root suite=mc8 | /no/such/folder ''

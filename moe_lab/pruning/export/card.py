@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from moe_lab.pruning.plan import Plan
 
 FENCE = "---\n"
+ORIGINAL = "# Card of the original model\n"
+"""Heading between the pruned model's card and the card of the original."""
 LOADING = {
     "stock": "It has the layout of the original and loads like it:",
     "ported": (
@@ -50,7 +52,7 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     It says what was pruned and how, how to load the model and how large it is. The card of the original model follows,
     whose front matter (licence and so on) is kept.
     """
-    front, body = _split(original or "")
+    front, body = split_card(original or "")
     trust = "" if cost.kind == "stock" else ", trust_remote_code=True"
     loading = f"```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```"
     sections = [
@@ -61,7 +63,7 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
         f"{LOADING[cost.kind]}\n\n{loading}\n\n{_cost(cost)}\n\n",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
-        f"\n# Card of the original model\n\n{body.lstrip()}" if body.strip() else "",
+        f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",
     ]
     return "".join(sections)
 
@@ -91,7 +93,7 @@ def _cost(cost: Cost) -> str:
     )
 
 
-def _split(card: str) -> tuple[str, str]:
+def split_card(card: str) -> tuple[str, str]:
     """The front matter of a card without its fences, and the text after it."""
     if not card.startswith(FENCE) or f"\n{FENCE}" not in card[len(FENCE) - 1 :]:
         return "", card

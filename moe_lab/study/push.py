@@ -1,0 +1,262 @@
+"""Upload the exported model of a study to the hub when the study has ended: push=OWNER/NAME.
+
+Weights are uploaded first, config.json and the model card last and in one commit, so that nobody loads half a model.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig, Config
+from moe_lab.errors import Unavailable, UserError, remember_secret
+from moe_lab.json_files import read_json, write_json
+from moe_lab.pruning.export import CARD, NOT_COPIED
+from moe_lab.results import Result
+from moe_lab.study.graph import CellSteps, Graph, unpruned
+from moe_lab.study.hub_card import Measured, base_model, hub_card, leaderboard_files
+from moe_lab.study.progress import say
+from moe_lab.study.record import Study
+from moe_lab.study.schedule import Schedule
+from moe_lab.study.step import Step, digest
+from moe_lab.study.steps.inputs import NO_SUMS, STATISTICS
+from moe_lab.study.store import MANIFEST, MANIFEST_SHAPE, Store
+
+SCORES = ("scores.parquet", "scores.safetensors")
+"""Files of a step of scores, of experts or of channels."""
+DATA = "moe_lab"
+"""Folder in the repository with what `moe_lab.load_scores` reads."""
+FIRST = [f"{DATA}/*", *(f"*{suffix}" for suffix in sorted(NOT_COPIED))]
+"""Patterns of the files that are uploaded first."""
+AGAIN = "the export is kept, and the same command uploads it"
+
+
+def check(config: Config) -> None:
+    """Raise UserError for a name that the hub refuses, and when the study exports nothing."""
+    if config.push is None:
+        return
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(config.push)
+    except HFValidationError as error:
+        raise UserError(f"push={config.push} is no name of a repository: {str(error).splitlines()[0]}") from None
+    if "/" not in config.push:
+        raise UserError(f"push={config.push} names no owner: expected OWNER/NAME")
+    if config.export.shape is None:
+        raise UserError(f"push={config.push} uploads an export, and this study writes none: add export=natural")
+
+
+def check_graph(config: Config, graph: Graph) -> None:
+    """Raise UserError unless the study exports exactly one cell, if it is to be uploaded."""
+    cells = [cell for cell in graph.cells if cell.export]
+    if config.push is not None and len(cells) != 1:
+        named = ", ".join(cell.plan.label for cell in cells[:3] if cell.plan)
+        more = ", ..." if len(cells) > 3 else ""
+        raise UserError(
+            f"push={config.push} takes one pruned model, and this study exports {len(cells)} ({named}{more}): expected "
+            "one cell, in a study of its own"
+        )
+
+
+def _exported(study: Study) -> CellSteps:
+    return next(cell for cell in study.graph.cells if cell.export)
+
+
+def push(study: Study, schedule: Schedule) -> int:
+    """Upload the study's exported model, if the settings say so and the repository does not have it already.
+
+    Returns the exit code: 1 if it was not uploaded.
+    """
+    store, repository = study.store, study.config.push
+    if repository is None:
+        return 0
+    cell = _exported(study)
+    unfinished = [step.folder for step in _needed(cell) if step.id not in schedule.finished]
+    try:
+        if unfinished:
+            raise UserError(f"push={repository}: nothing was uploaded, because {unfinished[0]} is not finished")
+        with store.lock(store.root / "locks" / f"push-{_file_name(repository)}.lock"):
+            _push(store, repository, study, cell)
+    except UserError as error:
+        say(f"moe_lab: {error}", style="red")
+        return 1
+    return 0
+
+
+def _push(store: Store, repository: str, study: Study, cell: CellSteps) -> None:
+    record = store.root / "pushed" / f"{_file_name(repository)}.json"
+    before = store.read(record, {"content": str}, "uploaded again") or {}
+    with TemporaryDirectory(prefix="moe_lab_push_") as folder:
+        files = _stage(study, cell, repository, Path(folder))
+        content = digest(files)
+        if before.get("content") == content:
+            say(f"push: {repository} has everything already")
+            return
+        for step in _needed(cell):
+            if not store.readable(step):
+                raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
+        address = _upload(repository, folder, files)
+    record.parent.mkdir(exist_ok=True)
+    write_json(record, {"repository": repository, "content": content, "time": time.time(), "files": files})
+    say(f"push: {address}")
+
+
+def _file_name(repository: str) -> str:
+    return repository.replace("/", "--")
+
+
+def _needed(cell: CellSteps) -> list[Step]:
+    """The steps whose files are uploaded, or are on the card."""
+    assert cell.export and cell.plan and cell.scores
+    steps = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
+    return list({step.id: step for step in steps}.values())
+
+
+def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
+    """(role, step) of each step with sums that the scores, or the allocation, were computed from."""
+    assert cell.plan and cell.scores
+    for step in (cell.scores, cell.plan):
+        for role, needed in step.inputs.items():
+            if role not in NO_SUMS:
+                yield role, needed
+
+
+def _stage(study: Study, cell: CellSteps, repository: str, folder: Path) -> dict[str, str]:
+    """Make the repository's content in `folder`, with links to the files of the store. Returns path -> sha256."""
+    assert cell.export and cell.scores
+    store = study.store
+    checkpoint = store.path(cell.export) / "checkpoint"
+    measured = list(_measured(study, cell))
+    written = {CARD: hub_card((checkpoint / CARD).read_text(encoding="utf-8"), repository, cell.cell, measured)}
+    written |= leaderboard_files(measured)
+    digests = {}
+    for path, text in written.items():
+        target = folder / path
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        digests[path] = sha256(text.encode()).hexdigest()
+    for path, step, file in _linked(store, cell):
+        target, source = folder / path, store.path(step)
+        if path not in written:
+            target.parent.mkdir(exist_ok=True)
+            target.symlink_to((source / file).absolute())
+            digests[path] = read_json(source / MANIFEST, MANIFEST_SHAPE)["files"][file]["sha256"]
+    return digests
+
+
+def _linked(store: Store, cell: CellSteps) -> Iterator[tuple[str, Step, str]]:
+    """(path in the repository, step, file in its folder) of everything that is uploaded as it is in the store."""
+    assert cell.export and cell.scores
+    for file in sorted((store.path(cell.export) / "checkpoint").iterdir()):
+        yield file.name, cell.export, f"checkpoint/{file.name}"
+    yield f"{DATA}/facts.json", cell.model, "facts.json"
+    for name in SCORES:
+        if (store.path(cell.scores) / name).is_file():
+            yield f"{DATA}/{name}", cell.scores, name
+    for role, step in dict(_sums(cell)).items():
+        if (store.path(step) / STATISTICS).is_file():
+            yield f"{DATA}/{role}.safetensors", step, STATISTICS
+
+
+def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
+    """The results of a cell, with those of its unpruned model where they are in the store."""
+    store, whole = study.store, unpruned(cell.cell)
+    originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
+    for name, step in cell.evaluate.items():
+        content = _results(store, step)
+        original = {}
+        if name in originals and store.done(originals[name]):
+            original = {_key(one): one for one in _results(store, originals[name])["results"]}
+        harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
+        for result in content["results"]:
+            yield Measured(BenchmarkConfig(**step.runtime["benchmark"]), result, original.get(_key(result)), harness)
+
+
+def _results(store: Store, step: Step) -> Any:
+    return json.loads((store.path(step) / "result.json").read_text())
+
+
+def _key(result: Result) -> tuple[str, str]:
+    return result["benchmark"], result["metric"]
+
+
+def _upload(repository: str, folder: str, files: Mapping[str, str]) -> str:
+    """Upload a folder, of which `files` has the sha256 of each file. Returns the address of the repository.
+
+    Files that the hub has already are not sent again, so that an interrupted upload is finished by another call.
+    Raises Unavailable, without the token in the message, when the hub cannot be reached or refuses.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, get_token
+
+    token = get_token()
+    if token is None:
+        raise Unavailable(f"push={repository}: there is no token of the hub: `hf auth login` or HF_TOKEN; {AGAIN}")
+    remember_secret(token)  # no message may show it
+    hub = HfApi()
+    try:
+        address = str(hub.create_repo(repository, exist_ok=True))
+        _check_same(repository, files, hub.model_info(repository, files_metadata=True))
+        settings: dict[str, Any] = {"repo_id": repository, "folder_path": folder}
+        # A copy of the list each time: the hub's client appends to it.
+        hub.upload_folder(**settings, allow_patterns=list(FIRST), commit_message="Weights, scores and statistics")
+        hub.upload_folder(**settings, ignore_patterns=list(FIRST), commit_message="Configuration and model card")
+    except UserError:
+        raise
+    except (OSError, HTTPError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet
+        raise Unavailable(f"push={repository}: {_reason(error)}; {AGAIN}") from None
+    return address
+
+
+def _check_same(repository: str, files: Mapping[str, str], info: Any) -> None:
+    """Raise UserError when the repository has weights that are not those of this export."""
+    for file in info.siblings or []:
+        path = str(file.rfilename)
+        is_weights = Path(path).suffix in NOT_COPIED and not path.startswith(f"{DATA}/")
+        if is_weights and (file.lfs is None or file.lfs.sha256 != files.get(path)):
+            raise UserError(
+                f"push={repository}: the repository has another model ({path} is not of this export): name another "
+                f"repository, or remove the model there; {AGAIN}"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub was not reached, or what it refuses, as the end of a sentence."""
+    from httpx import TransportError
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
+    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+        return f"the token may not write to this repository ({text}): expected a token with the right to write to it"
+    if isinstance(error, (ConnectionError, TransportError)):
+        return f"the hub cannot be reached ({text})"
+    return f"the upload failed ({text})"
+
+
+def show(study: Study, done: Collection[str]) -> None:
+    """Print what would be uploaded, for a dry run."""
+    repository = study.config.push
+    if repository is None:
+        return
+    from huggingface_hub import get_token
+
+    cell = _exported(study)
+    assert cell.export and cell.plan
+    state = "finished" if cell.export.id in done else "not made yet"
+    benchmarks = ", ".join(cell.evaluate) or "no benchmark"
+    base = base_model(cell.cell.model) or "none on the hub"
+    say(
+        f"push={repository}: would upload the export of {cell.plan.label} ({state}), its scores and statistics, and a "
+        f"model card with results on {benchmarks}; base model: {base}"
+    )
+    if get_token() is None:
+        say("push: there is no token of the hub here: `hf auth login` or HF_TOKEN")

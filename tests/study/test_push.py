@@ -1,0 +1,403 @@
+"""An exported model is uploaded to a stand-in for the hub; card and results are read back by the hub's own classes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import huggingface_hub
+import preloaded
+import pytest
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, parse_eval_result_entries
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import filter_repo_objects
+
+import moe_lab
+from moe_lab import __main__ as command_line
+from moe_lab.config import (
+    AllocationConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    CriterionConfig,
+    LauncherConfig,
+    ModelConfig,
+    ProtocolConfig,
+    RecoveryConfig,
+)
+from moe_lab.errors import UserError
+from moe_lab.grid import Cell
+from moe_lab.paths import resolve
+from moe_lab.pruning.plan import Plan
+from moe_lab.study import launch
+from moe_lab.study.hub_card import Measured, base_model, hub_card, leaderboard_files
+
+TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
+SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
+EXPORT = ["criterion=reap", "ratio=0.25", "export=natural"]
+CHANNELS = ["criterion=heapr", "ratio=0.5", "export=natural", "suite.benchmarks=[]", "study=channels"]
+pytestmark = pytest.mark.skipif(
+    not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"
+)
+
+
+class Hub:
+    """Stands for HfApi: keeps the files of repositories, and refuses arguments that the real one would refuse."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.commits: list[list[str]] = []
+        """The files of each commit: those that were not there, or differed."""
+        self.fails: Exception | None = None
+        self.commits_before_it_fails = 0
+
+    def create_repo(self, repo_id: str, **settings: Any) -> str:
+        inspect.signature(HfApi.create_repo).bind(self, repo_id, **settings)
+        assert settings["exist_ok"]
+        if self.fails and not self.commits_before_it_fails:
+            raise self.fails
+        self.repositories.setdefault(repo_id, {})
+        return f"https://huggingface.co/{repo_id}"
+
+    def model_info(self, repo_id: str, **settings: Any) -> Any:
+        inspect.signature(HfApi.model_info).bind(self, repo_id, **settings)
+        assert settings["files_metadata"], "without it, the hub gives names alone"
+        siblings = []
+        for name, content in self.repositories[repo_id].items():
+            large = name.endswith((".safetensors", ".parquet"))
+            lfs = SimpleNamespace(sha256=sha256(content).hexdigest()) if large else None
+            siblings.append(SimpleNamespace(rfilename=name, lfs=lfs))
+        return SimpleNamespace(siblings=siblings)
+
+    def upload_folder(self, **settings: Any) -> None:
+        inspect.signature(HfApi.upload_folder).bind(self, **settings)
+        folder, remote = Path(settings["folder_path"]), self.repositories[settings["repo_id"]]
+        names = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("**/*")) if path.is_file()]
+        patterns = {name: settings.get(name) for name in ("allow_patterns", "ignore_patterns")}
+        for name in filter_repo_objects(names, **patterns):
+            content = (folder / name).read_bytes()
+            if remote.get(name) == content:
+                continue
+            if self.fails and len(self.commits) >= self.commits_before_it_fails:
+                raise self.fails
+            remote[name] = content
+            self.commits.append([name])
+
+
+def refusal(status: int) -> HfHubHTTPError:
+    request = httpx.Request("POST", "https://huggingface.co/api/repos/create", headers={"authorization": TOKEN})
+    return HfHubHTTPError(f"{status} Client Error", response=httpx.Response(status, request=request))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", type("StandIn", (), {"__new__": lambda cls: hub}))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with an exported model, the plan for another ratio, and a model exported by channels."""
+    store = tmp_path_factory.mktemp("push") / "store"
+    for words in (EXPORT, ["criterion=reap", "ratio=0.5", "study=other"], CHANNELS):
+        command = preloaded.command("-m", "moe_lab", *SMALL, *words, f"store={store}")
+        done = subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
+        assert done.returncode == 0, done.stderr
+    return store
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a study in this process; gives its exit code and what it printed."""
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["moe_lab", *SMALL, "launcher=inline", *words, f"store={store}"])
+        with pytest.raises(SystemExit) as ended:
+            command_line.main()
+        return int(ended.value.code or 0), " ".join("".join(capsys.readouterr()).split())
+
+    return run
+
+
+def only(store: Path, pattern: str) -> Path:
+    (path,) = store.glob(pattern)
+    return path
+
+
+def test_the_weights_go_first_and_the_card_reads_back_with_the_results(store: Path, run: Run, hub: Hub) -> None:
+    code, printed = run(*EXPORT, "push=me/small")
+    assert code == 0 and "https://huggingface.co/me/small" in printed
+    files, checkpoint = hub.repositories["me/small"], only(store, "export/*reap*/checkpoint")
+    order = [name for commit in hub.commits for name in commit]
+    assert len(order) == len(set(order)) == len(files)
+    last = ("config.json", "README.md", "generation_config.json", "tokenizer.json")
+    assert max(map(order.index, ("model.safetensors", "moe_lab/scores.parquet"))) < min(map(order.index, last))
+    for file in checkpoint.iterdir():
+        assert file.name == "README.md" or files[file.name] == file.read_bytes()
+    assert files["moe_lab/scores.parquet"] == only(store, "scores/*reap*/scores.parquet").read_bytes()
+    assert files["moe_lab/statistics.safetensors"] == only(store, "statistics/*/statistics.safetensors").read_bytes()
+    assert not [name for name in files if name.startswith(".eval_results")], "a shipped benchmark has no leaderboard"
+
+    card = ModelCard(files["README.md"].decode())
+    fields = card.data.to_dict()
+    assert (fields["license"], fields["library_name"]) == ("apache-2.0", "transformers") and "pruning" in fields["tags"]
+    assert "base_model" not in fields and "base_model_relation" not in fields, "a shipped model is not on the hub"
+    (result,) = json.loads(only(store, "evaluate/*reap-0.25-pocket_boolq*/result.json").read_text())["results"]
+    (whole,) = json.loads(only(store, "evaluate/pocket_olmoe-pocket_boolq*/result.json").read_text())["results"]
+    (measured,) = card.data.eval_results
+    assert isinstance(measured, EvalResult)
+    assert (measured.metric_type, measured.metric_value) == ("acc", result["score"])
+    args = {"items": 8, "items_of_benchmark": 112, "standard_error": result["stderr"]}
+    assert measured.metric_args == args and measured.dataset_type == "pocket_boolq"
+    row = (
+        f"| {result['score']:.4f} ± {result['stderr']:.4f} | {whole['score']:.4f} ± {whole['stderr']:.4f} | 8 of 112 |"
+    )
+    own, _, original = card.text.partition("# Card of the original model")
+    assert row in own and 'from_pretrained("me/small")' in own and "# Pocket OLMoE" in original
+
+
+def test_what_was_uploaded_is_not_uploaded_again(run: Run, hub: Hub) -> None:
+    assert run(*EXPORT, "push=me/twice")[0] == 0
+    hub.fails, commits = AssertionError("the hub is not asked"), len(hub.commits)
+    assert run(*EXPORT, "push=me/twice")[0] == 0 and len(hub.commits) == commits
+
+
+def test_after_more_benchmarks_only_the_card_is_uploaded(run: Run, hub: Hub) -> None:
+    assert run(*EXPORT, "push=me/later", "suite.benchmarks=[]")[0] == 0
+    commits = len(hub.commits)
+    assert run(*EXPORT, "push=me/later")[0] == 0 and hub.commits[commits:] == [["README.md"]]
+
+
+@pytest.mark.parametrize("before", [1, 4])
+def test_an_interrupted_upload_is_finished_by_the_next_run(run: Run, hub: Hub, before: int) -> None:
+    hub.fails, hub.commits_before_it_fails = refusal(504), before
+    code, printed = run(*EXPORT, f"push=me/interrupted{before}")
+    remote = hub.repositories[f"me/interrupted{before}"]
+    assert code == 1 and "the same command uploads it" in printed and len(remote) == before
+    assert "config.json" not in remote
+    hub.fails = None
+    assert run(*EXPORT, f"push=me/interrupted{before}")[0] == 0
+    names = [name for commit in hub.commits for name in commit]
+    assert len(names) == len(set(names)) and set(names) == set(remote) and "config.json" in remote
+
+
+ERRORS = {
+    "rights": (refusal(403), "the token may not write"),
+    "token": (refusal(401), "the token may not write"),
+    "offline": (OfflineModeIsEnabled("offline mode"), "HF_HUB_OFFLINE"),
+    "network": (httpx.ConnectError("no route to host"), "cannot be reached"),
+    "yaml": (ValueError(f"Invalid metadata: {TOKEN}"), "failed"),
+    "storage": (RuntimeError("storage is down"), "failed"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_hub_that_refuses_costs_an_exit_code_and_a_sentence(store: Path, run: Run, hub: Hub, name: str) -> None:
+    hub.fails, sentence = ERRORS[name]
+    code, printed = run(*EXPORT, f"push=me/{name}")
+    assert code == 1 and f"push=me/{name}: " in printed and sentence in printed and "Traceback" not in printed
+    assert only(store, "export/*reap*/checkpoint/model.safetensors").exists()
+    assert not (store / f"pushed/me--{name}.json").exists()
+
+
+def test_the_real_client_without_network_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    code, printed = run(*EXPORT, "push=me/unreachable")
+    assert code == 1 and "push=me/unreachable: HF_HUB_OFFLINE is set" in printed
+
+
+def test_without_a_token_nothing_is_sent(run: Run, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    code, printed = run(*EXPORT, "push=me/without")
+    assert code == 1 and "there is no token" in printed and not hub.repositories
+
+
+def test_another_model_in_the_repository_is_left_alone(run: Run, hub: Hub) -> None:
+    theirs = {"config.json": b"{}", "model.safetensors": b"others", "README.md": b"theirs"}
+    hub.repositories["me/taken"] = dict(theirs)
+    code, printed = run(*EXPORT, "push=me/taken")
+    assert code == 1 and "another model" in printed and hub.repositories["me/taken"] == theirs
+    hub.repositories["me/empty"] = {".gitattributes": b"", "README.md": b"soon"}
+    assert run(*EXPORT, "push=me/empty")[0] == 0
+
+
+def test_the_token_is_written_nowhere(store: Path, run: Run, hub: Hub) -> None:
+    printed = run(*EXPORT, "push=me/planted")[1]
+    hub.fails = ValueError(f"Bearer {TOKEN} is no good")
+    printed += run(*EXPORT, "push=me/planted2")[1]
+    texts = [file.read_bytes() for file in store.rglob("*") if file.is_file()]
+    texts += [content for files in hub.repositories.values() for content in files.values()]
+    assert not [text for text in [printed.encode(), *texts] if TOKEN.encode() in text]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        (["push=small"], ["push=small", "OWNER/NAME"]),
+        (["push=me/a..b"], ["push=me/a..b", "is no name"]),
+        (["push=me/small/x"], ["push=me/small/x", "is no name"]),
+        (["push="], ["push=", "is no name"]),
+        (["push=me/small", "export=none"], ["push=me/small", "add export=natural"]),
+        (["push=me/small", "grid.ratio=[0.25,0.5]"], ["push=me/small", "exports 2", "reap-0.25", "reap-0.5"]),
+    ],
+)
+def test_what_cannot_be_uploaded_is_refused_before_anything_runs(
+    run: Run, hub: Hub, store: Path, words: list[str], sentences: list[str]
+) -> None:
+    runs = len(list((store / "runs").glob("*/*")))
+    code, printed = run("criterion=reap", "ratio=0.25", "export=natural", *words)
+    assert code == 2 and all(sentence in printed for sentence in sentences), printed
+    assert len(list((store / "runs").glob("*/*"))) == runs and not hub.repositories
+
+
+def test_a_dry_run_says_what_would_be_uploaded_and_uploads_nothing(run: Run, hub: Hub) -> None:
+    code, printed = run(*EXPORT, "push=me/dry", "dry_run=true")
+    assert code == 0 and not hub.repositories
+    assert all(word in printed for word in ("push=me/dry", "reap-0.25", "pocket_boolq"))
+
+
+def test_submitted_jobs_upload_nothing_and_the_command_says_how(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("moe_lab.study.slurm.submit.submit", lambda *_: None)
+    study: Any = SimpleNamespace(config=SimpleNamespace(push="me/jobs", wait=False, launcher=LauncherConfig()))
+    assert not launch.slurm(None, study, None)  # type: ignore[arg-type]
+    assert "push=me/jobs" in capsys.readouterr().err
+
+
+@pytest.fixture
+def downloaded(run: Run, hub: Hub, tmp_path: Path) -> Path:
+    assert run(*EXPORT, "push=me/downloaded")[0] == 0
+    (tmp_path / "moe_lab").mkdir()
+    for name, content in hub.repositories["me/downloaded"].items():
+        if name.startswith("moe_lab/"):
+            (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_another_ratio_is_cut_from_the_downloaded_scores(store: Path, downloaded: Path) -> None:
+    scores = moe_lab.load_scores(downloaded)
+    for ratio in (0.25, 0.5):
+        assert moe_lab.plan(scores, ratio) == Plan.load(only(store, f"plan/*reap-{ratio}-*/plan.json"))
+    folder = moe_lab.export("pocket:olmoe", moe_lab.plan(scores, 0.5), downloaded / "another")
+    assert json.loads((folder / "config.json").read_text())["num_experts"] == 16
+    with pytest.raises(UserError, match="another model"):
+        moe_lab.export("pocket:qwen3_moe", moe_lab.plan(scores, 0.5), downloaded / "wrong")
+
+
+def test_scores_of_channels_are_read_too(run: Run, hub: Hub, store: Path, tmp_path: Path) -> None:
+    assert run(*CHANNELS, "push=me/channels")[0] == 0
+    files = hub.repositories["me/channels"]
+    assert "It was not evaluated" in files["README.md"].decode()
+    (tmp_path / "moe_lab").mkdir()
+    for name in (name for name in files if name.startswith("moe_lab/")):
+        (tmp_path / name).write_bytes(files[name])
+    scores = moe_lab.load_scores(tmp_path)
+    assert moe_lab.plan(scores, 0.5) == Plan.load(only(store, "plan/*heapr*/plan.json"))
+
+
+def test_a_folder_without_scores_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="load_scores"):
+        moe_lab.load_scores(tmp_path)
+
+
+# The card of a model that is on the hub, evaluated on benchmarks that are there.
+
+ORIGINAL = """---
+license: other
+license_name: their-licence
+license_link: LICENSE
+language: en
+tags: conversational
+base_model: them/base
+model-index: [{name: Theirs, results: [{task: {type: t}, dataset: {type: d, name: d}, metrics: [{type: m, value: 1}]}]}]
+extra_gated_prompt: Agree.
+---
+
+# Theirs, pruned
+
+# Card of the original model
+
+Ours is best.
+"""
+
+
+def cell(path: str) -> Cell:
+    return Cell(
+        ModelConfig(name="m", path=path),
+        CriterionConfig("reap"),
+        CalibrationConfig("c4", "allenai/c4"),
+        AllocationConfig(name="uniform"),
+        RecoveryConfig(),
+        0.25,
+        "model",
+        42,
+        protocol=ProtocolConfig(name="unified"),
+    )
+
+
+def measured(n: int, **benchmark: Any) -> Measured:
+    about = {"name": "gsm8k", "harness": "evalscope", "task": "gsm8k", "data": "openai/gsm8k", "leaderboard": "gsm8k"}
+    settings = BenchmarkConfig(**{**about, "subset": "main", "split": "test", **benchmark})
+    result: Any = {"benchmark": "gsm8k", "metric": "acc", "score": 0.8125, "stderr": 0.01, "n": n, "expected": 1319}
+    return Measured(settings, result, None, "evalscope 1.3.0")
+
+
+def test_the_card_keeps_the_licence_and_leaves_out_what_is_true_of_the_original_alone() -> None:
+    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), [measured(1319)]))
+    fields = card.data.to_dict()
+    kept = ("license", "license_name", "license_link", "extra_gated_prompt", "language")
+    assert [fields[name] for name in kept] == ["other", "their-licence", "LICENSE", "Agree.", "en"]
+    assert fields["base_model"] == "them/chat" and "base_model_relation" not in fields
+    assert fields["tags"][0] == "conversational" and card.data.model_name == "small"
+    (result,) = card.data.eval_results
+    assert (result.dataset_type, result.dataset_config, result.dataset_split) == ("openai/gsm8k", "main", "test")
+    assert "| gsm8k | acc | 0 | 0.8125 ± 0.0100 | not evaluated | 1,319 | evalscope 1.3.0 |" in card.text
+    assert card.text.index("## Results") < card.text.index("Ours is best.")
+    assert 'moe_lab.export("them/chat", plan' in card.text
+
+
+def test_the_card_shows_no_path_of_this_machine(tmp_path: Path) -> None:
+    assert str(tmp_path) not in hub_card(ORIGINAL, "me/small", cell(str(tmp_path)), [measured(1319)])
+
+
+@pytest.mark.parametrize("front", ["---\n---\n", "", "---\na: [\n---\n", "---\n- a\n---\n"])
+def test_a_front_matter_that_cannot_be_read_is_a_sentence(front: str) -> None:
+    if "a" not in front:
+        assert ModelCard(hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), [])).data.base_model == "a/b"
+        return
+    with pytest.raises(UserError, match="front matter"):
+        hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), [])
+
+
+def test_a_complete_result_goes_to_the_leaderboard_of_its_data_set() -> None:
+    ((path, text),) = leaderboard_files([measured(1319, shots=8)])
+    (entry,) = parse_eval_result_entries(yaml.safe_load(text))
+    assert (path, entry.dataset_id, entry.task_id) == (".eval_results/gsm8k.yaml", "openai/gsm8k", "gsm8k")
+    assert entry.value == 81.25
+    assert entry.notes and all(word in entry.notes for word in ("percent", "1.00", "8-shot", "evalscope 1.3.0"))
+
+
+@pytest.mark.parametrize("one", [measured(20), measured(1319, leaderboard=None), measured(1319, data=None)])
+def test_a_limited_result_and_one_without_a_leaderboard_are_not_reported_there(one: Measured) -> None:
+    assert not list(leaderboard_files([one]))
+
+
+def test_the_base_model_is_named_where_it_is_on_the_hub(tmp_path: Path) -> None:
+    cached = tmp_path / "models--them--chat/snapshots/0123456789abcdef"
+    cached.mkdir(parents=True)
+    places = {"them/chat": "them/chat", str(cached): "them/chat", str(tmp_path): None, "pocket:olmoe": None}
+    for path, name in {**places, resolve("pocket:olmoe"): None}.items():
+        assert base_model(ModelConfig(name="m", path=path)) == name
