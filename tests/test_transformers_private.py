@@ -37,6 +37,7 @@ ATTRIBUTES = {
     "_init_weights",
     "_is_expert_parallel",
     "_load_pretrained_model",
+    "_weight_conversions",
 }
 
 

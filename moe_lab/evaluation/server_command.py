@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import ENVIRONMENT, UserError, unknown, user_errors
 from moe_lab.evaluation.suite import has_two_phases
 from moe_lab.models.config_json import check_trained_top_k
@@ -39,12 +39,8 @@ def wrong(
     backend: BackendConfig,
     benchmarks: Iterable[BenchmarkConfig],
     models: Iterable[ModelConfig],
-    recoveries: Iterable[RecoveryConfig],
 ) -> Iterator[str]:
-    """A sentence for each mistake in the back end, and for each benchmark or recovery that it cannot serve.
-
-    A server reads an exported checkpoint, which is pruned and not recovered.
-    """
+    """A sentence for each mistake in the back end, and for each benchmark or model that it cannot serve."""
     yield from user_errors(check_command, backend)
     for benchmark in benchmarks:
         by_loaded_model = benchmark.max_new_tokens and not has_two_phases(benchmark)
@@ -58,9 +54,6 @@ def wrong(
         return
     for model in models:
         yield from user_errors(check_trained_top_k, model, "backend=server")
-    for recovery in recoveries:
-        if recovery.name != "none":
-            yield f"backend=server serves what is exported, before recovery={recovery.name}: expected backend=hf"
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:

@@ -92,6 +92,8 @@ class StreamedModel:
         """Module path of the decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self._names = self._by_layer()
+        self.layer_of = {name: number for number, names in self._names.items() for name in names}
+        """Tensor in the checkpoint -> its decoder layer, or REST."""
         self._ahead, self._memory = ReadAhead(), Memory(device)
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         compute_buffers(self.model, self.model, device)

@@ -7,6 +7,8 @@ tests/test_transformers_private.py:
     with which it calls them; conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
     PreTrainedModel._load_pretrained_model, _get_dtype_plan
         load one decoder layer into a model on the meta device, converted as from_pretrained would
+    core_model_loading.revert_weight_conversion, PreTrainedModel's _weight_conversions
+        name and split tensors of a model as save_pretrained does
     PreTrainedModel._init_weights
         compute the buffers that no checkpoint holds, such as rotary frequencies
     the experts' _apply_gate, _is_expert_parallel, and their configuration's _experts_implementation
@@ -36,7 +38,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GradientCheckpointingLayer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    revert_weight_conversion,
+)
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,6 +59,7 @@ __all__ = [
     "is_expert_parallel",
     "load_tensors",
     "recomputed",
+    "to_checkpoint",
     "with_activation",
 ]
 
@@ -139,6 +148,13 @@ def load_tensors(
     report, _ = model._load_pretrained_model(model, dict(tensors), None, settings)
     mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
     return mismatched
+
+
+def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model, under the names and in the layout of its checkpoint, as save_pretrained writes them."""
+    model._weight_conversions = None  # those of `load_tensors` cannot be reverted
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return converted
 
 
 class Memory:

@@ -13,11 +13,10 @@ from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, decoder_layer, linears, routed_layers
+from moe_lab.models.discover import MoELayer, decoder_layer, is_ragged, linears, routed_layers
 from moe_lab.models.experts import post_expert_norm, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.prune import replace_tensor
-from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.settings import peft
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]
@@ -177,12 +176,12 @@ def _weights(experts: nn.Module) -> list[str]:
     return [name for name, _ in experts.named_parameters(recurse=False) if not name.endswith("_bias")]
 
 
-def projections(experts: nn.Module, expert: int) -> Iterator[Projection]:
+def projections(experts: Any, expert: int) -> Iterator[Projection]:
     """The linear maps of one expert, as views of the memory of its stacked or ragged module.
 
     Writing to them writes to the module. Nothing for an expert without channels.
     """
-    if isinstance(experts, RaggedExperts):
+    if is_ragged(experts):
         gate_up, down = experts.weights(expert)
         if len(down):
             yield from _halves(gate_up, None, interleaved=False)
@@ -247,7 +246,7 @@ class UnfusedExperts(nn.Module):
         else:
             halves = maps["gate"](hidden), maps["up"](hidden)
             joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
-            phi = experts.activate(joined) if isinstance(experts, RaggedExperts) else activation(experts)(joined)
+            phi = experts.activate(joined) if is_ragged(experts) else activation(experts)(joined)
         output: torch.Tensor = maps["down"](phi)
         norm = post_expert_norm(experts)
         return output if norm is None else norm(output)

@@ -28,7 +28,7 @@ def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str
     check_unquantized(model)
     result = pruned(model, plan)
     if tuned is not None:
-        _load(result, tuned / TENSORS)
+        load_tuned(result, tuned / TENSORS)
     if bits == 4:
         quantize(result, modules)
     return result
@@ -39,12 +39,16 @@ def pruned(model: Any, plan: Plan | None) -> Any:
     return share_copy(model) if plan is None else prune(model, plan)
 
 
-def _load(model: nn.Module, file: Path) -> None:
-    """Replace the parameters of `model` by the tensors of the same names in `file`."""
+def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
+    """Replace the parameters of `model` by the tensors of the same names in `file`, and return these names.
+
+    Only tensors whose names begin with `within` are read. UserError for tensors of another model or plan.
+    """
     parameters = dict(model.named_parameters())
     try:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
+            names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
+            for name in names:
                 tensor = tensors.get_tensor(name)
                 if name not in parameters or parameters[name].shape != tensor.shape:
                     own = tuple(parameters[name].shape) if name in parameters else "no such tensor"
@@ -56,3 +60,4 @@ def _load(model: nn.Module, file: Path) -> None:
                 replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(moved, requires_grad=False))
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}): expected the tensors that a fine-tuning left") from None
+    return names

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import linears, part_of, routed_layers
+from moe_lab.models.discover import is_ragged, linears, part_of, routed_layers
 from moe_lab.pruning.cost import NF4_BLOCK, SCALE_BLOCK
-from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.settings import bitsandbytes_functional, check_modules
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,13 +79,39 @@ def _experts(model: Any) -> int:
     return count
 
 
-def _matrices(experts: nn.Module) -> dict[str, list[torch.Tensor]]:
+def _matrices(experts: Any) -> dict[str, list[torch.Tensor]]:
     """Name of each stack of weights of an experts module -> its matrices, one per expert, as stored in memory."""
-    if isinstance(experts, RaggedExperts):
+    if is_ragged(experts):
         pairs = [experts.weights(expert) for expert in range(experts.num_experts)]
         return {"gate_up_packed": [pair[0] for pair in pairs], "down_packed": [pair[1] for pair in pairs]}
     stacks = {name: tensor for name, tensor in experts.named_parameters(recurse=False) if tensor.dim() == 3}
     return {name: list(stack.detach().unbind()) for name, stack in stacks.items()}
+
+
+def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
+    """Name -> each stack of weights of an experts module, as the numbers that `quantize` rounds it to."""
+    rounded_stacks = {}
+    for name, matrices in _matrices(experts).items():
+        stack = FourBitMatrices(matrices)
+        values = torch.cat([stack[expert] for expert in range(len(stack))])
+        rounded_stacks[name] = values.view_as(getattr(experts, name))
+    return rounded_stacks
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers that `quantize` rounds the weight of a linear map to."""
+    return FourBitMatrices([weight])[0]
+
+
+def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes.
+
+    It stands for the same numbers as `rounded` if the columns are a multiple of NF4_BLOCK.
+    """
+    packed, state = bitsandbytes_functional().quantize_4bit(
+        weight.detach(), blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
+    )
+    return {"": packed, **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
 
 
 def _linears(model: nn.Module, part: str) -> int:

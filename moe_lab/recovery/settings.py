@@ -85,6 +85,18 @@ def storage_identity(settings: RecoveryConfig) -> dict[str, Any]:
     return {"bits": 4, "modules": sorted(set(settings.modules))} if settings.bits == 4 else {}
 
 
+def finetune_words(settings: RecoveryConfig, instructions: str | None) -> str:
+    """A sentence that says how a model was fine-tuned on the set `instructions`; empty when it was not."""
+    if instructions is None:
+        return ""
+    parts = "routed experts" + (", shared experts" if settings.shared_experts else "")
+    parts += f" (rank {settings.rank}) and routers (rank {settings.router_rank})" if settings.router_rank else ""
+    return (
+        f"It was then fine-tuned (recovery={settings.name}): DoRA adapters on {parts} were trained on the answers of "
+        f"{instructions} for {settings.epochs} epochs and merged into the weights."
+    )
+
+
 def _check_tuning(settings: RecoveryConfig) -> None:
     if settings.schedule not in SCHEDULES:
         raise unknown("recovery.schedule", settings.schedule, SCHEDULES)

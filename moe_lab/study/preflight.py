@@ -105,8 +105,7 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
 def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Problems of choices that are valid on their own but cannot be combined."""
     models = [cell.model for cell in _each(cells, "model")]
-    recoveries_ = [cell.recovery for cell in _each(cells, "recovery")]
-    yield from server_command.wrong(config.backend, benchmarks, models, recoveries_)
+    yield from server_command.wrong(config.backend, benchmarks, models)
     for model in models:
         yield from wrong_timing(config, model)
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):

@@ -301,7 +301,8 @@ allocation=evolutionary calibration.engine=streamed | streamed
 calibration.snapshots=4 calibration.engine=streamed | calibration.snapshots
 calibration.field=a calibration.template=b | calibration.template
 backend=server export=padded recovery=nf4 | recovery
-export=natural recovery=nf4 | export
+export=padded recovery=nf4 | export
+export=natural recovery=nf4 verify=true | verify
 export=natural model.top_k=2 | model.top_k
 timing=true | timing
 timing=true launcher=slurm | timed.device

@@ -12,9 +12,14 @@ from typing import Any
 import numpy
 import preloaded
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from moe_lab import __main__ as command_line
+from moe_lab.config import ModelConfig
+from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan
+from moe_lab.recovery.apply import recovered
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 SHORT_SEARCH = [
@@ -23,6 +28,7 @@ SHORT_SEARCH = [
     "allocation.parameters.elites=2",
     "allocation.parameters.generations=2",
 ]
+FAKE_SERVER = Path(__file__).parents[1] / "evaluation/fake_server.py"
 Refused = Callable[..., str]
 CHANNELS = [
     "grid.criterion=[channel_activation]",
@@ -63,6 +69,12 @@ def cells(store: Path, *words: str) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     found = json.loads((store / "studies" / "study.json").read_text())["cells"]
     return [cell for cell in found if cell["plan"]]
+
+
+def generated(store: Path, grade: str) -> list[str]:
+    """The texts that a step graded."""
+    folder = store / content(store, grade, "step.json")["inputs"]["generate"]
+    return [json.loads(line)["output"] for line in (folder / "answers.jsonl").read_text().splitlines()]
 
 
 def content(store: Path, folder: str, file: str) -> Any:
@@ -179,6 +191,28 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
     assert done.stdout.strip().endswith("True"), done.stderr
 
 
+def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path) -> None:
+    words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora_nf4", "recovery.epochs=0.1", "export=natural"]
+    words += ["suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
+    server = f"{sys.executable} {FAKE_SERVER} {{checkpoint}} {{port}}"
+    (here,) = cells(store, *words)
+    (served,) = cells(store, *words, "backend=server", f'backend.command="{server}"')
+    texts = [generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (here, served)]
+    assert texts[0] == texts[1] and any(texts[0])
+    assert here["evaluate"] != served["evaluate"] and here["export"] == served["export"]
+
+    folder = store / here["export"] / "checkpoint"
+    plan, tuned = Plan.load(store / here["plan"] / "plan.json"), store / here["finetune"]
+    network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
+    evaluated = recovered(network, plan, bits=4, modules=["experts", "shared_experts"], tuned=tuned)
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    ids = torch.arange(64)[None]
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, evaluated(ids).logits)
+    card = (folder / "README.md").read_text()
+    assert "recovery=pocket_dora_nf4" in card and "pocket_math_search" in card and "rounded to NF4" in card
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -189,7 +223,8 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
         (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "64 channels"),
         (["recovery=nf5"], "did you mean nf4"),
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
-        (["export=natural", "recovery=nf4"], "expected recovery=none in a study that exports"),
+        (["export=masked", "recovery=nf4"], "recovery=nf4 changes: expected export=natural"),
+        (["export=natural", "recovery=nf4", "verify=true"], "expected verify=false"),
         (["export=naturel"], "export=naturel is unknown: did you mean natural?"),
         (["export.shape=naturel"], "export.shape=naturel is unknown: did you mean natural?"),
         (

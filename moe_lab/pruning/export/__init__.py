@@ -77,20 +77,20 @@ def export(
     content = pieces(checkpoint, plan, form, hidden_layers, apart=set(named_experts(config)))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid4().hex[:8]}") if partial is None else Path(partial)
-    with _unfinished(work, folder, {"plan": plan.digest, "shape": shape}, keep=partial is not None):
-        _check_room(folder, work, content)
+    with unfinished(work, folder, {"plan": plan.digest, "shape": shape}, keep=partial is not None):
+        check_room(work, _needed(folder, work, content))
         write_weights(checkpoint, content, work)
         _write_index(checkpoint, content, work)
         _write_others(folder, description, plan, _cost(shape, description.kind, checkpoint, content), work)
         for name, described in quantisation.items():
-            _write_json(work / name, described)
+            write_json(work / name, described)
         (work / ORIGIN).unlink()
         work.replace(target)
     return target
 
 
 @contextmanager
-def _unfinished(work: Path, source: Path, what: dict[str, str], *, keep: bool) -> Iterator[None]:
+def unfinished(work: Path, source: Path, what: Mapping[str, str], *, keep: bool) -> Iterator[None]:
     """A context with the folder `work`, which still has the complete files of an earlier export of the same.
 
     The folder is deleted when anything fails; with `keep`, it stays when the process is told to stop. Raises
@@ -132,14 +132,14 @@ def _write_index(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]],
             for piece in tensors:
                 index[piece.name] = shard
                 total += piece.size
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
 
 
 def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost, target: Path) -> None:
     """Write config.json, plan.json, model card and code; copy other files of the original, such as its tokenizer."""
     for file in sorted(_others(folder)):
         shutil.copyfile(file, target / file.name)
-    _write_json(target / "config.json", description.config)
+    write_json(target / "config.json", description.config)
     for code, text in description.code.items():
         (target / code).write_text(text, encoding="utf-8")
     plan.save(target / "plan.json")
@@ -174,15 +174,22 @@ def _others(folder: Path) -> list[Path]:
     ]
 
 
-def _check_room(folder: Path, work: Path, content: Mapping[str, Sequence[Piece]]) -> None:
+def _needed(folder: Path, work: Path, content: Mapping[str, Sequence[Piece]]) -> int:
+    """Bytes of the files that are still to be written."""
     needed = sum(file.stat().st_size for file in _others(folder))
     for shard, tensors in content.items():
         if not (work / shard).exists():
             needed += sum(piece.size for piece in tensors)
+    return needed
+
+
+def check_room(work: Path, needed: int) -> None:
+    """Raise Unavailable unless `needed` bytes are free on the disk of `work`."""
     free = shutil.disk_usage(work).free
     if needed > free:
         raise Unavailable(f"export: {needed / 1e9:.2f} GB are needed in {work.parent}, {free / 1e9:.2f} GB are free")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from moe_lab.pruning.plan import Plan
@@ -25,6 +26,8 @@ LOADING = {
         "a model type of its own, which the code beside the weights defines:"
     ),
 }
+UNCHANGED = "all other weights are those of the original model, byte for byte. Nothing was trained afterwards."
+SIZE = re.compile(r"Weights take [\d,]+ bytes, [\d.]+% of the original's ([\d,]+)\.")
 FILLED = {
     "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, where any were "
     "dropped, have a routing bias with which they are never chosen.",
@@ -58,14 +61,24 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
-        f"{_kept(plan)}; all other weights are those of the original model, byte for byte. Nothing was trained "
-        "afterwards.\n\n",
+        f"{_kept(plan)}; {UNCHANGED}\n\n",
         f"{LOADING[cost.kind]}\n\n{loading}\n\n{_cost(cost)}\n\n",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",
     ]
     return "".join(sections)
+
+
+def changed_card(card: str, words: str, written: int) -> str:
+    """The model card of an export whose tensors were changed afterwards, as the sentence `words` says.
+
+    `written`: bytes of its weights.
+    """
+    size = SIZE.search(card)
+    assert size is not None
+    card = card.replace(size[0], _size(written, int(size[1].replace(",", ""))), 1)
+    return card.replace(UNCHANGED, f"all other weights are those of the original model until then. {words}", 1)
 
 
 def _kept(plan: Plan) -> str:
@@ -83,14 +96,17 @@ def _kept(plan: Plan) -> str:
 
 
 def _cost(cost: Cost) -> str:
-    share = cost.written / cost.original
-    text = f"Weights take {cost.written:,} bytes, {share:.1%} of the original's {cost.original:,}."
+    text = _size(cost.written, cost.original)
     if cost.shape not in FILLED:
         return text
     return (
         f"{text} {FILLED[cost.shape]} {cost.zeros:,} bytes ({cost.zeros / cost.written:.1%}) are such zeros; "
         "export=natural leaves them out."
     )
+
+
+def _size(written: int, original: int) -> str:
+    return f"Weights take {written:,} bytes, {written / original:.1%} of the original's {original:,}."
 
 
 def split_card(card: str) -> tuple[str, str]:

@@ -93,13 +93,18 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def wrong(
-    export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None, *, verify: bool = False
+    export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None, *, verify: bool
 ) -> Iterator[str]:
     """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings.
 
     What needs the model's files is checked only if they are on this machine.
     """
     shape = export.shape
+    if recovery.name != "none" and verify:
+        yield (
+            f"verify=true compares an export with the masked model, which recovery={recovery.name} changes: expected "
+            "verify=false with a recovery"
+        )
     if export.format not in FORMATS:
         yield str(unknown("export.format", export.format, FORMATS))
     if shape is None:
@@ -116,10 +121,10 @@ def wrong(
             f"verify=true runs the original model from plain weights, but model={model.name} is stored as {method}: "
             "expected verify=false, or a checkpoint in bfloat16 or float32"
         )
-    if recovery.name != "none":
+    if recovery.name != "none" and shape != "natural":
         yield (
-            f"export={shape} writes what pruning leaves, before recovery={recovery.name}: expected "
-            "recovery=none in a study that exports, or export=none"
+            f"export={shape} has a shape other than that of the model that recovery={recovery.name} changes: expected "
+            "export=natural with a recovery"
         )
     if shape == "masked" and granularity == "expert":
         yield from user_errors(check_masked, model)

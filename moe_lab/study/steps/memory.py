@@ -89,8 +89,15 @@ def hidden_states(kind: Kind, step: Step, size: Size) -> float:
 
 
 def checkpoint_bytes(kind: Kind, step: Step, size: Size) -> float:
-    """Bytes of an exported checkpoint."""
-    return float(size.bytes)
+    """Bytes of an exported checkpoint. One whose weights are changed is written first without the changes."""
+    return float(size.bytes) * (2 if kind.second_model(step) else 1)
+
+
+def rewriting_memory(size: Size) -> float:
+    """Bytes while a recovery is put into a checkpoint: a decoder layer three times, embeddings and vocabulary head."""
+    routed = size.experts * size.expert
+    rest = size.parameters - size.moe_layers * routed
+    return ROOM * 4 * (3 * (routed + rest / size.moe_layers) + min(rest, 2 * LOGITS // 4 * size.hidden))
 
 
 def answer_bytes(kind: Kind, step: Step, size: Size) -> float:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import ExportConfig, RecoveryConfig
+from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.recovery import settings as recoveries
@@ -128,32 +128,74 @@ FINETUNE = Kind(
 
 
 def _export_step(pruned: PrunedModel) -> Step:
-    """The step that writes the pruned model as a checkpoint."""
+    """The step that writes the pruned and recovered model as a checkpoint."""
     assert pruned.plan is not None
-    config = pruned.builder.config
+    config, cell = pruned.builder.config, pruned.cell
     shape: dict[str, Any] = {"export": config.export.shape or "natural"}
     if config.export.format != ExportConfig.format:
         shape["format"] = config.export.format
     if config.verify:
         shape["verify"] = True
-    runtime = pruned.builder.runtime(model=pruned.cell.model)
-    return Step("export", pruned.plan.label, {"shape": Part(shape)}, pruned.inputs(), runtime)
+    runtime = pruned.builder.runtime(model=cell.model, recovery=cell.recovery)
+    if pruned.finetune:
+        runtime["instructions"] = cell.texts["instructions"].name
+    inputs = pruned.inputs(finetune=pruned.finetune)
+    return Step("export", pruned.label, {"shape": Part(shape), **pruned.storage}, inputs, runtime)
 
 
 def export(job: Job) -> None:
-    """Write the pruned model as a checkpoint, and compare it with the masked model if `verify` is set."""
+    """Write the pruned and recovered model as a checkpoint.
+
+    A model without a recovery is compared with the masked model if `verify` is set.
+    """
     from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
 
     source, plan, settings = local_folder(job.model), plan_of(job), job.settings["shape"]
-    partial = Path(job.partial, "checkpoint")
-    checkpoint = write(source, plan, job.output("checkpoint"), shape=settings["export"], partial=partial)
+    partial, out, shape = Path(job.partial), job.output("checkpoint"), settings["export"]
+    if storage_of(job)["bits"] == 4 or finetuned(job):
+        natural = partial / "natural"
+        if not natural.exists():
+            write(source, plan, natural, shape=shape, partial=partial / "checkpoint")
+        _write_recovered(job, natural, out)
+        return
+    checkpoint = write(source, plan, out, shape=shape, partial=partial / "checkpoint")
     if settings.get("verify"):
         from moe_lab.pruning.export.verify import verify
 
         # On the CPU whatever the model's device is: only there are both models equal bit for bit.
         difference = verify(source, plan, checkpoint, device="cpu", trust_remote_code=job.model.trust_remote_code)
         write_json(job.output("verified.json"), {"difference": difference})
+
+
+def _write_recovered(job: Job, natural: Path, out: Path) -> None:
+    """Write the pruned checkpoint in `natural` again, with the weights of the recovered model."""
+    from moe_lab.pruning.export.rewrite import rewrite
+    from moe_lab.recovery.export import recovery_changes
+
+    storage = storage_of(job)
+    changes = recovery_changes(
+        natural,
+        dtype=_evaluated_dtype(job.model, natural),
+        bits=storage["bits"],
+        modules=storage["modules"],
+        tuned=finetuned(job),
+        words=recoveries.finetune_words(job.recovery, job.runtime.get("instructions")),
+    )
+    rewrite(natural, changes, out, partial=Path(job.partial, "recovered"))
+
+
+def _evaluated_dtype(model: ModelConfig, folder: Path) -> Any:
+    """The precision in which models are evaluated. This step itself runs on the CPU, maybe on another machine."""
+    import torch
+
+    from moe_lab.models.device import DTYPES
+    from moe_lab.models.streamed import stored_dtype
+
+    if model.dtype in DTYPES:
+        return DTYPES[model.dtype]
+    on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
+    return torch.float32 if on_cpu else stored_dtype(folder)
 
 
 EXPORT = Kind(name="export", work=export, step=_export_step, reads=Reads.CHECKPOINT, writes=checkpoint_bytes)

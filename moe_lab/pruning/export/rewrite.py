@@ -1,0 +1,123 @@
+"""Write an exported checkpoint again with some tensors changed. One tensor is in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+
+from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_header, read_json
+from moe_lab.pruning.export import CARD, ORIGIN, check_room, unfinished, write_json
+from moe_lab.pruning.export.card import changed_card
+from moe_lab.pruning.export.write import ALIGNMENT, UNFINISHED
+
+HEADER_ENTRY = 2048
+"""Bytes of a header that are reserved for each tensor that is read; NF4 writes six in its place."""
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes to an exported checkpoint."""
+
+    tensors: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
+    """(name, tensor) of the checkpoint -> the tensors that are written in its place, by name."""
+    words: str
+    """A sentence for the model card that says what was changed."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that are set in config.json."""
+
+
+def rewrite(folder: Path, changes: Changes, out: Path, *, partial: Path) -> Path:
+    """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns `out`.
+
+    The division into shards and all other files stay. `out` is complete as soon as it exists. A process that was killed
+    resumes from the complete shards that it left in `partial`, a folder on the disk of `out` that nothing else uses.
+    Raises Unavailable when the disk is too full.
+    """
+    checkpoint = open_checkpoint(folder)
+    with unfinished(partial, folder, {"changes": changes.words}, keep=True):
+        sizes = {shard: (folder / shard).stat().st_size for shard in checkpoint.shards}
+        check_room(partial, sum(size for shard, size in sizes.items() if not (partial / shard).exists()))
+        for shard in checkpoint.shards:
+            if not (partial / shard).exists():
+                _write_shard(checkpoint, shard, changes, partial)
+        for file in folder.iterdir():
+            if file.name not in checkpoint.shards:
+                shutil.copyfile(file, partial / file.name)
+        _describe(folder, checkpoint.shards, changes, partial)
+        (partial / ORIGIN).unlink()
+        partial.replace(out)
+    return out
+
+
+def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
+    """Write config.json, the index and the model card for the shards in `target`."""
+    entries = {name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()}
+    total = sum(entry.size for entry in entries.values())
+    write_json(target / "config.json", {**read_json(folder / "config.json"), **changes.config})
+    if (folder / INDEX).exists():
+        index = {name: entries[name].shard for name in sorted(entries)}
+        write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    card = (folder / CARD).read_text(encoding="utf-8")
+    (target / CARD).write_text(changed_card(card, changes.words, total), encoding="utf-8")
+
+
+def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
+    """Write one shard; room for its header is left at its start, as its tensors are known at its end only.
+
+    Tensors that would move the following ones away from `ALIGNMENT` are written last.
+    """
+    names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
+    metadata = checkpoint.metadata[shard]
+    room = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
+    start = -(-room // ALIGNMENT) * ALIGNMENT
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    unaligned: dict[str, torch.Tensor] = {}
+    beside = folder / f"{shard}{UNFINISHED}"
+    with safe_open(checkpoint.folder / shard, framework="pt") as source, beside.open("wb") as target:
+        target.seek(start)
+        for name in names:
+            for changed, tensor in changes.tensors(name, source.get_tensor(name)).items():
+                if tensor.nbytes % ALIGNMENT:
+                    unaligned[changed] = tensor
+                else:
+                    header[changed] = _append(tensor, target, start)
+        for changed, tensor in unaligned.items():
+            header[changed] = _append(tensor, target, start)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > start - 8:
+            raise ValueError(f"the header of {beside} takes {len(text)} bytes, {start - 8} are reserved")
+        target.seek(0)
+        target.write(struct.pack("<Q", start - 8) + text.ljust(start - 8))
+        target.flush()
+        os.fsync(target.fileno())  # so that a crash after the rename cannot lose data
+    beside.rename(folder / shard)
+
+
+def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any]:
+    """Write the bytes of a tensor; returns its entry in a header of data that begins at `start`."""
+    begin = target.tell() - start
+    target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return {
+        "dtype": TYPES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "data_offsets": [begin, begin + tensor.nbytes],
+    }

@@ -1,0 +1,116 @@
+"""Put a recovery into an exported checkpoint: merged fine-tuned tensors, and NF4 where the format has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_lab.models.discover import linears
+from moe_lab.models.streamed import REST, StreamedModel
+from moe_lab.models.transformers_private import to_checkpoint
+from moe_lab.pruning.cost import NF4_BLOCK
+from moe_lab.pruning.export.rewrite import Changes
+from moe_lab.recovery.apply import TENSORS, load_tuned
+from moe_lab.recovery.quantize import nf4_tensors, rounded, rounded_experts
+
+
+def recovery_changes(
+    folder: Path, *, dtype: torch.dtype, bits: int, modules: Sequence[str], tuned: Path | None, words: str
+) -> Changes:
+    """The changes that make the pruned checkpoint in `folder` the recovered model, as `apply.recovered` computes it.
+
+    Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`, `bits` and
+    `modules` as there; `words` say what fine-tuning was done, for the model card. With `bits` 4, linear maps whose rows
+    are whole blocks are stored in the NF4 format of bitsandbytes. All other rounded weights, those of routed experts
+    above all, are stored as the numbers they were rounded to: transformers has no 4-bit form for stacked experts, and
+    bitsandbytes reads rows that end inside a block wrongly on the CPU.
+    """
+    recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
+    name = str(dtype).removeprefix("torch.")
+    said = [words] if words else []
+    if bits == 4:
+        said.append(_storage_words(modules, sorted(recovered.in_4_bits)))
+    said.append(f"The changed weights are stored in {name}: load the folder with dtype=torch.{name} for these numbers.")
+    return Changes(recovered.change, " ".join(said), recovered.config() if recovered.in_4_bits else {})
+
+
+def _storage_words(modules: Sequence[str], in_4_bits: Sequence[str]) -> str:
+    """What is stored in 4 bits, and what is not, for the model card."""
+    text = f"Weights of these modules were rounded to NF4 with double quantisation: {', '.join(sorted(modules))}."
+    plain = "stored as the numbers they were rounded to, not in 4 bits"
+    if not in_4_bits:
+        return f"{text} They are {plain}."
+    return (
+        f"{text} {len(in_4_bits)} linear maps are stored in 4 bits, in the format of bitsandbytes ({in_4_bits[0]} to "
+        f"{in_4_bits[-1]}). The others, with all routed experts, are {plain}."
+    )
+
+
+class _RecoveredTensors:
+    """The changed tensors of a pruned checkpoint. One decoder layer is in memory at a time."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None) -> None:
+        self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
+        self.dtype, self.modules, self.tuned = dtype, modules, tuned
+        self.layer = lru_cache(maxsize=1)(self._layer)
+        self.in_4_bits: dict[str, str] = {}
+        """Module path -> name in the checkpoint of the weight, of linear maps that are stored in 4 bits."""
+        for path, module in self._rounded_maps():
+            names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
+            if module.in_features % NF4_BLOCK == 0 and len(names) == 1:
+                self.in_4_bits[path] = names[0]
+
+    def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """What is written in place of a tensor of the checkpoint."""
+        return self.layer(self.streamed.layer_of.get(name, REST)).get(name, {name: tensor})
+
+    def config(self) -> dict[str, Any]:
+        """`quantization_config`: all linear maps that are not stored in 4 bits are listed as skipped."""
+        from transformers import BitsAndBytesConfig
+
+        maps = [path for path, module in self.streamed.model.named_modules() if type(module) is nn.Linear]
+        stated = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.dtype,
+            llm_int8_skip_modules=[path for path in maps if path not in self.in_4_bits],
+        )
+        return {"quantization_config": stated.to_dict()}
+
+    def _rounded_maps(self, within: str = "") -> Iterator[tuple[str, nn.Linear]]:
+        for part in self.modules:
+            if part != "experts":
+                yield from (pair for pair in linears(self.streamed.model, part) if pair[0].startswith(within))
+
+    @torch.no_grad()
+    def _layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Name of each changed tensor of a decoder layer in the checkpoint -> what is written in its place."""
+        if number == REST:
+            return {}
+        model: Any = self.streamed.model
+        within = f"{self.streamed.path}.{number}."
+        changed: dict[str, torch.Tensor] = {}
+        four_bits = {}
+        with self.streamed.layer(number):
+            if self.tuned is not None:
+                names = load_tuned(model, self.tuned / TENSORS, within=within)
+                changed = {name: model.get_parameter(name) for name in names}
+            if "experts" in self.modules and number in self.streamed.moe:
+                layer = self.streamed.moe[number]
+                for name, tensor in rounded_experts(layer.experts).items():
+                    changed[f"{layer.name}.{name}"] = tensor
+            for path, module in self._rounded_maps(within):
+                if path in self.in_4_bits:
+                    name = self.in_4_bits[path]
+                    four_bits[name] = {f"{name}{end}": tensor for end, tensor in nf4_tensors(module.weight).items()}
+                    changed.pop(f"{path}.weight", None)
+                else:
+                    changed[f"{path}.weight"] = rounded(module.weight)
+            plain = to_checkpoint(model, changed)
+            return {name: {name: tensor.clone()} for name, tensor in plain.items()} | four_bits

@@ -1,0 +1,228 @@
+"""Exports of recovered models, loaded by a process that has transformers, bitsandbytes and the folder, no moe_lab."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import read_header
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.load import load_model
+from moe_lab.pruning.export import export
+from moe_lab.pruning.export.rewrite import Changes, rewrite
+from moe_lab.pruning.plan import Plan
+from moe_lab.recovery.apply import TENSORS, recovered
+from moe_lab.recovery.export import recovery_changes
+from moe_lab.recovery.quantize import quantize
+
+has_avx512bf16 = pytest.importorskip("bitsandbytes.functional").has_avx512bf16
+
+PARTS = ["experts", "shared_experts", "attention"]
+CASES = {
+    # hidden size 64: rows of the attention's maps are whole blocks of NF4, those of shared experts (40) are not
+    "dora": ("qwen2_moe", "even", True, 16, []),
+    "dora_nf4": ("qwen2_moe", "even", True, 4, PARTS),
+    "nf4": ("deepseek_v3", "even", False, 4, ["experts", "shared_experts"]),
+    "nf4_uneven": ("qwen3_moe", "uneven", False, 4, ["experts", "attention"]),
+    "dora_nf4_ragged": ("olmoe", "ragged", True, 4, ["experts", "attention"]),
+    "nf4_experts": ("olmoe", "even", False, 4, ["experts"]),
+    "dora_transposed": ("gpt_oss", "even", True, 4, ["experts"]),
+}
+WITHOUT_MOE_LAB = """
+import json, sys
+from pathlib import Path
+sys.modules["moe_lab"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+root = Path(sys.argv[1])
+tokens = load_file(root / "tokens.safetensors")["tokens"]
+for folder in sorted(path for path in root.iterdir() if (path / "config.json").exists()):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, dtype=torch.float32
+    )
+    said = {"report": sorted(name for names in report.values() for name in names)}
+    weights = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear4bit":
+            from bitsandbytes.functional import dequantize_4bit
+            weights[name] = dequantize_4bit(module.weight.data, module.weight.quant_state).clone()
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits.contiguous()
+    save_file({**weights, "logits": logits}, folder / "found.safetensors")
+    (folder / "said.json").write_text(json.dumps(said))
+"""
+
+
+def make_plan(model: Any, case: str) -> Plan:
+    """Half the experts; or other numbers of them in each layer; or channels drawn for each expert."""
+    if case == "even":
+        return tiny.plan(model, 0.5)
+    generator = numpy.random.default_rng(0)
+    experts, channels = {}, {}
+    for place, layer in enumerate(moe_layers(model)):
+        kept = numpy.sort(generator.permutation(layer.n_experts)[: layer.n_experts - 1 - 2 * place])
+        experts[layer.index] = tuple(int(expert) for expert in kept)
+        mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
+        for number, expert in enumerate(kept):
+            width = int(generator.integers(1, layer.width)) * (number != 2)
+            mask[expert, generator.permutation(layer.width)[:width]] = True
+        channels[layer.index] = mask
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    return Plan(experts, counts, {"case": case}, channels if case == "ragged" else {})
+
+
+def tune(model: Any, plan: Plan, folder: Path) -> Path:
+    """Write other weights for the experts, routers and shared experts of the pruned model, as fine-tuning does."""
+    pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
+    generator = torch.Generator().manual_seed(3)
+    changed = {
+        name: weight + 0.02 * torch.randn(weight.shape, generator=generator)
+        for name, weight in pruned.named_parameters()
+        if ("experts." in name and "bias" not in name) or "gate.weight" in name or "router.weight" in name
+    }
+    folder.mkdir()
+    save_file(changed, folder / TENSORS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, exported here and loaded there."""
+    root = tmp_path_factory.mktemp("exports")
+    save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
+    for case, (name, plan_case, tuned, bits, modules) in CASES.items():
+        source = root.parent / f"source-{case}"
+        model = tiny.save(name, source / "model", shard="200KB", hidden_size=64)
+        plan = make_plan(model, plan_case)
+        files = tune(model, plan, source / "tuned") if tuned else None
+        export(source / "model", plan, source / "natural")
+        changes = recovery_changes(
+            source / "natural", dtype=torch.float32, bits=bits, modules=modules, tuned=files, words="It was tuned."
+        )
+        if case == "dora_nf4_ragged":
+            shutil.copytree(source / "natural", source.parent / "ragged")
+        out = rewrite(source / "natural", changes, root / case, partial=source / "partial")
+        network = recovered(model, plan, bits=bits, modules=modules, tuned=files)
+        with torch.no_grad():
+            expected = {"logits": network(input_ids=tiny.tokens()).logits.contiguous()}
+        for path, module in network.named_modules():
+            if type(module).__name__ == "FourBitLinear":
+                expected[path] = module.weights[0]
+        save_file(expected, out / "expected.safetensors")
+    environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT_MOE_LAB, str(root)]
+    subprocess.run(command, check=True, cwd=root, env=environment, timeout=250)
+    return root
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> None:
+    folder = folders / case
+    assert json.loads((folder / "said.json").read_text())["report"] == []
+    found, expected = load_file(folder / "found.safetensors"), load_file(folder / "expected.safetensors")
+    in_4_bits = sorted(set(found) - {"logits"})
+    assert all(torch.equal(found[name], expected[name]) for name in in_4_bits)
+    if in_4_bits and has_avx512bf16():  # there bitsandbytes computes in bfloat16
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=0.1)
+    else:
+        assert torch.equal(found["logits"], expected["logits"])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
+
+
+def test_what_is_in_4_bits_and_what_is_not(folders: Path) -> None:
+    stored = weights(folders / "dora_nf4")
+    config = json.loads((folders / "dora_nf4" / "config.json").read_text())
+    packed = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8 and name.endswith("weight")}
+    inside = [f"self_attn.{role}_proj" for role in "qkvo"] + [
+        f"mlp.shared_expert.{role}_proj" for role in ("gate", "up")
+    ]
+    assert packed == {f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in inside}
+    assert not packed & {f"{name}.weight" for name in config["quantization_config"]["llm_int8_skip_modules"]}
+    assert "lm_head" in config["quantization_config"]["llm_int8_skip_modules"]
+    assert {f"{name}.quant_state.bitsandbytes__nf4" for name in packed} <= stored.keys()
+    assert stored["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.float32
+    assert "quantization_config" not in json.loads((folders / "nf4_experts" / "config.json").read_text())
+
+
+def test_the_card_says_what_was_done(folders: Path) -> None:
+    card = (folders / "dora_nf4" / "README.md").read_text()
+    assert "Nothing was trained" not in card and "It was tuned." in card
+    assert "The changed weights are stored in float32" in card
+    assert "18 linear maps are stored in 4 bits" in card and "not in 4 bits" in card
+    assert f"take {sum(tensor.nbytes for tensor in weights(folders / 'dora_nf4').values()):,} bytes" in card
+    plain = (folders / "nf4_experts" / "README.md").read_text()
+    assert "They are stored as the numbers they were rounded to, not in 4 bits" in plain
+    assert (folders / "dora" / "plan.json").is_file()
+
+
+def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
+    for file in (folders / "dora_nf4").glob("model*.safetensors"):
+        _, entries = read_header(file)
+        odd = [entry.start for entry in entries.values() if entry.start % 64]
+        last_aligned = max((entry.start for entry in entries.values() if entry.size % 64 == 0), default=0)
+        assert all(start > last_aligned for start in odd)
+
+
+def test_a_rewriting_that_was_killed_goes_on_from_its_whole_files(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model", shard="60KB")
+    natural = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "natural")
+    shards = sorted(natural.glob("*.safetensors"))
+    code = f"""
+import os
+from pathlib import Path
+from moe_lab.pruning.export.rewrite import Changes, rewrite
+last = {shards[2].name!r}
+seen = set()
+def double(name, tensor):
+    if name in {list(load_file(shards[2]))!r}:
+        os._exit(9)
+    return {{name: tensor * 2}}
+rewrite(Path({str(natural)!r}), Changes(double, "Doubled."), Path({str(tmp_path / "out")!r}),
+        partial=Path({str(tmp_path / "partial")!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert not (tmp_path / "out").exists()
+    left = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "partial").glob("*.safetensors")}
+    assert sorted(left) == [shard.name for shard in shards[:2]]
+    changes = Changes(lambda name, tensor: {name: tensor * 2}, "Doubled.")
+    out = rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "partial")
+    assert {name: (out / name).stat().st_mtime_ns for name in left} == left
+    doubled, before = weights(out), weights(natural)
+    assert doubled.keys() == before.keys() and all(torch.equal(doubled[name], before[name] * 2) for name in before)
+    assert not (tmp_path / "partial").exists()
+    assert {file.name for file in out.iterdir()} == {file.name for file in natural.iterdir()}
+
+
+def test_a_tuning_of_another_plan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    tuned = tune(model, tiny.plan(model, 0.25), tmp_path / "tuned")
+    natural = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "natural")
+    changes = recovery_changes(natural, dtype=torch.float32, bits=16, modules=(), tuned=tuned, words="")
+    with pytest.raises(UserError, match="is of another model or plan"):
+        rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "partial")
+    assert not (tmp_path / "partial").exists() and not (tmp_path / "out").exists()
+
+
+def test_an_export_of_ragged_experts_can_be_quantised(folders: Path) -> None:
+    """Its experts are a class of the code beside it, not the one in this package."""
+    model = load_model(ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True))[0]
+    assert quantize(model, ["experts"])["weights"]["experts"] > 0
