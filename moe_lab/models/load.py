@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
@@ -15,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers.utils.quantization_config import CompressedTensorsConfig, Mxfp4Config
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -28,6 +29,9 @@ from moe_lab.models.families import TOP_K_FIELDS
 from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError
+
+UNPACKING: dict[str | None, Any] = {"mxfp4": Mxfp4Config, "compressed-tensors": CompressedTensorsConfig}
+"""Method of `UNPACKED` -> the class of its settings."""
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -133,9 +137,12 @@ def check_finite(model: nn.Module, within: str = "") -> None:
             continue
         # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
         # It is accumulated in fp32 even without dtype=float32, which would take thirty times as long.
-        if not tensor.is_floating_point() or tensor.is_meta or bool(tensor.sum().isfinite()):
+        if not tensor.is_floating_point() or tensor.is_meta:
             continue
-        bad = ~tensor.isfinite()
+        numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch does not add eight-bit numbers
+        if bool(numbers.sum().isfinite()):
+            continue
+        bad = ~numbers.isfinite()
         if not bool(bad.any()):
             continue
         value = float(tensor[bad][0])
@@ -174,17 +181,19 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
     method = quantization(settings)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            **({"quantization_config": Mxfp4Config(dequantize=True)} if method in UNPACKED else {}),
-            dtype=dtype,
-            device_map=device,
-            experts_implementation="eager" if device == "cpu" else "grouped_mm",
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=not has_pickles_only(folder),
-            ignore_mismatched_sizes=True,  # reported below, in one sentence
-            output_loading_info=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # UNPACKING is how to load, not what
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                **({"quantization_config": UNPACKING[method](dequantize=True)} if method in UNPACKED else {}),
+                dtype=dtype,
+                device_map=device,
+                experts_implementation="eager" if device == "cpu" else "grouped_mm",
+                trust_remote_code=settings.trust_remote_code,
+                use_safetensors=not has_pickles_only(folder),
+                ignore_mismatched_sizes=True,  # reported below, in one sentence
+                output_loading_info=True,
+            )
     except ImportError as error:
         if method is None:
             raise
@@ -193,13 +202,43 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         ) from None
     except pickle.UnpicklingError:
         raise UserError(f"{folder} has a damaged {PICKLES[0]}: expected pickled weights") from None
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if method is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _unreadable(folder, method, " ".join(str(error).split())[:200]) from None
     model, report = loaded
+    if method is not None:
+        _check_read(folder, method, report)
     check_shapes(folder, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
         )
+    if method in UNPACKED and isinstance(dtype, torch.dtype):
+        for layer in routed_layers(model):
+            layer.experts.to(dtype)  # compressed-tensors leaves experts in the precision of their scales
     return model
+
+
+def _check_read(folder: Path, method: str, report: Mapping[str, Any]) -> None:
+    """Raise UserError if transformers took quantised weights for plain ones; `report` is its loading report.
+
+    It does so for scales it does not know: they are unexpected tensors, without which the weights are other numbers.
+    """
+    unexpected = set(report["unexpected_keys"])
+    for name in sorted(unexpected):
+        matrix, found, suffix = name.rpartition(".weight")
+        if found and suffix and f"{matrix}.weight" not in unexpected:
+            raise _unreadable(folder, method, f"it does not read {name}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        raise _unreadable(folder, method, f"it expects {mismatched[0][0]} of another shape")
+
+
+def _unreadable(folder: Path, method: str, reason: str) -> UserError:
+    return UserError(
+        f"{folder} is stored as {method}, which the installed transformers cannot load for this model ({reason}): "
+        "expected FP8 in blocks (weight_scale_inv), MXFP4, or a checkpoint in bfloat16 or float32"
+    )
 
 
 def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> None:

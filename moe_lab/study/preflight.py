@@ -110,6 +110,9 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         yield from wrong_timing(config, model)
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):
             yield from user_errors(config_json.check_chat_template, model, benchmark.name)
+    for cell in _each([cell for cell in cells if _is_known(cell) and reads_text(cell)], "model", "calibration"):
+        if cell.calibration.engine == "streamed":
+            yield from user_errors(config_json.check_plain_weights, cell.model, "calibration.engine=streamed")
     for cell in _each(cells, "model", "criterion", "recovery"):
         criterion = criteria.CRITERIA.get(cell.criterion.name)
         if criterion:

@@ -262,6 +262,34 @@ def test_quantised_experts_are_scored_as_the_numbers_they_stand_for(name: str, k
         assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
 
 
+@pytest.mark.parametrize("kind", ["compressed_fp8", "w4a16"])
+def test_compressed_tensors_are_scored_as_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
+    """The package rounds four-bit numbers to the precision of their scales."""
+    pytest.importorskip("compressed_tensors")
+    plain, stored = quantised.save("qwen2_moe", kind, tmp_path)
+    if kind == "w4a16":
+        tensors = load_file(plain / "model.safetensors")
+        rounded = {name: tensor.bfloat16().float() if "_proj.w" in name else tensor for name, tensor in tensors.items()}
+        save_file(rounded, plain / "model.safetensors", {"format": "pt"})
+    expected, found = (observed(load_model(settings(folder))[0]) for folder in (plain, stored))
+    for index, named in expected.items():
+        assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("fp8_matrix", "stored as fp8"),
+        ("w4a16_asymmetric", "stored as compressed-tensors"),
+        ("nf4", "stored as bitsandbytes"),
+    ],
+)
+def test_quantised_experts_that_transformers_does_not_read_are_refused(kind: str, words: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes" if kind == "nf4" else "compressed_tensors")
+    _, stored = quantised.save("qwen2_moe", kind, tmp_path)
+    refused(lambda: load_model(settings(stored)), words)
+
+
 def test_weights_of_mxfp4_are_not_scored(tmp_path: Path) -> None:
     _, stored = quantised.save("gpt_oss", "mxfp4", tmp_path)
     refused(lambda: weigh_experts(stored, fingerprint={}), r"_proj_blocks is stored as U8, expected plain weights")

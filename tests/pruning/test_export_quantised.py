@@ -62,9 +62,13 @@ def uneven() -> Plan:
         ("gpt_oss", "mxfp4", "natural", True),
         ("gpt_oss", "mxfp4", "natural", False),
         ("gpt_oss", "mxfp4", "masked", False),
+        ("qwen2_moe", "w4a16", "natural", True),
+        ("qwen2_moe", "compressed_fp8", "natural", False),
     ],
 )
 def test_reloaded_exports_are_the_masked_model(name: str, kind: str, shape: str, alike: bool, tmp_path: Path) -> None:
+    if kind in ("w4a16", "compressed_fp8"):
+        pytest.importorskip("compressed_tensors")
     _, stored = quantised.save(name, kind, tmp_path)
     plan = tiny.plan(tiny.build(name), 0.5) if alike else uneven()
     out = export(stored, plan, tmp_path / "out", shape=shape)
@@ -225,6 +229,7 @@ def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> 
         (["criterion=reap", "export=natural", "verify=true"], "verify=true"),
         (["criterion=reap", "export=masked"], "export=masked"),
         (["criterion=heapr", "export=natural"], "criterion=heapr"),
+        (["criterion=reap", "calibration.engine=streamed"], "calibration.engine=streamed"),
     ],
 )
 def test_what_quantised_weights_do_not_allow_is_refused_first(words: list[str], field: str, tmp_path: Path) -> None:
