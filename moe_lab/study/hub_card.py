@@ -11,15 +11,13 @@ from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID
 from moe_lab.paths import PREFIX, local
-from moe_lab.pruning.export.card import ORIGINAL, split_card
+from moe_lab.pruning.export.card import OF_ORIGINAL, ORIGINAL, split_card
 from moe_lab.results import Result
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 TAGS = ("moe", "pruning", "moe_lab")
-OF_ORIGINAL = ("model-index", "base_model", "base_model_relation", "new_version")
-"""Fields of the original's front matter that are not true of the pruned model; its licence and all others are kept."""
 ANOTHER_RATIO = """## Another ratio
 
 The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another

@@ -71,7 +71,7 @@ def test_saved_pruned_model_reloads(tmp_path: Path) -> None:
 def test_files_beside_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = tiny.save("olmoe", folder, shard="60KB")
-    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Nice model\nIt talks.\n")
+    (folder / "README.md").write_text("---\nlicense: mit\nbase_model: a/b\n---\n# Nice model\nIt talks.\n")
     (folder / "pytorch_model.bin").write_bytes(b"old")
     (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), "note": "ä"}))
     plan = Plan(tiny.plan(model, 0.5).experts, dict.fromkeys(range(3), 16), {"model": "little", "criterion": "man"})

@@ -6,11 +6,15 @@ import json
 import re
 from dataclasses import dataclass
 
+import yaml
+
 from moe_lab.pruning.plan import Plan
 
 FENCE = "---\n"
 ORIGINAL = "# Card of the original model\n"
 """Heading between the pruned model's card and the card of the original."""
+OF_ORIGINAL = ("model-index", "base_model", "base_model_relation", "new_version")
+"""Fields of the original's front matter that are not true of the pruned model, such as its results."""
 LOADING = {
     "stock": "It has the layout of the original and loads like it:",
     "ported": (
@@ -53,9 +57,10 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     """The model card in Markdown.
 
     It says what was pruned and how, how to load the model and how large it is. The card of the original model follows,
-    whose front matter (licence and so on) is kept.
+    whose front matter (licence and so on) is kept, but for the fields in `OF_ORIGINAL`.
     """
     front, body = split_card(original or "")
+    front = _inherited(front)
     trust = "" if cost.kind == "stock" else ", trust_remote_code=True"
     loading = f"```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```"
     sections = [
@@ -107,6 +112,18 @@ def _cost(cost: Cost) -> str:
 
 def _size(written: int, original: int) -> str:
     return f"Weights take {written:,} bytes, {written / original:.1%} of the original's {original:,}."
+
+
+def _inherited(front: str) -> str:
+    """The original's front matter without the fields in `OF_ORIGINAL`; unchanged if it has none of them."""
+    try:
+        fields = yaml.safe_load(front)
+    except yaml.YAMLError:
+        return front
+    if not isinstance(fields, dict) or not any(name in fields for name in OF_ORIGINAL):
+        return front
+    kept = {name: value for name, value in fields.items() if name not in OF_ORIGINAL}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
 
 
 def split_card(card: str) -> tuple[str, str]:
