@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import BenchmarkConfig, ModelConfig
+from moe_lab.config import BenchmarkConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID
@@ -107,12 +107,19 @@ def _front_matter(front: str, repository: str, cell: Cell, measured: Sequence[Me
     kept["tags"] = [*([tags] if isinstance(tags, str) else tags), *TAGS]
     kept.setdefault("library_name", "transformers")
     kept.setdefault("pipeline_tag", "text-generation")
-    # The hub knows the relations adapter, finetune, merge and quantized, and pruning is none of them.
     kept["base_model"] = base_model(cell.model)
+    kept["base_model_relation"] = _relation(cell.recovery) if kept["base_model"] else None
     if measured:
         kept["model_name"] = repository.rpartition("/")[2]
         kept["eval_results"] = [_eval_result(one) for one in measured]
     return ModelCardData(**kept)
+
+
+def _relation(recovery: RecoveryConfig) -> str | None:
+    """The hub's word for the relation to the base model, such as finetune or quantized; it has none for pruning."""
+    if recovery.instructions is not None:
+        return "finetune"
+    return "quantized" if recovery.bits == 4 else None
 
 
 def _eval_result(measured: Measured) -> EvalResult:
@@ -137,11 +144,12 @@ def _eval_result(measured: Measured) -> EvalResult:
 
 
 def _results_section(cell: Cell, measured: Sequence[Measured]) -> str:
+    recovery = f", then recovery `{cell.recovery.name}`" if cell.recovery.name != "none" else ""
     lines = [
         "## Results",
         "",
         f"Pruned by moe_lab: criterion `{cell.criterion.name}`, calibration set `{cell.calibration.name}`, ratio "
-        f"{cell.ratio:g}, allocation `{cell.allocation.name}`, seed {cell.seed}.",
+        f"{cell.ratio:g}, allocation `{cell.allocation.name}`, seed {cell.seed}{recovery}.",
     ]
     if not measured:
         return "\n".join([*lines, "", "It was not evaluated."])

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,6 +372,22 @@ def test_the_card_keeps_the_licence_and_leaves_out_what_is_true_of_the_original_
 
 def test_the_card_shows_no_path_of_this_machine(tmp_path: Path) -> None:
     assert str(tmp_path) not in hub_card(ORIGINAL, "me/small", cell(str(tmp_path)), [measured(1319)])
+
+
+@pytest.mark.parametrize(
+    ("recovery", "relation"),
+    [
+        (RecoveryConfig(), None),
+        (RecoveryConfig(name="nf4", bits=4), "quantized"),
+        (RecoveryConfig(name="dora", instructions="text"), "finetune"),
+        (RecoveryConfig(name="dora_nf4", bits=4, instructions="text"), "finetune"),
+    ],
+)
+def test_a_relation_is_stated_where_the_hub_has_a_word_for_it(recovery: RecoveryConfig, relation: str | None) -> None:
+    recovered = replace(cell("them/chat"), recovery=recovery)
+    card = ModelCard(hub_card(ORIGINAL, "me/small", recovered, []))
+    assert card.data.to_dict().get("base_model_relation") == relation
+    assert (f"recovery `{recovery.name}`" in card.text) == (recovery.name != "none")
 
 
 @pytest.mark.parametrize("front", ["---\n---\n", "", "---\na: [\n---\n", "---\n- a\n---\n"])
